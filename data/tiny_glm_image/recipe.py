@@ -1,0 +1,56 @@
+"""Every number that the tiny GLM-Image depends on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TinyRecipe:
+    """How the tiny GLM-Image is built and trained; the same recipe gives the same weights on the same machine.
+
+    The supervised pictures are imperfect on purpose, as those of a real corpus are: the policy learns what a caption
+    means and also draws slips and stray cells, which is what training by rewards can then remove.
+
+    Attributes:
+        seed: of weights, data order, noise and the split of captions.
+        heldout_fraction: share of the captions that the supervised training never sees.
+        corpus_size: pictures drawn for the supervised training.
+        slip_probability: chance that a sprite stands one cell off on one or both axes.
+        confusion_probability: chance that another shape than the caption's is drawn.
+        speckle_probability: chance, a cell, that it has a random colour.
+        hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
+        initializer_range: standard deviation of its initial weights.
+        autoregressive_steps, autoregressive_batch, autoregressive_learning_rate: its supervised training.
+        decoder_size, decoder_layers, decoder_heads: of the diffusion transformer.
+        decoder_steps, decoder_batch, decoder_learning_rate: its training by flow matching.
+        latent_std: pixels, in [-1, 1], are divided by it to give latents; small values make the decoder's remaining
+            noise small against the picture.
+        prior_drop_probability: chance that the image tokens are dropped in decoder training, for guidance.
+        train_prompts, heldout_prompts: sizes of the prompt files for training by rewards.
+    """
+
+    seed: int = 0
+    heldout_fraction: float = 0.1
+    corpus_size: int = 8192
+    slip_probability: float = 0.3
+    confusion_probability: float = 0.1
+    speckle_probability: float = 0.02
+    hidden_size: int = 128
+    layers: int = 3
+    heads: int = 4
+    key_value_heads: int = 2
+    intermediate_size: int = 256
+    rope_theta: float = 30.0
+    initializer_range: float = 0.05
+    autoregressive_steps: int = 500
+    autoregressive_batch: int = 32
+    autoregressive_learning_rate: float = 4e-3
+    decoder_size: int = 64
+    decoder_layers: int = 2
+    decoder_heads: int = 2
+    decoder_steps: int = 400
+    decoder_batch: int = 16
+    decoder_learning_rate: float = 2e-3
+    latent_std: float = 0.05
+    prior_drop_probability: float = 0.1
+    train_prompts: int = 24
+    heldout_prompts: int = 12

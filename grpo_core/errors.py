@@ -1,0 +1,43 @@
+"""The two kinds of failure that a person reads: wrong input, and a stage that refuses to go on."""
+
+from collections.abc import Sequence
+
+
+class InputError(ValueError):
+    """Something that the person gave cannot be used; the command line ends with exit code 2.
+
+    Args:
+        place: where it stands, as the person would find it (``data.prompts``, a file and line).
+        value: what was found there.
+        mend: what would do, as an instruction.
+    """
+
+    def __init__(self, place: str, value: object, mend: str) -> None:
+        self.place, self.value, self.mend = place, value, mend
+        super().__init__(f"{place}: got {value!r}. {mend}")
+
+    def __reduce__(self) -> tuple[type["InputError"], tuple[str, object, str]]:
+        return type(self), (self.place, self.value, self.mend)
+
+
+class InputErrors(ValueError):
+    """Every :class:`InputError` of one configuration, told at once."""
+
+    def __init__(self, errors: Sequence[InputError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\n".join(str(error) for error in self.errors))
+
+    def __reduce__(self) -> tuple[type["InputErrors"], tuple[tuple[InputError, ...]]]:
+        return type(self), (self.errors,)
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, gradient, reward or log-prob is NaN or infinite; names the samples that made it."""
+
+    def __init__(self, quantity: str, sample_ids: Sequence[str], mend: str) -> None:
+        self.quantity, self.sample_ids, self.mend = quantity, tuple(sample_ids), mend
+        shown = ", ".join(self.sample_ids[:8]) + (" ..." if len(self.sample_ids) > 8 else "")
+        super().__init__(f"{quantity} is not finite for {len(self.sample_ids)} sample(s): {shown}. {mend}")
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, tuple[str, ...], str]]:
+        return type(self), (self.quantity, self.sample_ids, self.mend)

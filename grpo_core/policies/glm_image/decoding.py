@@ -1,0 +1,69 @@
+"""Stored tokens -> pictures, by the frozen diffusion decoder with fixed noise."""
+
+from collections.abc import Sequence
+
+import torch
+from diffusers import GlmImagePipeline
+from jaxtyping import Bool, Int
+from PIL import Image
+from torch import Tensor
+
+from grpo_core.policies.glm_image.geometry import TokenGrids
+from grpo_core.seeds import make_generator
+
+
+def large_grid_ids(
+    token_ids: Int[Tensor, "samples time"], loss_mask: Bool[Tensor, "samples time"], grids: TokenGrids
+) -> Int[Tensor, "samples prior"]:
+    """The decoder's conditioning: the large grid, each token doubled along both axes.
+
+    A picture that ended early has cells without a token; they repeat the last token that was written, so that
+    the picture can still be looked at and scored.
+    """
+    large = slice(grids.preview.tokens, grids.tokens)
+    written = loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    last = token_ids.gather(1, written - 1)
+    ids = torch.where(loss_mask, token_ids, last)[:, large]
+    ids = ids.reshape(-1, grids.large.rows, grids.large.columns)
+    return ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+
+
+@torch.no_grad()
+def decode_group(
+    pipeline: GlmImagePipeline,
+    prompt: str,
+    prior_ids: Int[Tensor, "samples prior"],
+    *,
+    height: int,
+    width: int,
+    noise_seeds: Sequence[int],
+    num_inference_steps: int,
+    guidance_scale: float,
+) -> list[Image.Image]:
+    """Decode rows of ONE prompt.
+
+    Glyph embeddings of different prompts are padded to one length and the padding is not masked, so a row of a
+    mixed batch would change with its neighbours.
+
+    Args:
+        pipeline: its autoregressive part is not used.
+        prompt: the rows' prompt; its quoted text is rendered by the decoder.
+        prior_ids: from large_grid_ids.
+        height: pixels.
+        width: pixels.
+        noise_seeds: one a row; equal seeds give equal noise.
+        num_inference_steps: denoising steps.
+        guidance_scale: classifier-free guidance of the decoder; 1 or less is without.
+    """
+    # One generator object a row: an object passed twice would go on where the first row left it.
+    generators = [make_generator(seed) for seed in noise_seeds]
+    images: list[Image.Image] = pipeline(
+        [prompt] * len(noise_seeds),
+        height=height,
+        width=width,
+        prior_token_ids=prior_ids,
+        generator=generators,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+    ).images
+    return images

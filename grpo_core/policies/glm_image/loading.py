@@ -1,0 +1,69 @@
+"""A folder or a hub name -> the pipeline's components, by diffusers' own loader."""
+
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+from diffusers import GlmImagePipeline
+from torch import Tensor
+from transformers import GlmImageForConditionalGeneration
+
+from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.prompts import UnitProcessor
+
+AUTOREGRESSIVE = "vision_language_encoder"
+
+
+def pixel_unit(pipeline: GlmImagePipeline) -> int:
+    """Pixels along one side of a large token: the decoder sees two by two patches for each."""
+    return int(2 * pipeline.transformer.config.patch_size * pipeline.vae_scale_factor)
+
+
+def refuse_missing_folder(model: str) -> None:
+    """Raise InputError for something that is meant as a folder but is none; hub names pass."""
+    path = Path(model).expanduser()
+    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
+    if path.is_dir():
+        if not (path / "model_index.json").is_file():
+            raise InputError("policy.model", model, "The folder holds no model_index.json; give a saved pipeline's.")
+    elif looks_local or path.parent.is_dir():
+        raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
+
+
+def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> GlmImagePipeline:
+    """All components of a GLM-Image, frozen, in evaluation mode.
+
+    Args:
+        model: a folder written by `save_pretrained`, or a hub name such as zai-org/GLM-Image.
+        dtype: of the weights.
+        device: where they go.
+
+    Raises:
+        InputError: the folder does not exist or is no pipeline, or the hub's files are not at hand.
+    """
+    refuse_missing_folder(model)
+    # Their bars would tear the training's own.
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype)
+    except OSError as error:
+        first_line = str(error).strip().splitlines()[0]
+        mend = f"Give a folder, or a hub name whose files are cached or reachable ({first_line})."
+        raise InputError("policy.model", model, mend) from error
+    stock = pipeline.processor
+    pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
+    pipeline.processor.unit = pixel_unit(pipeline)
+    pipeline.set_progress_bar_config(disable=True)
+    for part in (pipeline.vision_language_encoder, pipeline.text_encoder, pipeline.transformer, pipeline.vae):
+        part.requires_grad_(False)
+        part.eval()
+    return pipeline.to(device)
+
+
+def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The autoregressive model's weights as published."""
+    loaded = GlmImageForConditionalGeneration.from_pretrained(model, subfolder=AUTOREGRESSIVE, dtype=dtype)
+    state: dict[str, Tensor] = loaded.state_dict()
+    return state

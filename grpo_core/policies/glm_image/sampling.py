@@ -1,0 +1,76 @@
+"""The autoregressive loop: one prefill a prompt, its cache shared by the group, one random number a token."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from grpo_core.logprobs import draw_tokens, gather_logprobs, support_logprobs
+from grpo_core.policies.glm_image.prompts import EncodedPrompts
+from grpo_core.seeds import make_generator
+
+
+def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples count"]:
+    """`count` uniform numbers a sample, from that sample's seed alone."""
+    return torch.stack([torch.rand(count, generator=make_generator(seed), dtype=torch.float64) for seed in seeds])
+
+
+@torch.no_grad()
+def sample_tokens(
+    model: nn.Module,
+    encoded: EncodedPrompts,
+    *,
+    group_size: int,
+    tokens: int,
+    seeds: Sequence[int],
+    support: int,
+    temperature: float,
+) -> tuple[Int[Tensor, "samples time"], Float[Tensor, "samples time"]]:
+    """Sample both grids of every picture, without the end slot.
+
+    Args:
+        model: GlmImageForConditionalGeneration, bare or wrapped by peft.
+        encoded: one row a prompt.
+        group_size: pictures a prompt.
+        tokens: ids to sample a picture.
+        seeds: one a picture, siblings side by side.
+        support: ids [0, support) are picture codes; no other id is ever drawn.
+        temperature: divides the logits.
+
+    Returns:
+        Sampled ids and the log-prob each was drawn with.
+    """
+    cache = DynamicCache()
+    step = model(
+        input_ids=encoded.input_ids,
+        attention_mask=encoded.attention_mask,
+        position_ids=encoded.position_ids[:, :, : encoded.length],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache.batch_repeat_interleave(group_size)
+    logits = step.logits[:, -1].repeat_interleave(group_size, 0)
+    rows = encoded.repeat(group_size)
+    attention = torch.cat([rows.attention_mask, rows.attention_mask.new_ones(len(seeds), tokens)], 1)
+    uniforms = uniform_numbers(seeds, tokens).to(logits.device)
+    ids = rows.input_ids.new_zeros(len(seeds), tokens)
+    logprobs = torch.zeros(len(seeds), tokens, device=logits.device)
+    for index in range(tokens):
+        distribution = support_logprobs(logits, support, temperature)
+        ids[:, index] = draw_tokens(distribution, uniforms[:, index])
+        logprobs[:, index] = gather_logprobs(distribution.unsqueeze(1), ids[:, index : index + 1]).squeeze(1)
+        if index + 1 == tokens:
+            break
+        place = encoded.length + index
+        logits = model(
+            input_ids=ids[:, index : index + 1],
+            attention_mask=attention[:, : place + 1],
+            position_ids=rows.position_ids[:, :, place : place + 1],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+    return ids, logprobs

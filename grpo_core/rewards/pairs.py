@@ -1,0 +1,82 @@
+"""Scores samples against their target pictures."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.rewards.pictures import fit_to, shown_size, to_rgb, to_tensor
+from grpo_core.rewards.protocol import Score, ScoringBatch
+
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""From pictures and targets, each [N, 3, H, W] fp32 in [0, 1], to N raw quantities."""
+
+
+def score_pairs(
+    batch: ScoringBatch, measure: Measure, to_value: Callable[[float], float], *, name: str, min_side: int
+) -> list[Score]:
+    """One score a sample; Score(None, None) where the sample has no target.
+
+    The target is brought to its picture's size. Pairs are measured one at a time: a convolution's last bits depend on
+    the batch that it runs in, and a score must not; pictures may then differ in size, and memory does not grow
+    with the batch.
+
+    Args:
+        batch: the samples.
+        measure: the raw quantity of a pair.
+        to_value: from the raw quantity to the value in [0, 1].
+        name: the reward's name, for messages.
+        min_side: smallest width or height in pixels that `measure` is defined for.
+
+    Raises:
+        InputError: a picture is too small, of an unknown mode, or its target has another aspect ratio.
+        NonFiniteError: a raw quantity is NaN or infinite; names every such sample.
+    """
+    raws: list[float | None] = []
+    for sample_id, image, target in zip(batch.sample_ids, batch.images, batch.targets, strict=True):
+        if target is None:
+            raws.append(None)
+            continue
+        picture, fitted = prepare_pair(image, target, sample_id, name=name, min_side=min_side)
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            raws.append(measure(to_tensor(picture), to_tensor(fitted)).item())
+    return to_scores(batch.sample_ids, raws, to_value, name=name)
+
+
+def prepare_pair(
+    image: Image.Image, target: Image.Image, sample_id: str, *, name: str, min_side: int
+) -> tuple[Image.Image, Image.Image]:
+    """Picture and target in RGB, both at the picture's size.
+
+    Raises:
+        InputError: the picture is too small, or the two cannot be brought together.
+    """
+    place = f"rewards.{name}, sample {sample_id}"
+    picture = to_rgb(image, place)
+    if min(picture.size) < min_side:
+        mend = f"{name} needs sides of at least {min_side} pixels: generate larger pictures or take another reward."
+        raise InputError(place, f"picture of {shown_size(picture)} pixels", mend)
+    return picture, fit_to(to_rgb(target, f"{place}, target"), picture.size, f"{place}, target")
+
+
+def to_scores(
+    sample_ids: Sequence[str], raws: Sequence[float | None], to_value: Callable[[float], float], *, name: str
+) -> list[Score]:
+    """Scores from raw quantities, None staying None.
+
+    Raises:
+        NonFiniteError: a raw quantity is NaN or infinite; names every such sample.
+    """
+    broken = [i for i, raw in zip(sample_ids, raws, strict=True) if raw is not None and not math.isfinite(raw)]
+    if broken:
+        mend = "Look at these samples' pictures and targets, and check the reward's weights if it has any."
+        raise NonFiniteError(f"reward {name}", broken, mend)
+    return [Score(None, None) if raw is None else Score(to_value(raw), raw) for raw in raws]
+
+
+def clamp_unit(value: float) -> float:
+    """The value, at least 0 and at most 1."""
+    return min(max(value, 0.0), 1.0)

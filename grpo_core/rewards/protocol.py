@@ -1,0 +1,75 @@
+"""What a reward is: a named, versioned function from finished samples to scores.
+
+A reward sees a batch of samples and nothing of the training; the same samples give the same scores
+whatever the batch or the order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from PIL import Image
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """Samples to be scored, one entry a sample in every field.
+
+    Attributes:
+        sample_ids: stable names of the samples.
+        prompts: the prompt of each sample.
+        images: the picture of each sample (RGB, 8 bit).
+        targets: the target picture that belongs to the sample's prompt, None where there is none.
+        columns: every other column of the prompt file, by name, one value a sample.
+    """
+
+    sample_ids: Sequence[str]
+    prompts: Sequence[str]
+    images: Sequence[Image.Image]
+    targets: Sequence[Image.Image | None]
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One sample's score.
+
+    Attributes:
+        value: in [0, 1] where the reward is bounded, higher is better; None where the reward does not apply.
+        raw: the measured quantity in its own unit (dB, bytes, distance); None with value None.
+    """
+
+    value: float | None
+    raw: float | None
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A reward; its settings are fixed when it is built and named in its provenance."""
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+
+    @property
+    def version(self) -> str:
+        """Changes whenever the same picture would score otherwise."""
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a sample without a target picture has no score."""
+
+    def settings(self) -> Mapping[str, object]:
+        """The settings that determine the scores, as plain JSON values."""
+
+    def preflight(self) -> Sequence[str]:
+        """What stands in the way of scoring (missing weights, wrong digest), each with its mend; empty when ready.
+
+        Loads no model.
+        """
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """One score a sample, in order."""

@@ -1,0 +1,46 @@
+"""The rewards by name, and how one is built from a configuration."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.jpeg import JpegReward
+from grpo_core.rewards.lpips import LpipsReward
+from grpo_core.rewards.protocol import Reward
+from grpo_core.rewards.psnr import PsnrReward
+from grpo_core.rewards.ssim import SsimReward
+
+RewardClass = type[JpegReward] | type[LpipsReward] | type[PsnrReward] | type[SsimReward]
+
+REWARDS: Mapping[str, RewardClass] = MappingProxyType(
+    {cls.name: cls for cls in (SsimReward, PsnrReward, LpipsReward, JpegReward)}
+)
+"""Every reward that a configuration may name."""
+
+
+def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Reward:
+    """The reward of that name with these settings, the others at their defaults; loads no weights.
+
+    Raises:
+        InputError: no such reward, no such setting, or a value that will not do.
+    """
+    settings = settings or {}
+    if name not in REWARDS:
+        raise InputError("rewards", name, f"There is no such reward. {_nearest(name, tuple(REWARDS))}")
+    reward_class = REWARDS[name]
+    known = tuple(field.name for field in fields(reward_class))
+    for key in settings:
+        if key not in known:
+            mend = f"The reward {name} has no such setting. {_nearest(key, known)}"
+            raise InputError(f"rewards.{name}", key, mend)
+    return reward_class(**settings)  # type: ignore[arg-type]
+
+
+def _nearest(given: str, known: Sequence[str]) -> str:
+    if not known:
+        return "It takes no settings."
+    close = difflib.get_close_matches(str(given), known, n=1)
+    listed = f"Known: {', '.join(known)}."
+    return f"Did you mean {close[0]}? {listed}" if close else listed

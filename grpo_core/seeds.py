@@ -1,0 +1,24 @@
+"""Every random number of a run is derived from its place, so that a stage done again does the same."""
+
+import hashlib
+
+import torch
+
+
+def derive_seed(run_seed: int, *place: int | str) -> int:
+    """A seed for one place of a run, the same on every platform and independent of what ran before.
+
+    Args:
+        run_seed: the run's seed.
+        place: where the number is used, from the general to the particular: iteration, stage, sample.
+
+    Returns:
+        An integer in [0, 2**63), uniform over places.
+    """
+    named = "\x1f".join([f"{type(part).__name__}:{part}" for part in (run_seed, *place)])
+    return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 1
+
+
+def make_generator(seed: int) -> torch.Generator:
+    """A CPU generator with this seed; CPU, so that every device sees the same numbers."""
+    return torch.Generator(device="cpu").manual_seed(seed)
