@@ -1,0 +1,1 @@
+"""The shipped configuration files, what a configuration may say (schema) and how one is read (loader)."""

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.pictures import to_rgb
 from tasks.input_files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts import Prompt
 
@@ -74,7 +74,8 @@ def load_target(reference: TargetReference) -> Image.Image:
     """The picture as 8-bit RGB, upright, transparent parts over white.
 
     Raises:
-        InputError: the file is gone, cannot be decoded, or is not the one that was paired.
+        InputError: the file is gone, cannot be decoded, or is not the one that was paired; or its pixels have neither
+            8 nor 16 bits.
     """
     place = "data.targets"
     content = read_input_file(reference.uri, place=place)
@@ -84,21 +85,10 @@ def load_target(reference: TargetReference) -> Image.Image:
         raise InputError(f"{place}: {reference.uri}", f"sha256 {digest}", mend)
     image = _open(content, reference.uri, place)
     try:
-        upright = ImageOps.exif_transpose(image)
+        image.load()
     except (OSError, ValueError, SyntaxError) as error:
         raise _not_a_picture(reference.uri, place, error) from error
-    return _to_rgb(upright)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # Pillow clips 16-bit grey at 255 instead of scaling it, which turns nearly every pixel white.
-        grey = np.rint(np.asarray(image, dtype=np.float64) / 257).clip(0, 255).astype(np.uint8)
-        return Image.fromarray(grey).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    layer = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return to_rgb(image, f"{place}: {reference.uri}")
 
 
 def _place(prompt: Prompt, row: int) -> str:

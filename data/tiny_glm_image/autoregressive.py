@@ -9,10 +9,11 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 
 from data.codebook import CODEBOOK_SIZE, PREVIEW_GRID, encode_cells
-from data.shapes import CELL_PIXELS, IMAGE_PIXELS, Scene, draw_cells, split_scenes
+from data.shapes import IMAGE_PIXELS, Scene, draw_cells, split_scenes
 from data.tiny_glm_image.corpus import draw_corpus
 from data.tiny_glm_image.optimization import ProgressCallback, SupervisedOptimizer
 from data.tiny_glm_image.recipe import TinyRecipe
+from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.prompts import EncodedPrompts, UnitProcessor, encode_prompts
 from grpo_core.policies.glm_image.scoring import score_tokens
 
@@ -35,10 +36,8 @@ class AutoregressiveMetrics:
 def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> EncodedPrompts:
     """The scenes' captions as the autoregressive model reads them, one row a scene."""
     stock = pipeline.processor
-    processor = UnitProcessor(
-        image_processor=stock.image_processor, tokenizer=stock.tokenizer, chat_template=stock.chat_template
-    )
-    processor.unit = CELL_PIXELS
+    processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
+    processor.unit = pixel_unit(pipeline)
     captions = [scene.caption for scene in scenes]
     return encode_prompts(pipeline.vision_language_encoder.model, processor, captions, IMAGE_PIXELS, IMAGE_PIXELS)
 

@@ -18,6 +18,7 @@ class TinyRecipe:
         confusion_probability: chance that another shape than the caption's is drawn.
         speckle_probability: chance, a cell, that it has a random colour.
         hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
+        rope_theta: base of its rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
         initializer_range: standard deviation of its initial weights.
         autoregressive_steps, autoregressive_batch, autoregressive_learning_rate: its supervised training.
         decoder_size, decoder_layers, decoder_heads: of the diffusion transformer.
@@ -32,25 +33,25 @@ class TinyRecipe:
     heldout_fraction: float = 0.1
     corpus_size: int = 8192
     slip_probability: float = 0.3
-    confusion_probability: float = 0.1
-    speckle_probability: float = 0.02
+    confusion_probability: float = 0.05
+    speckle_probability: float = 0.015
     hidden_size: int = 128
-    layers: int = 3
+    layers: int = 2
     heads: int = 4
     key_value_heads: int = 2
     intermediate_size: int = 256
-    rope_theta: float = 30.0
+    rope_theta: float = 10.0
     initializer_range: float = 0.05
-    autoregressive_steps: int = 500
+    autoregressive_steps: int = 800
     autoregressive_batch: int = 32
     autoregressive_learning_rate: float = 4e-3
-    decoder_size: int = 64
-    decoder_layers: int = 2
+    decoder_size: int = 128
+    decoder_layers: int = 1
     decoder_heads: int = 2
-    decoder_steps: int = 400
-    decoder_batch: int = 16
-    decoder_learning_rate: float = 2e-3
-    latent_std: float = 0.05
+    decoder_steps: int = 700
+    decoder_batch: int = 8
+    decoder_learning_rate: float = 3e-3
+    latent_std: float = 0.2
     prior_drop_probability: float = 0.1
     train_prompts: int = 24
     heldout_prompts: int = 12

@@ -5,6 +5,7 @@ Metric", equation 1, version 0.1. The linear heads come with the lpips package, 
 """
 
 import functools
+import re
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -72,8 +73,7 @@ class LpipsReward:
         if self.weights is not None and not isinstance(self.weights, str):
             raise InputError(_PLACE, self.weights, f"Set the path of {TRUNKS[self.net].file}.")
         check_digest_setting("rewards.lpips.weights_sha256", self.weights_sha256)
-        kind, _, index = str(self.device).partition(":")
-        if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(self.device)):
             raise InputError("rewards.lpips.device", self.device, "Set one of cpu, cuda, cuda:N.")
 
     @property

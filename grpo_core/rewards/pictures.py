@@ -8,8 +8,8 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 
-MAX_ASPECT_DIFFERENCE = 0.02
-"""Relative difference of width / height up to which a target may be squeezed to its sample's picture."""
+MAX_ASPECT_PERCENT = 2
+"""By how many percent width / height may differ for a target to be squeezed to its sample's picture."""
 
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -48,15 +48,16 @@ def fit_to(target: Image.Image, size: tuple[int, int], place: str) -> Image.Imag
     Resizing and Surprising Subtleties in GAN Evaluation", arXiv:2104.11222).
 
     Raises:
-        InputError: the aspect ratios differ by more than MAX_ASPECT_DIFFERENCE.
+        InputError: the aspect ratios differ by more than MAX_ASPECT_PERCENT.
     """
     if target.size == size:
         return target
-    ratio = (target.width * size[1]) / (target.height * size[0])
-    if max(ratio, 1 / ratio) - 1 > MAX_ASPECT_DIFFERENCE:
+    # Cross products, so that exactly the limit is decided without rounding.
+    smaller, larger = sorted((target.width * size[1], target.height * size[0]))
+    if 100 * (larger - smaller) > MAX_ASPECT_PERCENT * smaller:
         mend = (
             f"Crop it to the aspect ratio of the generated picture, {size[0]}x{size[1]} pixels: a difference of more "
-            f"than {MAX_ASPECT_DIFFERENCE:.0%} would distort it."
+            f"than {MAX_ASPECT_PERCENT} % would distort it."
         )
         raise InputError(place, f"target of {shown_size(target)} pixels", mend)
     return target.resize(size, Image.Resampling.BICUBIC)

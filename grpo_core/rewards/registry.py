@@ -1,8 +1,8 @@
 """The rewards by name, and how one is built from a configuration."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from grpo_core.errors import InputError
@@ -12,12 +12,15 @@ from grpo_core.rewards.protocol import Reward
 from grpo_core.rewards.psnr import PsnrReward
 from grpo_core.rewards.ssim import SsimReward
 
-RewardClass = type[JpegReward] | type[LpipsReward] | type[PsnrReward] | type[SsimReward]
-
-REWARDS: Mapping[str, RewardClass] = MappingProxyType(
-    {cls.name: cls for cls in (SsimReward, PsnrReward, LpipsReward, JpegReward)}
+REWARDS: Mapping[str, type[Reward]] = MappingProxyType(
+    {
+        SsimReward.name: SsimReward,
+        PsnrReward.name: PsnrReward,
+        LpipsReward.name: LpipsReward,
+        JpegReward.name: JpegReward,
+    }
 )
-"""Every reward that a configuration may name."""
+"""Every reward that a configuration may name; the arguments of its class are its settings."""
 
 
 def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Reward:
@@ -29,13 +32,13 @@ def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Rew
     settings = settings or {}
     if name not in REWARDS:
         raise InputError("rewards", name, f"There is no such reward. {_nearest(name, tuple(REWARDS))}")
-    reward_class = REWARDS[name]
-    known = tuple(field.name for field in fields(reward_class))
+    build: Callable[..., Reward] = REWARDS[name]
+    known = tuple(inspect.signature(build).parameters)
     for key in settings:
         if key not in known:
             mend = f"The reward {name} has no such setting. {_nearest(key, known)}"
             raise InputError(f"rewards.{name}", key, mend)
-    return reward_class(**settings)  # type: ignore[arg-type]
+    return build(**settings)
 
 
 def _nearest(given: str, known: Sequence[str]) -> str:

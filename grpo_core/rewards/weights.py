@@ -59,7 +59,7 @@ def find_weights_problem(
     """
     obtain = (
         f"Download {published.file}, published by {published.project} at {published.url} (torchvision keeps it in "
-        f"torch's hub/checkpoints folder), and set {place} to its path."
+        f"torch's hub/checkpoints folder), and set `{place.rsplit('.', 1)[-1]}` in the reward's settings to its path."
     )
     if path is None:
         return InputError(place, None, f"This reward needs weights that its package does not hold. {obtain}")

@@ -97,6 +97,8 @@ class TestByColumn:
         beside = pair_targets(given, folder=None, column="target", base=f"{tmp_path}/")
         assert shades(inside) == [20, None]
         assert shades(beside) == [10, None, 10, 10]
+        assert beside[0] is not None
+        assert beside[0].uri == f"{tmp_path}/a.png"
         assert shades(pair_targets(prompts("inner/a.png"), folder=None, column="target", base=str(tmp_path))) == [20]
 
     def test_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

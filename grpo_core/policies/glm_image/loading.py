@@ -1,5 +1,6 @@
 """A folder or a hub name -> the pipeline's components, by diffusers' own loader."""
 
+import json
 from pathlib import Path
 
 import diffusers
@@ -67,3 +68,14 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     loaded = GlmImageForConditionalGeneration.from_pretrained(model, subfolder=AUTOREGRESSIVE, dtype=dtype)
     state: dict[str, Tensor] = loaded.state_dict()
     return state
+
+
+def read_pixel_unit(model: str) -> int | None:
+    """The pixel unit of a saved pipeline from its configuration files alone; None where they are not at hand."""
+    folder = Path(model).expanduser()
+    try:
+        decoder = json.loads((folder / "transformer" / "config.json").read_text())
+        autoencoder = json.loads((folder / "vae" / "config.json").read_text())
+    except FileNotFoundError:
+        return None
+    return int(2 * decoder["patch_size"] * 2 ** (len(autoencoder["block_out_channels"]) - 1))

@@ -71,10 +71,18 @@ class GlmImagePolicy:
     def __init__(self, pipeline: GlmImagePipeline, settings: GlmImageSettings, trained: TrainedModel) -> None:
         """Put the parts together; `load` is the usual way."""
         self.pipeline = pipeline
-        self.settings = settings
         self.trained = trained
         self.gradient_checkpointing = False
-        self.grids: TokenGrids = token_grids(settings.height, settings.width, pixel_unit(pipeline))
+        self.draw_with(settings)
+
+    def draw_with(self, settings: GlmImageSettings) -> None:
+        """Draw with these settings from now on.
+
+        Raises:
+            InputError: a size that the model cannot draw.
+        """
+        self.grids: TokenGrids = token_grids(settings.height, settings.width, pixel_unit(self.pipeline))
+        self.settings = settings
 
     @classmethod
     def load(

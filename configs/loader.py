@@ -1,0 +1,156 @@
+"""A YAML file and `--set key=value` overrides -> a checked configuration, or every mistake at once."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.checks import contradictions
+from configs.schema import RunConfig
+from grpo_core.errors import InputError, InputErrors
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error and 1e-5 is a number."""
+
+
+def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_keys)
+# YAML 1.1 reads 1e-5 as text; people write learning rates like that.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, place: str) -> Any:
+    """YAML text as plain values.
+
+    Raises:
+        InputError: not YAML; names the line.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place}, line {mark.line + 1}" if mark else place
+        problem = getattr(error, "problem", None) or "it is not YAML"
+        raise InputError(where, text.splitlines()[mark.line].strip() if mark else text, f"{problem}.") from error
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration file.
+
+    Args:
+        path: a YAML file.
+        overrides: `section.key=value`, the value as YAML.
+
+    Raises:
+        InputErrors: everything that is wrong, each with its path in the file, the value found and what would do.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
+        hint = f" Did you mean {file.parent / near[0]}?" if near else ""
+        mend = f"Give a readable YAML file, such as configs/tiny.yaml.{hint}"
+        raise InputErrors([InputError("CONFIG", str(path), mend)]) from error
+    try:
+        values = parse_yaml(text, str(path))
+        if not isinstance(values, dict):
+            raise InputError(str(path), values, "A configuration is a mapping with the sections run, policy, ...")
+        for override in overrides:
+            _apply_override(values, override)
+    except InputError as error:
+        raise InputErrors([error]) from error
+    return check_config(values)
+
+
+def check_config(values: Mapping[str, Any]) -> RunConfig:
+    """Plain values -> a configuration.
+
+    Raises:
+        InputErrors: as for read_config.
+    """
+    try:
+        # From YAML, a tuple is a list.
+        config = RunConfig.model_validate(_tuples(values))
+    except ValidationError as error:
+        raise InputErrors([_explain(detail) for detail in error.errors()]) from error
+    if errors := contradictions(config):
+        raise InputErrors(errors)
+    return config
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _tuples(item) if key != "settings" else item for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path.strip():
+        raise InputError("--set", override, "Write it as section.key=value, for example update.learning_rate=1e-4.")
+    *parents, last = path.strip().split(".")
+    place: Any = values
+    for depth, key in enumerate(parents):
+        if isinstance(place, list):
+            place = _item(place, key, override)
+            continue
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict | list):
+            raise InputError("--set", override, f"{'.'.join(parents[: depth + 1])} is a value, not a section.")
+    value = parse_yaml(text, f"--set {path}")
+    if isinstance(place, list):
+        _item(place, last, override)
+        place[int(last)] = value
+    else:
+        place[last] = value
+
+
+def _item(values: list[Any], key: str, override: str) -> Any:
+    if not key.isdigit() or int(key) >= len(values):
+        raise InputError("--set", override, f"{key!r} is no index of a list of {len(values)} (they count from 0).")
+    return values[int(key)]
+
+
+def _explain(detail: Any) -> InputError:
+    location = [part for part in detail["loc"] if part != "tuple"]
+    place = ".".join(str(part) for part in location) or "configuration"
+    kind, found = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return InputError(place, found, f"There is no such key: {hint}Known here: {', '.join(known)}.")
+    if kind == "missing":
+        return InputError(place, None, "It is missing and has no default; add it.")
+    if kind == "literal_error" and place in ("rollout.top_p", "rollout.top_k"):
+        mend = "Only the whole distribution is sampled (top_p 1.0, top_k 0): log-probs are taken over the same support."
+        return InputError(place, found, mend)
+    return InputError(place, found, f"{detail['msg']}.")
+
+
+def _known_keys(location: Sequence[str | int]) -> list[str]:
+    model: Any = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,218 @@
+"""A configuration -> a run: inputs read and checked before any model loads, the run's folder opened."""
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from configs.schema import DataSection, EvaluateSection, RunConfig
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.policies.glm_image.geometry import token_grids
+from grpo_core.policies.glm_image.loading import read_pixel_unit, refuse_missing_folder
+from grpo_core.rewards.registry import build_reward
+from grpo_core.seeds import derive_seed
+from tasks.caching import code_digest
+from tasks.models import ModelSpec, model_digest
+from tasks.plan import RolloutPlan, plan_evaluation, plan_iteration
+from tasks.prompts import Prompt, read_prompts
+from tasks.storage.reference import PolicyRef
+from tasks.storage.schemas import SCHEMA_VERSION
+from tasks.storage.store import ArtifactStore
+from tasks.targets import TargetReference, pair_targets
+
+CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
+# What may change without making another training run of it.
+_FREE_SECTIONS = ("evaluate", "placement", "storage")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with the pictures they ought to give."""
+
+    prompts: tuple[Prompt, ...]
+    targets: tuple[TargetReference | None, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run whose inputs have been checked and whose folder is open.
+
+    Attributes:
+        config: the resolved configuration.
+        store: the run's folder.
+        model: what is trained.
+        training: the prompts that are trained on.
+        heldout: the prompts of the evaluation, if there are any.
+    """
+
+    config: RunConfig
+    store: ArtifactStore
+    model: ModelSpec
+    training: PromptSet
+    heldout: PromptSet | None
+
+    @property
+    def base_policy(self) -> PolicyRef:
+        """Version 0: the model as it was given."""
+        return PolicyRef(version=0, digest=self.model.digest)
+
+    def plan(self, iteration: int) -> RolloutPlan:
+        """What a training iteration draws."""
+        rollout = self.config.rollout
+        return plan_iteration(
+            self.training.prompts,
+            self.training.targets,
+            seed=self.config.run.seed,
+            iteration=iteration,
+            count=rollout.prompts_per_iteration,
+            group_size=rollout.group_size,
+            shared_noise=rollout.shared_noise,
+        )
+
+    def evaluation_plan(self, version: int) -> RolloutPlan | None:
+        """What the evaluation of a policy version draws; None without held-out prompts."""
+        if self.heldout is None:
+            return None
+        evaluate = self.config.evaluate
+        return plan_evaluation(
+            self.heldout.prompts,
+            self.heldout.targets,
+            seed=evaluate.seed,
+            version=version,
+            samples_per_prompt=evaluate.samples_per_prompt,
+            shared_noise=self.config.rollout.shared_noise,
+        )
+
+
+def read_prompt_set(section: DataSection | EvaluateSection, place: str) -> PromptSet:
+    """The prompts and targets of one section.
+
+    Raises:
+        InputError: a file or picture that is missing or cannot be used; `place` names the section.
+    """
+    assert section.prompts is not None
+    try:
+        prompts = read_prompts(section.prompts, column=section.prompt_column, limit=section.limit)
+        targets = pair_targets(
+            prompts,
+            folder=section.targets,
+            column=section.target_column,
+            base=posixpath.dirname(section.prompts),
+        )
+    except InputError as error:
+        raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
+    return PromptSet(prompts, targets)
+
+
+def input_problems(config: RunConfig) -> Iterator[InputError]:
+    """Everything that can be known to be wrong without loading a model or writing a file."""
+    sections: list[tuple[DataSection | EvaluateSection, str]] = [(config.data, "data")]
+    if config.evaluate.prompts is not None:
+        sections.append((config.evaluate, "evaluate"))
+    for section, place in sections:
+        try:
+            read_prompt_set(section, place)
+        except InputError as error:
+            yield error
+    try:
+        refuse_missing_folder(config.policy.model)
+        unit = read_pixel_unit(config.policy.model)
+        if unit is not None:
+            token_grids(config.rollout.height, config.rollout.width, unit)
+    except InputError as error:
+        yield error
+    for index, reward in enumerate(config.rewards):
+        for problem in build_reward(reward.reward, reward.settings).preflight():
+            yield InputError(f"rewards.{index}.{reward.label}", dict(reward.settings), problem)
+
+
+def open_run(config: RunConfig) -> Run:
+    """Check the inputs, then open the run's folder; a run of the same name with another configuration is set aside.
+
+    Raises:
+        InputErrors: everything that is wrong with the inputs, before anything is written.
+    """
+    problems = list(input_problems(config))
+    if problems:
+        raise InputErrors(problems)
+    store = ArtifactStore(config.storage.root, config.run.name)
+    training = read_prompt_set(config.data, "data")
+    heldout = read_prompt_set(config.evaluate, "evaluate") if config.evaluate.prompts else None
+    model = ModelSpec(
+        section=config.policy,
+        digest=model_digest(config.policy.model),
+        adapter_seed=derive_seed(config.run.seed, "adapter"),
+        keep_reference=config.update.kl_coef > 0,
+    )
+    store.require_writable()
+    run = Run(config, store, model, training, heldout)
+    _set_other_lineage_aside(run)
+    _write_description(run)
+    return run
+
+
+def _determining(config: RunConfig) -> dict[str, Any]:
+    """What determines the policies and rollouts of a run; more iterations only go on with it."""
+    values = config.model_dump(mode="json", exclude=set(_FREE_SECTIONS))
+    for name in ("iterations", "name"):
+        values["run"].pop(name)
+    return values
+
+
+def _lineage(run: Run) -> str:
+    described = {
+        "config": _determining(run.config),
+        "model": run.model.digest,
+        "prompts": [prompt.prompt_id for prompt in run.training.prompts],
+        "targets": [target and target.sha256 for target in run.training.targets],
+        "code": code_digest(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _set_other_lineage_aside(run: Run) -> None:
+    """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
+    store = run.store
+    described = store.read_json(RUN_FILE)
+    if described is None or described["lineage"] == _lineage(run):
+        return
+    former = yaml.safe_load(store.filesystem.cat_file(store.path(CONFIG_FILE)))
+    changes = changed_keys(former, run.config.model_dump(mode="json"))
+    reason = "the configuration changed: " + "; ".join(changes) if changes else "the code, model or prompts changed"
+    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in store.filesystem.ls(store.path(), detail=False)]
+    kept = [name for name in sorted(names) if not name.startswith(".") and name != "set_aside"]
+    # run.json goes last: while it stands, the next start goes on with setting aside.
+    store.set_aside([*(name for name in kept if name != RUN_FILE), RUN_FILE], reason=reason)
+
+
+def changed_keys(former: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> Sequence[str]:
+    """`section.key was -> is` for every value that differs."""
+    changes: list[str] = []
+    for key in sorted({*former, *present}):
+        was, now = former.get(key), present.get(key)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            changes += changed_keys(was, now, f"{path}{key}.")
+        elif was != now:
+            changes.append(f"{path}{key} {was} -> {now}")
+    return changes
+
+
+def _write_description(run: Run) -> None:
+    store = run.store
+    config = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    store.write_file(CONFIG_FILE, config.encode())
+    described = {
+        "name": run.config.run.name,
+        "schema_version": SCHEMA_VERSION,
+        "lineage": _lineage(run),
+        "model": run.config.policy.model,
+        "model_digest": run.model.digest,
+        "code": code_digest(),
+        "prompts": len(run.training.prompts),
+        "heldout_prompts": len(run.heldout.prompts) if run.heldout else 0,
+    }
+    store.write_file(RUN_FILE, json.dumps(described, indent=1).encode())

@@ -1,0 +1,133 @@
+"""Stage 2: stored pictures -> scores, one table a reward. Weights are not applied here."""
+
+import io
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from PIL import Image
+
+from configs.schema import PlacementSection, RewardSection
+from grpo_core.errors import NonFiniteError
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
+from grpo_core.rewards.registry import build_reward
+from tasks.caching import stage_task
+from tasks.models import configure_torch
+from tasks.progress import progress_of
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.schemas import REWARDS, SCHEMA_VERSION
+from tasks.storage.store import current_store
+from tasks.storage.tables import TableWriter, joint_digest
+from tasks.targets import TargetReference, load_target
+
+STAGE = "score rewards"
+BATCH_SIZE = 32
+_READ = ["sample_id", "prompt", "columns", "target_uri", "target_sha256", "image"]
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    rewards: Sequence[RewardSection] = inputs["rewards"]
+    return {
+        "rollouts": inputs["rollouts"].digest,
+        "rewards": [[section.label, _provenance(build_reward(section.reward, section.settings))] for section in rewards],
+    }
+
+
+def _provenance(reward: Reward) -> dict[str, object]:
+    return {"reward": reward.name, "version": reward.version, "settings": dict(reward.settings())}
+
+
+@stage_task(STAGE, _describe)
+def score_rewards_task(
+    rollouts: ArtifactRef, rewards: tuple[RewardSection, ...], folder: str, title: str, placement: PlacementSection
+) -> ArtifactRef:
+    """Score every stored picture with every reward."""
+    started = time.perf_counter()
+    configure_torch(placement)
+    store = current_store()
+    tell = progress_of(f"{title} · {STAGE}")
+    metrics: dict[str, float] = {}
+    digests = []
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        source = store.local_files(rollouts, Path(fetched))
+        for index, section in enumerate(rewards):
+            reward = build_reward(section.reward, section.settings)
+            writer = TableWriter(staged / f"{section.label}.parquet", REWARDS)
+            values = []
+            for batch in _batches(source):
+                values += _score_batch(reward, batch, writer)
+                tell(index * rollouts.rows + len(values), len(rewards) * rollouts.rows)
+            digests.append(writer.close())
+            metrics |= _statistics(section.label, values)
+        return store.commit(
+            staged,
+            f"{folder}/rewards",
+            digest=joint_digest(digests),
+            schema_version=SCHEMA_VERSION,
+            rows=rollouts.rows,
+            seconds=time.perf_counter() - started,
+            metrics=metrics,
+        )
+
+
+def _batches(source: Path) -> Iterator[ScoringBatch]:
+    targets: dict[str, Image.Image] = {}
+    for path in sorted(source.glob("*.parquet")):
+        for record in pq.ParquetFile(path).iter_batches(BATCH_SIZE, columns=_READ):
+            rows = record.to_pylist()
+            for row in rows:
+                uri = row["target_uri"]
+                if uri is not None and uri not in targets:
+                    targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
+            columns = [json.loads(row["columns"]) for row in rows]
+            yield ScoringBatch(
+                sample_ids=[row["sample_id"] for row in rows],
+                prompts=[row["prompt"] for row in rows],
+                images=[Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows],
+                targets=[targets.get(row["target_uri"]) for row in rows],
+                columns={name: [row.get(name) for row in columns] for name in sorted({n for c in columns for n in c})},
+            )
+
+
+def _score_batch(reward: Reward, batch: ScoringBatch, writer: TableWriter) -> list[float | None]:
+    begun = time.perf_counter()
+    scores = list(reward.score(batch))
+    share = (time.perf_counter() - begun) / len(batch)
+    _require_one_each(reward, batch, scores)
+    writer.write(
+        {
+            "sample_id": list(batch.sample_ids),
+            "value": [score.value for score in scores],
+            "raw": [score.raw for score in scores],
+            "seconds": [share] * len(batch),
+            "provenance": [json.dumps(_provenance(reward), sort_keys=True)] * len(batch),
+        }
+    )
+    return [score.value for score in scores]
+
+
+def _require_one_each(reward: Reward, batch: ScoringBatch, scores: Sequence[Score]) -> None:
+    if len(scores) != len(batch):
+        raise ValueError(f"reward {reward.name} gave {len(scores)} scores for {len(batch)} samples")
+    broken = [
+        sample
+        for sample, score in zip(batch.sample_ids, scores, strict=True)
+        if score.value is not None and not abs(score.value) < float("inf")
+    ]
+    if broken:
+        raise NonFiniteError(f"reward {reward.name}", broken, "A reward that does not apply is None, never NaN.")
+
+
+def _statistics(label: str, values: Sequence[float | None]) -> dict[str, float]:
+    known = [value for value in values if value is not None]
+    statistics_of = {f"rewards/{label}/null": float(len(values) - len(known))}
+    if known:
+        statistics_of[f"rewards/{label}/mean"] = statistics.fmean(known)
+    if len(known) > 1:
+        statistics_of[f"rewards/{label}/std"] = statistics.stdev(known)
+    return statistics_of

@@ -1,0 +1,71 @@
+"""The steps that make a write whole: fsync of the content, one rename, fsync of the folder."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+CHUNK = 1 << 20
+
+
+def is_local(filesystem: AbstractFileSystem) -> bool:
+    """Whether paths of this filesystem are paths of this machine."""
+    return isinstance(filesystem, LocalFileSystem)
+
+
+def sha256_of(filesystem: AbstractFileSystem, path: str) -> str:
+    """Hex digest of a file."""
+    digest = hashlib.sha256()
+    with filesystem.open(path, "rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force everything below a folder to the disk."""
+    for path in sorted(folder.rglob("*")):
+        fsync_path(path)
+    fsync_path(folder)
+
+
+def write_whole(filesystem: AbstractFileSystem, path: str, content: bytes) -> None:
+    """Write a small file so that a reader sees all of it or nothing; an existing one is replaced."""
+    if not is_local(filesystem):
+        filesystem.pipe_file(path, content)
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        fsync_path(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(target.parent)
+
+
+def publish_folder(filesystem: AbstractFileSystem, staged: Path, destination: str) -> None:
+    """Move a staged local folder to its place: one rename on a local disk, an upload elsewhere."""
+    if is_local(filesystem):
+        fsync_tree(staged)
+        target = Path(destination)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged.rename(target)
+        fsync_path(target.parent)
+        return
+    for path in sorted(staged.rglob("*")):
+        if path.is_file():
+            filesystem.put_file(str(path), f"{destination}/{path.relative_to(staged).as_posix()}")

@@ -1,0 +1,227 @@
+"""One run's folder. An artifact is a folder with a manifest beside it; without the manifest it is not there."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from grpo_core.errors import InputError
+from tasks.storage.files import is_local, publish_folder, sha256_of, write_whole
+from tasks.storage.reference import ArtifactRef, StaleReferenceError
+
+SET_ASIDE = "set_aside"
+INCOMING = ".incoming"
+
+
+class ArtifactStore:
+    """Artifacts of one run under a storage root that may be any fsspec URL."""
+
+    def __init__(self, root: str, run: str) -> None:
+        """Point at a run; nothing is written yet."""
+        self.filesystem, path = fsspec.core.url_to_fs(str(Path(root).expanduser()) if "://" not in root else root)
+        self.root = path.rstrip("/")
+        self.run = run
+
+    def path(self, relative: str = "") -> str:
+        """Where something of this run is, for the filesystem."""
+        return f"{self.root}/{self.run}/{relative}".rstrip("/")
+
+    def require_writable(self) -> None:
+        """Raise InputError unless the run's folder can be written to."""
+        probe = self.path(f".writable-{uuid.uuid4().hex[:8]}")
+        try:
+            self.filesystem.makedirs(self.path(), exist_ok=True)
+            write_whole(self.filesystem, probe, b"")
+            self.filesystem.rm_file(probe)
+        except OSError as error:
+            raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A local folder to write an artifact's files into; on the root's own disk where the root is local."""
+        if is_local(self.filesystem):
+            folder = Path(self.path(INCOMING)) / uuid.uuid4().hex
+            folder.mkdir(parents=True)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="grpo-"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def commit(
+        self,
+        staged: Path,
+        folder: str,
+        *,
+        digest: str,
+        schema_version: int,
+        rows: int,
+        seconds: float,
+        metrics: dict[str, float],
+    ) -> ArtifactRef:
+        """Move staged files to their place and then write the manifest that makes them an artifact.
+
+        What stood in that place is set aside, never overwritten.
+        """
+        local = fsspec.filesystem("file")
+        files = {
+            path.relative_to(staged).as_posix(): sha256_of(local, str(path))
+            for path in sorted(staged.rglob("*"))
+            if path.is_file()
+        }
+        self._clear_place(folder, reason="another result of the same stage took its place")
+        publish_folder(self.filesystem, staged, self.path(folder))
+        described = {
+            "digest": digest,
+            "schema_version": schema_version,
+            "rows": rows,
+            "seconds": seconds,
+            "metrics": metrics,
+            "files": files,
+        }
+        manifest = json.dumps(described, indent=1, sort_keys=True, allow_nan=False).encode()
+        write_whole(self.filesystem, self._manifest(self.path(folder)), manifest)
+        return self._reference(f"{self.run}/{folder}", manifest)
+
+    def _manifest(self, folder: str) -> str:
+        return f"{folder}.manifest.json"
+
+    def _reference(self, uri: str, manifest: bytes) -> ArtifactRef:
+        described: dict[str, Any] = json.loads(manifest)
+        described.pop("files")
+        return ArtifactRef(uri=uri, sha256=hashlib.sha256(manifest).hexdigest(), **described)
+
+    def find(self, folder: str) -> ArtifactRef | None:
+        """The whole artifact in this place of the run, if there is one."""
+        try:
+            manifest: bytes = self.filesystem.cat_file(self._manifest(self.path(folder)))
+        except FileNotFoundError:
+            return None
+        reference = self._reference(f"{self.run}/{folder}", manifest)
+        return reference if self._damage(self.path(folder), reference) is None else None
+
+    def _damage(self, folder: str, reference: ArtifactRef) -> str | None:
+        """What is wrong with the artifact in `folder`, or None when it is what the reference says."""
+        try:
+            manifest: bytes = self.filesystem.cat_file(self._manifest(folder))
+        except FileNotFoundError:
+            return "there is no manifest"
+        if hashlib.sha256(manifest).hexdigest() != reference.sha256:
+            return "the manifest is another's"
+        for name, sha256 in json.loads(manifest)["files"].items():
+            try:
+                found = sha256_of(self.filesystem, f"{folder}/{name}")
+            except FileNotFoundError:
+                return f"{name} is missing"
+            if found != sha256:
+                return f"{name} has sha256 {found[:12]}, not {sha256[:12]}"
+        return None
+
+    def local_files(self, reference: ArtifactRef, folder: Path | None = None) -> Path:
+        """The artifact's folder on this machine, every file verified.
+
+        Args:
+            reference: of an artifact of this root.
+            folder: where to copy a remote artifact; not used for a local root.
+
+        Raises:
+            StaleReferenceError: missing or changed; what is there is set aside first.
+        """
+        path = f"{self.root}/{reference.uri}"
+        if damage := self._damage(path, reference):
+            if reference.run == self.run:
+                self._clear_place(reference.folder, reason=damage)
+            raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage is done again")
+        if is_local(self.filesystem):
+            return Path(path)
+        assert folder is not None, "a remote artifact needs a local folder"
+        self.filesystem.get(f"{path}/", f"{folder}/", recursive=True)
+        return folder
+
+    def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
+        """The same artifact in its place in this run: found there, or copied from another run or from what was set aside.
+
+        Raises:
+            StaleReferenceError: it is nowhere, or nowhere whole.
+        """
+        home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
+        damage = self._damage(self.path(home.folder), home)
+        if damage is None:
+            return home
+        for place in self._other_places(reference):
+            if self._damage(place, reference) is None:
+                return self._copy_home(place, home)
+        if self.filesystem.exists(self.path(home.folder)) and "sha256" in damage:
+            self._clear_place(home.folder, reason=damage)
+        raise StaleReferenceError(f"{reference.uri}: {damage}")
+
+    def _other_places(self, reference: ArtifactRef) -> Iterator[str]:
+        yield f"{self.root}/{reference.uri}"
+        for run in dict.fromkeys([self.run, reference.run]):
+            for aside in sorted(self.filesystem.glob(f"{self.root}/{run}/{SET_ASIDE}/*"), reverse=True):
+                yield f"{aside}/{reference.folder}"
+
+    def _copy_home(self, place: str, home: ArtifactRef) -> ArtifactRef:
+        with self.staging() as staged:
+            self.filesystem.get(f"{place}/", f"{staged}/", recursive=True)
+            manifest: bytes = self.filesystem.cat_file(self._manifest(place))
+            self._clear_place(home.folder, reason="another result of the same stage took its place")
+            publish_folder(self.filesystem, staged, self.path(home.folder))
+            write_whole(self.filesystem, self._manifest(self.path(home.folder)), manifest)
+        return home
+
+    def _clear_place(self, folder: str, *, reason: str) -> None:
+        present = [
+            path
+            for path in (self._manifest(folder), folder)  # the manifest first: without it the folder counts for nothing
+            if self.filesystem.exists(self.path(path))
+        ]
+        if present:
+            self.set_aside(present, reason=reason)
+
+    def set_aside(self, paths: list[str], *, reason: str) -> None:
+        """Move paths of this run out of the way, keeping them and saying why."""
+        taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
+        place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
+        note = json.dumps({"reason": reason, "paths": paths}, indent=1).encode()
+        write_whole(self.filesystem, self.path(f"{place}/reason.json"), note)
+        for path in paths:
+            target = self.path(f"{place}/{path}")
+            self.filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            if is_local(self.filesystem):
+                Path(self.path(path)).rename(target)
+            else:
+                self.filesystem.mv(self.path(path), target, recursive=True)
+
+    def read_json(self, name: str) -> Any:
+        """A small file of the run, or None where there is none."""
+        try:
+            return json.loads(self.filesystem.cat_file(self.path(name)))
+        except FileNotFoundError:
+            return None
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a small file of the run, whole."""
+        write_whole(self.filesystem, self.path(name), content)
+
+
+_CURRENT: ContextVar[ArtifactStore] = ContextVar("artifact_store")
+
+
+def use_store(store: ArtifactStore) -> None:
+    """Make this the store that tasks of the present context read and write."""
+    _CURRENT.set(store)
+
+
+def current_store() -> ArtifactStore:
+    """The store of the present context."""
+    return _CURRENT.get()

@@ -1,0 +1,127 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_core.errors import NonFiniteError
+from grpo_core.rewards.combine import combine_rewards
+
+NULL = math.nan
+
+
+def group(*rows: list[float]) -> Tensor:
+    return torch.tensor([list(rows)], dtype=torch.float64)
+
+
+def standardised(totals: Tensor) -> list[float]:
+    return ((totals - totals.mean()) / (totals.std() + 1e-4)).tolist()
+
+
+def test_plain_weighted_sum_by_hand() -> None:
+    combined = combine_rewards(group([0.5, 0.2], [1.0, 0.0]), [2.0, -0.5])
+    assert combined.rewards.tolist() == [[pytest.approx(0.9), 2.0]]
+    assert combined.weights.tolist() == [[2.0, -0.5]]
+    assert combined.present.all()
+    assert not combined.imputed.any()
+
+
+def test_null_for_the_whole_group_renormalises_the_rest() -> None:
+    values = torch.tensor([[[0.5, NULL, 0.2], [1.0, NULL, 0.4]], [[0.5, 0.3, 0.2], [1.0, 0.1, 0.4]]])
+    combined = combine_rewards(values, [1.0, 3.0, -1.0])
+    # Sum of magnitudes 5; without the second reward 2: the others grow by 5/2.
+    assert combined.weights.tolist() == [[2.5, 0.0, -2.5], [1.0, 3.0, -1.0]]
+    torch.testing.assert_close(combined.rewards, torch.tensor([[0.75, 1.5], [1.2, 0.9]]))
+    assert not combined.imputed.any()
+
+
+def test_null_for_some_takes_the_groups_mean() -> None:
+    combined = combine_rewards(group([0.5, NULL], [0.1, 0.2], [0.3, 0.6]), [0.5, 0.5])
+    # Mean of 0.2 and 0.6: 0.4.
+    torch.testing.assert_close(combined.rewards, torch.tensor([[0.45, 0.15, 0.45]], dtype=torch.float64))
+    assert combined.imputed.tolist() == [[[False, True], [False, False], [False, False]]]
+    assert combined.weights.tolist() == [[0.5, 0.5]]
+
+
+def test_imputation_stays_within_the_group() -> None:
+    values = torch.tensor([[[0.5, NULL], [0.1, 0.2]], [[0.5, 0.9], [0.1, 0.9]]])
+    combined = combine_rewards(values, [1.0, 1.0])
+    torch.testing.assert_close(combined.rewards, torch.tensor([[0.7, 0.3], [1.4, 1.0]]))
+
+
+def test_sample_with_nothing_has_no_reward_and_touches_no_sibling() -> None:
+    with_it = combine_rewards(group([NULL, NULL], [0.1, NULL], [0.3, 0.6]), [1.0, 1.0])
+    without = combine_rewards(group([0.1, NULL], [0.3, 0.6]), [1.0, 1.0])
+    assert with_it.present.tolist() == [[False, True, True]]
+    assert math.isnan(with_it.rewards[0, 0].item())
+    assert with_it.rewards[0, 1:].tolist() == without.rewards[0].tolist()
+    assert with_it.imputed[0, 0].tolist() == [False, False]
+
+
+def test_group_with_nothing_has_no_reward() -> None:
+    values = torch.tensor([[[NULL, NULL]] * 2, [[0.1, 0.2], [0.3, 0.4]]])
+    combined = combine_rewards(values, [1.0, 1.0])
+    assert combined.present.tolist() == [[False, False], [True, True]]
+    assert combined.rewards[0].isnan().all()
+    assert combined.weights[0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(combined.rewards[1], torch.tensor([0.3, 0.7]))
+
+
+def test_reward_of_weight_zero_is_only_watched() -> None:
+    combined = combine_rewards(group([NULL, 0.9], [0.4, NULL]), [1.0, 0.0])
+    assert combined.present.tolist() == [[False, True]]
+    assert combined.rewards[0, 1].item() == pytest.approx(0.4)
+
+
+def test_one_missing_part_leaves_a_tied_top_sample_above_average() -> None:
+    """Advantages of the first of two samples tied at the top, +.72, when its second reward is lost."""
+    complete = group([0.49, 0.77], [0.43, 0.83], [0.57, 0.58], [0.29, 0.67])
+    lost = complete.clone()
+    lost[0, 0, 1] = NULL
+    weights = [0.5, 0.5]
+    whole = combine_rewards(complete, weights).rewards[0]
+    assert whole[0].item() == pytest.approx(whole[1].item())
+    assert standardised(whole)[0] == pytest.approx(0.72, abs=0.005)
+
+    counted_as_zero = lost.nansum(-1)[0] * 0.5
+    assert standardised(counted_as_zero)[0] == pytest.approx(-1.40, abs=0.005)
+    renormalised_alone = whole.clone()
+    renormalised_alone[0] = 0.49
+    assert standardised(renormalised_alone)[0] == pytest.approx(-0.75, abs=0.005)
+
+    combined = combine_rewards(lost, weights).rewards[0]
+    # Half of 0.49 and half of the mean of the siblings 0.83, 0.58 and 0.67.
+    assert combined[0].item() == pytest.approx(0.5916667)
+    assert standardised(combined)[0] == pytest.approx(0.35, abs=0.005)
+
+
+nullable = st.one_of(st.just(NULL), st.floats(0, 1, width=32))
+
+
+@given(st.lists(st.tuples(nullable, nullable, nullable), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_order_of_siblings_does_not_matter_and_the_result_stays_in_range(
+    rows: list[tuple[float, float, float]], random: object
+) -> None:
+    values = torch.tensor([rows], dtype=torch.float64)
+    order = list(range(len(rows)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    combined, shuffled = (combine_rewards(v, [0.5, 0.3, 0.2]) for v in (values, values[:, order]))
+    torch.testing.assert_close(shuffled.rewards, combined.rewards[:, order], equal_nan=True)
+    assert torch.equal(combined.present, ~values.isnan().all(-1))
+    assert torch.equal(combined.rewards.isnan(), ~combined.present)
+    found = combined.rewards[combined.present]
+    assert ((found >= -1e-9) & (found <= 1 + 1e-9)).all()
+
+
+def test_infinite_reward_raises_with_its_place() -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        combine_rewards(group([0.1, 0.2], [0.3, math.inf]), [1.0, 1.0])
+    assert caught.value.sample_ids == ("0/1",)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0, 1.0], [0.0, 0.0], [1.0, math.nan], [math.inf, 1.0]])
+def test_weights_that_do_not_fit_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        combine_rewards(group([0.1, 0.2]), weights)

@@ -1,0 +1,137 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.pictures import check_pair, fit_to, to_rgb, to_tensor
+
+
+def first_pixel(picture: Image.Image) -> tuple[int, ...]:
+    pixel = picture.getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    return pixel
+
+
+@pytest.mark.parametrize(
+    ("mode", "color", "expected"),
+    [
+        ("RGB", (10, 20, 30), (10, 20, 30)),
+        ("1", 1, (255, 255, 255)),
+        ("L", 77, (77, 77, 77)),
+        ("LA", (77, 255), (77, 77, 77)),
+        ("LA", (0, 0), (255, 255, 255)),
+        # 0 * 128/255 + 255 * 127/255
+        ("RGBA", (0, 0, 0, 128), (127, 127, 127)),
+        ("RGBA", (10, 20, 30, 255), (10, 20, 30)),
+        ("RGBA", (10, 20, 30, 0), (255, 255, 255)),
+        ("CMYK", (0, 255, 255, 0), (255, 0, 0)),
+        ("YCbCr", (128, 128, 128), (128, 128, 128)),
+        ("I;16", 65535, (255, 255, 255)),
+        # 32896 = 128 * 257
+        ("I;16", 32896, (128, 128, 128)),
+    ],
+)
+def test_to_rgb_by_hand(mode: str, color: int | tuple[int, ...], expected: tuple[int, ...]) -> None:
+    picture = to_rgb(Image.new(mode, (3, 2), color), "here")
+    assert picture.mode == "RGB"
+    assert picture.size == (3, 2)
+    assert first_pixel(picture) == expected
+
+
+@pytest.mark.parametrize("mode", ["P", "PA"])
+def test_transparent_palette_entry_becomes_white(mode: str) -> None:
+    picture = Image.new("P", (2, 1))
+    picture.putpalette([200, 0, 0, 0, 0, 200])
+    picture.putdata([0, 1])
+    if mode == "P":
+        picture.info["transparency"] = 0
+    else:
+        picture = picture.convert("PA")
+        alpha = Image.new("L", (2, 1), 255)
+        alpha.putpixel((0, 0), 0)
+        picture.putalpha(alpha)
+    converted = to_rgb(picture, "here")
+    assert first_pixel(converted) == (255, 255, 255)
+    assert converted.getpixel((1, 0)) == (0, 0, 200)
+
+
+def test_exif_orientation_is_applied() -> None:
+    picture = Image.new("RGB", (3, 2))
+    picture.putpixel((0, 0), (255, 0, 0))
+    picture.getexif()[0x0112] = 6  # shown a quarter turn clockwise
+    upright = to_rgb(picture, "here")
+    assert upright.size == (2, 3)
+    assert upright.getpixel((1, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["F", "I", "HSV", "LAB"])
+def test_mode_without_a_known_meaning_is_refused(mode: str) -> None:
+    with pytest.raises(InputError, match=f"targets/7.tif: got 'picture of mode {mode}'.*8-bit RGB"):
+        to_rgb(Image.new(mode, (4, 4)), "targets/7.tif")
+
+
+def test_empty_picture_is_refused() -> None:
+    with pytest.raises(InputError, match="got '0x5'"):
+        to_rgb(Image.new("RGB", (0, 5)), "here")
+
+
+def test_shrinking_averages_instead_of_picking_pixels() -> None:
+    board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
+    small = np.asarray(fit_to(Image.fromarray(board).convert("RGB"), (8, 8), "here")).astype(int)
+    # Without antialiasing every eighth pixel is of one colour: all 0 or all 255.
+    assert abs(small - 127.5).max() <= 4
+
+
+@pytest.mark.parametrize("size", [(102, 100), (100, 102), (99, 100), (51, 50)])
+def test_aspect_up_to_two_percent_off_is_squeezed(size: tuple[int, int]) -> None:
+    assert fit_to(Image.new("RGB", size), (50, 50), "here").size == (50, 50)
+
+
+@pytest.mark.parametrize("size", [(1021, 1000), (1000, 1021), (64, 48)])
+def test_aspect_further_off_is_refused(size: tuple[int, int]) -> None:
+    message = f"targets/7.png: got 'target of {size[0]}x{size[1]} pixels'.*50x50 pixels.*more than 2 %"
+    with pytest.raises(InputError, match=message):
+        fit_to(Image.new("RGB", size), (50, 50), "targets/7.png")
+
+
+def test_equal_size_is_not_resampled() -> None:
+    target = Image.new("RGB", (5, 5))
+    assert fit_to(target, (5, 5), "here") is target
+
+
+def test_to_tensor_keeps_levels_rows_and_channels() -> None:
+    picture = Image.new("RGB", (3, 2))
+    picture.putpixel((2, 1), (255, 51, 1))
+    tensor = to_tensor(picture)
+    assert tensor.dtype == torch.float32
+    assert tensor.shape == (1, 3, 2, 3)
+    assert tensor[0, :, 1, 2].tolist() == torch.tensor([255, 51, 1]).div(255).tolist()
+    assert tensor.sum() == pytest.approx(307 / 255)
+
+
+def test_to_tensor_refuses_one_channel() -> None:
+    with pytest.raises(ValueError, match="got mode L"):
+        to_tensor(Image.new("L", (3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "uint8"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.float16), "float16"),
+        (torch.zeros(1, 1, 32, 32), r"\[1, 1, 32, 32\]"),
+        (torch.zeros(3, 32, 32), r"\[3, 32, 32\]"),
+        (torch.full((1, 3, 32, 32), 255.0), "255"),
+        (torch.full((1, 3, 32, 32), -1.0), "-1"),
+        (torch.full((1, 3, 32, 32), torch.nan), "nan"),
+        (torch.zeros(2, 3, 32, 32), "one shape"),
+        (torch.zeros(1, 3, 32, 31), "one shape"),
+    ],
+)
+def test_check_pair_refuses_what_would_be_scored_wrongly(tensor: torch.Tensor, message: str) -> None:
+    good = torch.zeros(1, 3, 32, 32)
+    with pytest.raises(ValueError, match=message):
+        check_pair(tensor, good)
+    with pytest.raises(ValueError, match=message):
+        check_pair(good, tensor)

@@ -1,0 +1,86 @@
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.protocol import Reward, Score
+from grpo_core.rewards.registry import REWARDS, build_reward
+
+from .conftest import flat, make_batch, noise
+
+
+def all_rewards(trunk_file: Path) -> list[Reward]:
+    given: Mapping[str, Mapping[str, object]] = {"lpips": {"weights": str(trunk_file)}}
+    return [build_reward(name, given.get(name, {})) for name in REWARDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("sim", {}, r"rewards: got 'sim'. There is no such reward. Did you mean ssim\? Known: .*jpeg"),
+        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, lpips, jpeg\."),
+        ("jpeg", {"qualty": 3}, r"rewards.jpeg: got 'qualty'.*Did you mean quality\?"),
+        ("lpips", {"weight": "x"}, r"rewards.lpips: got 'weight'.*Did you mean weights\?"),
+        ("ssim", {"window": 7}, r"rewards.ssim: got 'window'.*It takes no settings"),
+        ("jpeg", {"quality": "high"}, r"rewards.jpeg.quality: got 'high'"),
+        # Fixed properties of a reward are no settings.
+        ("jpeg", {"version": "2"}, r"rewards.jpeg: got 'version'"),
+        ("jpeg", {"needs_target": True}, r"rewards.jpeg: got 'needs_target'"),
+    ],
+)
+def test_wrong_names_and_settings_are_told_with_the_nearest(
+    name: str, settings: Mapping[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        build_reward(name, settings)
+
+
+def test_every_reward_keeps_the_protocol(trunk_file: Path) -> None:
+    for name, reward in zip(REWARDS, all_rewards(trunk_file), strict=True):
+        assert isinstance(reward, Reward)
+        assert reward.name == name
+        assert json.loads(json.dumps(reward.settings())) == reward.settings()
+        assert str(trunk_file.parent) not in json.dumps(reward.settings())
+        assert reward.preflight() == []
+        (score,) = reward.score(make_batch([flat(7)]))
+        assert (score == Score(None, None)) == reward.needs_target
+
+
+def test_settings_build_the_same_reward_again() -> None:
+    reward = build_reward("jpeg", {"quality": 30, "direction": "incompressible"})
+    assert build_reward("jpeg", reward.settings()) == reward
+
+
+SAMPLES: list[tuple[Image.Image, Image.Image | None]] = [
+    (noise(0, 32, 32), noise(1, 32, 32)),
+    (noise(2, 32, 32), noise(1, 32, 32)),
+    (flat(60, 48, 33), noise(3, 96, 66)),
+    (noise(4, 40, 31), None),
+    (flat(0), flat(255)),
+    (noise(5, 64, 64), noise(5, 64, 64)),
+]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=st.lists(st.integers(0, len(SAMPLES) - 1), min_size=1, max_size=8))
+def test_a_score_depends_on_its_sample_alone(trunk_file: Path, order: list[int]) -> None:
+    images, targets = zip(*(SAMPLES[i] for i in order), strict=True)
+    for reward in all_rewards(trunk_file):
+        together = reward.score(make_batch(images, targets))
+        alone = [reward.score(make_batch([image], [target]))[0] for image, target in zip(images, targets, strict=True)]
+        assert list(together) == alone
+        for score in together:
+            assert score.value is None or 0 <= score.value <= 1
+
+
+def test_pictures_are_left_as_they_were(trunk_file: Path) -> None:
+    image, target = noise(0, 32, 32), noise(1, 64, 64)
+    before = image.tobytes(), target.tobytes()
+    for reward in all_rewards(trunk_file):
+        reward.score(make_batch([image], [target]))
+    assert (image.tobytes(), target.tobytes()) == before
