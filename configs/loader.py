@@ -21,7 +21,7 @@ class _StrictLoader(yaml.SafeLoader):
 def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
         seen.add(key)
@@ -42,7 +42,7 @@ def parse_yaml(text: str, place: str) -> Any:
         InputError: not YAML; names the line.
     """
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark else place
@@ -139,7 +139,7 @@ def _explain(detail: Any) -> InputError:
         return InputError(place, found, f"There is no such key: {hint}Known here: {', '.join(known)}.")
     if kind == "missing":
         return InputError(place, None, "It is missing and has no default; add it.")
-    if kind == "literal_error" and place in ("rollout.top_p", "rollout.top_k"):
+    if place in ("rollout.top_p", "rollout.top_k"):
         mend = "Only the whole distribution is sampled (top_p 1.0, top_k 0): log-probs are taken over the same support."
         return InputError(place, found, mend)
     return InputError(place, found, f"{detail['msg']}.")

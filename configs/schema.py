@@ -60,8 +60,8 @@ class RolloutSection(Section):
     height: Digits
     width: Digits
     temperature: Positive = 1.0
-    top_p: Literal[1.0] = 1.0
-    top_k: Literal[0] = 0
+    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=0)] = 0
     num_inference_steps: Digits = Field(50, description="denoising steps of the decoder")
     guidance_scale: NotNegative = 1.5
     decode_batch_size: Digits = 16

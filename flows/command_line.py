@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -75,7 +75,10 @@ def train(config: Config, run: RunName = None, overrides: Overrides = None, as_j
     """Run, or go on with, a training run."""
     with told_in_one_message():
         checked = resolved(config, run, overrides)
-        # Prefect takes seconds to import; wrong input is told before that.
+        # Wrong input is told before Prefect and the models' libraries are imported, which takes many seconds.
+        from flows.inputs import require_inputs
+
+        require_inputs(checked)
         from flows.terminal import show_summary, training_progress
         from flows.train import train as train_flow
 

@@ -1,40 +1,26 @@
-"""A configuration -> a run: inputs read and checked before any model loads, the run's folder opened."""
+"""A configuration -> a run: its inputs checked, its folder opened, its lineage kept apart from any other."""
 
 import hashlib
 import json
-import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from configs.schema import DataSection, EvaluateSection, RunConfig
-from grpo_core.errors import InputError, InputErrors
-from grpo_core.policies.glm_image.geometry import token_grids
-from grpo_core.policies.glm_image.loading import read_pixel_unit, refuse_missing_folder
-from grpo_core.rewards.registry import build_reward
+from configs.schema import RunConfig
+from flows.inputs import PromptSet, read_prompt_set, require_inputs
 from grpo_core.seeds import derive_seed
 from tasks.caching import code_digest
 from tasks.models import ModelSpec, model_digest
 from tasks.plan import RolloutPlan, plan_evaluation, plan_iteration
-from tasks.prompts import Prompt, read_prompts
 from tasks.storage.reference import PolicyRef
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import ArtifactStore
-from tasks.targets import TargetReference, pair_targets
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 # What may change without making another training run of it.
 _FREE_SECTIONS = ("evaluate", "placement", "storage")
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts with the pictures they ought to give."""
-
-    prompts: tuple[Prompt, ...]
-    targets: tuple[TargetReference | None, ...]
 
 
 @dataclass(frozen=True)
@@ -88,57 +74,13 @@ class Run:
         )
 
 
-def read_prompt_set(section: DataSection | EvaluateSection, place: str) -> PromptSet:
-    """The prompts and targets of one section.
-
-    Raises:
-        InputError: a file or picture that is missing or cannot be used; `place` names the section.
-    """
-    assert section.prompts is not None
-    try:
-        prompts = read_prompts(section.prompts, column=section.prompt_column, limit=section.limit)
-        targets = pair_targets(
-            prompts,
-            folder=section.targets,
-            column=section.target_column,
-            base=posixpath.dirname(section.prompts),
-        )
-    except InputError as error:
-        raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
-    return PromptSet(prompts, targets)
-
-
-def input_problems(config: RunConfig) -> Iterator[InputError]:
-    """Everything that can be known to be wrong without loading a model or writing a file."""
-    sections: list[tuple[DataSection | EvaluateSection, str]] = [(config.data, "data")]
-    if config.evaluate.prompts is not None:
-        sections.append((config.evaluate, "evaluate"))
-    for section, place in sections:
-        try:
-            read_prompt_set(section, place)
-        except InputError as error:
-            yield error
-    try:
-        refuse_missing_folder(config.policy.model)
-        unit = read_pixel_unit(config.policy.model)
-        if unit is not None:
-            token_grids(config.rollout.height, config.rollout.width, unit)
-    except InputError as error:
-        yield error
-    for index, reward in enumerate(config.rewards):
-        for problem in build_reward(reward.reward, reward.settings).preflight():
-            yield InputError(f"rewards.{index}.{reward.label}", dict(reward.settings), problem)
-
-
 def open_run(config: RunConfig) -> Run:
     """Check the inputs, then open the run's folder; a run of the same name with another configuration is set aside.
 
     Raises:
         InputErrors: everything that is wrong with the inputs, before anything is written.
     """
-    problems = list(input_problems(config))
-    if problems:
-        raise InputErrors(problems)
+    require_inputs(config)
     store = ArtifactStore(config.storage.root, config.run.name)
     training = read_prompt_set(config.data, "data")
     heldout = read_prompt_set(config.evaluate, "evaluate") if config.evaluate.prompts else None
@@ -148,7 +90,6 @@ def open_run(config: RunConfig) -> Run:
         adapter_seed=derive_seed(config.run.seed, "adapter"),
         keep_reference=config.update.kl_coef > 0,
     )
-    store.require_writable()
     run = Run(config, store, model, training, heldout)
     _set_other_lineage_aside(run)
     _write_description(run)

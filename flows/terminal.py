@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.summary import TrainSummary
-from tasks.progress import listen
+from tasks.progress import Listener, listen
 
 _console = Console(stderr=True)
 
@@ -63,7 +63,7 @@ def training_progress() -> Iterator[None]:
         yield
 
 
-def _plain_lines():  # type: ignore[no-untyped-def]
+def _plain_lines() -> Listener:
     begun: dict[str, float] = {}
 
     def tell(stage: str, done: int, total: int) -> None:

@@ -2,8 +2,9 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
-from prefect import flow
+from prefect import Task, flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from configs.schema import RunConfig
@@ -18,6 +19,9 @@ from tasks.score_rewards import score_rewards_task
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import use_store
 from tasks.update_policy import update_policy_task
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -72,7 +76,7 @@ def draw_and_score(run: Run, policy: PolicyRef, plan: RolloutPlan) -> tuple[Arti
     return rollouts, rewards, advantages
 
 
-def named(stage, plan: RolloutPlan):  # type: ignore[no-untyped-def]
+def named(stage: Task[P, R], plan: RolloutPlan) -> Task[P, R]:
     """The stage's task under a name that says which iteration it belongs to."""
     return stage.with_options(task_run_name=f"{plan.title} · {stage.name}")
 

@@ -75,7 +75,7 @@ def k3_kl(
 def mean_of_row_means(
     values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], *, rows: int
 ) -> Float[Tensor, ""]:
-    """sum over rows of (sum of the row's masked values / the row's masked length), divided by `rows`.
+    """Sum over rows of (sum of the row's masked values / the row's masked length), divided by `rows`.
 
     `rows` is the number of rows of the whole minibatch, not of this microbatch: microbatch losses then add up to
     the minibatch's, however it was split. A row without a masked token contributes zero.
@@ -121,8 +121,6 @@ def compute_grpo_loss(
     if ref_logprobs is not None:
         kl = k3_kl(logprobs, ref_logprobs, loss_mask)
         per_token = per_token + kl_coef * kl
-        tokens = TokenLoss(
-            tokens.surrogate, kl, tokens.importance_ratio, tokens.clipped_low, tokens.clipped_high
-        )
+        tokens = TokenLoss(tokens.surrogate, kl, tokens.importance_ratio, tokens.clipped_low, tokens.clipped_high)
     loss = mean_of_row_means(per_token, loss_mask, rows=rows or logprobs.shape[0])
     return loss, tokens

@@ -66,9 +66,9 @@ class ParityError(RuntimeError):
     def __init__(self, report: ParityReport, tolerance: ParityTolerance) -> None:
         self.report, self.tolerance = report, tolerance
         super().__init__(
-            f"log-prob parity: max |old - rollout| {report.max_difference:.3g} nats (allowed "
-            f"{tolerance.max_difference:g}), mean {report.mean_difference:.3g} (allowed {tolerance.mean_difference:g}), "
-            f"ratio {report.ratio_min:.3g} to {report.ratio_max:.3g} over {report.tokens} tokens; worst samples: "
+            f"log-prob parity: |old - rollout| is at most {report.max_difference:.3g} nats (allowed "
+            f"{tolerance.max_difference:g}) and {report.mean_difference:.3g} in the mean (allowed "
+            f"{tolerance.mean_difference:g}), ratio {report.ratio_min:.3g} to {report.ratio_max:.3g} over {report.tokens} tokens; worst samples: "
             f"{', '.join(report.worst_samples)}. Likely cause: {likely_cause(report)} No weight was changed."
         )
 

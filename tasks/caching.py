@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 
 from tasks.storage.codec import reference_serializer
-from tasks.storage.reference import ArtifactRef
+from tasks.storage.reference import ArtifactRef, PolicyRef
 
+P = ParamSpec("P")
+R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 _SOURCES = ("grpo_core", "tasks")
@@ -66,7 +68,7 @@ class StageKey(CachePolicy):
         return f"{self.stage}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def stage_task(name: str, describe: Describe) -> Callable[[Callable[..., ArtifactRef]], Task[..., Any]]:
+def stage_task(name: str, describe: Describe) -> Callable[[Callable[P, R]], Task[P, R]]:
     """A Prefect task whose result is a reference, kept under the stage's key and verified when it is used again.
 
     Args:
@@ -74,13 +76,13 @@ def stage_task(name: str, describe: Describe) -> Callable[[Callable[..., Artifac
         describe: the inputs that determine the result, as JSON values.
     """
 
-    def decorate(function: Callable[..., Any]) -> Task[..., Any]:
-        return task(
-            function,
+    def decorate(function: Callable[P, R]) -> Task[P, R]:
+        keyed = task(
             name=name,
             cache_policy=StageKey(stage=name.replace(" ", "-"), describe=describe),
             persist_result=True,
             result_serializer=reference_serializer(),
         )
+        return keyed(function)
 
     return decorate

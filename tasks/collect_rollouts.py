@@ -10,7 +10,7 @@ from PIL import Image
 
 from configs.schema import PlacementSection, RolloutSection
 from grpo_core.collect import RolloutGroup, collect_rollouts
-from grpo_core.policies.glm_image import GlmImageSettings
+from grpo_core.policies.glm_image.policy import GlmImageSettings
 from tasks.caching import stage_task
 from tasks.models import ModelSpec, policy_at
 from tasks.plan import GroupPlan, RolloutPlan

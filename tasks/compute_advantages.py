@@ -52,9 +52,7 @@ def compute_advantages_task(
         reward_files = store.local_files(rewards, Path(fetched) / "rewards")
         samples = _read_samples(rollout_files, reward_files, [section.label for section in mix])
         combined = combine_rewards(samples.values, [section.weight for section in mix])
-        result = compute_advantages(
-            combined.rewards, normalize_std=advantages.scale == "group", eps=advantages.eps
-        )
+        result = compute_advantages(combined.rewards, normalize_std=advantages.scale == "group", eps=advantages.eps)
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, combined, result))
         progress_of(f"{title} · {STAGE}")(rewards.rows, rewards.rows)
         return store.commit(
@@ -91,11 +89,11 @@ def _read_samples(rollouts: Path, rewards: Path, labels: Sequence[str]) -> _Samp
     groups = table.group_by("group_id", maintain_order=True).agg(pl.all())
     sizes = {len(ids) for ids in groups["sample_id"]}
     assert len(sizes) == 1, f"groups of one size, got {sizes}"
-    scores = [torch.tensor(_with_nan(groups[f"reward:{label}"].to_list()), dtype=torch.float64) for label in labels]
+    values = [torch.tensor(_with_nan(groups[f"reward:{label}"].to_list()), dtype=torch.float64) for label in labels]
     return _Samples(
         sample_ids=tuple(tuple(ids) for ids in groups["sample_id"].to_list()),
         group_ids=tuple(groups["group_id"].to_list()),
-        values=torch.stack(scores, -1),
+        values=torch.stack(values, -1),
     )
 
 

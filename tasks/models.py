@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from configs.schema import PlacementSection, PolicySection
 from grpo_core.policies.adapters import LoraSettings
-from grpo_core.policies.glm_image import GlmImagePolicy, GlmImageSettings
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, TrainingChoice
+from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, GlmImagePolicy, GlmImageSettings, TrainingChoice
 from tasks.storage.reference import PolicyRef
 from tasks.storage.store import current_store
 

@@ -24,7 +24,7 @@ def write_iteration_metrics(
     metrics: dict[str, float] = {}
     for stage in stages:
         metrics |= stage.metrics
-        metrics[f"seconds/{'policy' if stage.folder.startswith('policies') else stage.folder.split('/')[-1]}"] = stage.seconds
+        metrics[f"seconds/{_stage_name(stage)}"] = stage.seconds
     metrics["step_time"] = sum(stage.seconds for stage in stages)
     if heldout is not None and "reward" in heldout.metrics:
         metrics["heldout_reward"] = heldout.metrics["reward"]
@@ -35,3 +35,8 @@ def write_iteration_metrics(
         write_table(path, METRICS, {"iteration": [iteration] * len(names), "metric": names, "value": values})
         store.write_file(f"iteration_{iteration:06d}/metrics.parquet", path.read_bytes())
     return metrics
+
+
+def _stage_name(artifact: ArtifactRef) -> str:
+    first, last = artifact.folder.split("/")
+    return "update" if first == "policies" else last

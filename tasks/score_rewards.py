@@ -34,8 +34,12 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     rewards: Sequence[RewardSection] = inputs["rewards"]
     return {
         "rollouts": inputs["rollouts"].digest,
-        "rewards": [[section.label, _provenance(build_reward(section.reward, section.settings))] for section in rewards],
+        "rewards": [[section.label, _provenance(_built(section))] for section in rewards],
     }
+
+
+def _built(section: RewardSection) -> Reward:
+    return build_reward(section.reward, section.settings)
 
 
 def _provenance(reward: Reward) -> dict[str, object]:
@@ -56,7 +60,7 @@ def score_rewards_task(
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         source = store.local_files(rollouts, Path(fetched))
         for index, section in enumerate(rewards):
-            reward = build_reward(section.reward, section.settings)
+            reward = _built(section)
             writer = TableWriter(staged / f"{section.label}.parquet", REWARDS)
             values = []
             for batch in _batches(source):

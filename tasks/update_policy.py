@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from configs.schema import PlacementSection, UpdateSection
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityTolerance
-from grpo_core.policies.glm_image import GlmImageSettings
+from grpo_core.policies.glm_image.policy import GlmImageSettings
 from grpo_core.records import TokenBatch, TrainingRows
 from grpo_core.seeds import derive_seed
 from grpo_core.update import StepMetrics, UpdateResult, UpdateSettings, update_policy
@@ -64,8 +64,9 @@ def update_policy_task(
     store = current_store()
     version = policy.version + 1
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
-        sources = [store.local_files(part, Path(fetched) / name) for part, name in ((rollouts, "r"), (advantages, "a"))]
-        rows, drawing = read_training_rows(*sources, policy)
+        drawn = store.local_files(rollouts, Path(fetched) / "rollouts")
+        scored = store.local_files(advantages, Path(fetched) / "advantages")
+        rows, drawing = read_training_rows(drawn, scored, policy)
         learner = policy_at(policy, model, drawing, placement)
         optimizer = _optimizer(policy, learner.trainable_parameters(), update, Path(fetched))
         weights_in_between()

@@ -14,11 +14,22 @@ from data.tiny_glm_image.optimization import ProgressCallback, SupervisedOptimiz
 from data.tiny_glm_image.recipe import TinyRecipe
 
 # Quoted texts whose glyph embeddings stand in for whatever a prompt may quote; most prompts quote nothing.
-_GLYPH_TEXTS = ("", "", "", "A", "hello", "GRPO 2026", "New Life Cafe", "open 24 hours", "你好世界", "Sale: 50% off today!")
+_GLYPH_TEXTS = (
+    "",
+    "",
+    "",
+    "A",
+    "hello",
+    "GRPO 2026",
+    "New Life Cafe",
+    "open 24 hours",
+    "你好世界",
+    "Sale: 50% off today!",
+)
 _TIME_SHIFT = 3.0
 _PURE_NOISE = 0.25
 # Without tokens a picture can only be guessed, and that loss would drown the small ones that make cells flat.
-_DROPPED_WEIGHT = 0.01
+_DROPPED_WEIGHT = 0.3
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from data.shapes import IMAGE_PIXELS, Scene, all_scenes, draw
-from grpo_core.policies.glm_image import GlmImagePolicy, GlmImageSettings
-from grpo_core.policies.glm_image.policy import TrainingChoice
+from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageSettings, TrainingChoice
 from grpo_core.rewards.pictures import to_tensor
 from grpo_core.rewards.psnr import peak_signal_to_noise_ratio
 from grpo_core.rewards.ssim import structural_similarity

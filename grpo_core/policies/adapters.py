@@ -85,7 +85,7 @@ class LoraModel:
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
             torch.manual_seed(seed)
             try:
-                self.model: PeftModel = get_peft_model(base, config)  # type: ignore[arg-type]
+                self.model: PeftModel = get_peft_model(base, config)
             except ValueError as error:
                 mend = f"Give a regular expression over the model's layer names ({error})."
                 raise InputError("policy.lora.targets", settings.targets, mend) from error

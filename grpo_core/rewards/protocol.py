@@ -29,6 +29,10 @@ class ScoringBatch:
     targets: Sequence[Image.Image | None]
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        sizes = {len(self.prompts), len(self.images), len(self.targets), *map(len, self.columns.values())}
+        assert sizes <= {len(self.sample_ids)}, f"one entry a sample in every field, got {sizes}"
+
     def __len__(self) -> int:
         return len(self.sample_ids)
 
@@ -61,6 +65,10 @@ class Reward(Protocol):
     @property
     def needs_target(self) -> bool:
         """Whether a sample without a target picture has no score."""
+
+    @property
+    def min_side(self) -> int:
+        """Smallest side of a picture that it can score, in pixels."""
 
     def settings(self) -> Mapping[str, object]:
         """The settings that determine the scores, as plain JSON values."""

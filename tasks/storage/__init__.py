@@ -1,9 +1,9 @@
 """Where stages leave their results: whole or not at all, and verified when read.
 
-    reference   the small record that stands for an artifact
-    store       a run's folder: staging, committing, verifying, setting aside, bringing home
-    files       fsync, rename, sha256: the steps that make a write whole
-    codec       references as Prefect results; one whose files are gone is a cache miss
-    schemas     the columns of every table, versioned, with the features that `datasets` reads
-    tables      Parquet in and out
+reference   the small record that stands for an artifact
+store       a run's folder: staging, committing, verifying, setting aside, bringing home
+files       fsync, rename, sha256: the steps that make a write whole
+codec       references as Prefect results; one whose files are gone is a cache miss
+schemas     the columns of every table, versioned, with the features that `datasets` reads
+tables      Parquet in and out
 """

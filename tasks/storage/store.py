@@ -148,7 +148,7 @@ class ArtifactStore:
         return folder
 
     def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
-        """The same artifact in its place in this run: found there, or copied from another run or from what was set aside.
+        """The same artifact in its place in this run: found there, or copied from another run or what was set aside.
 
         Raises:
             StaleReferenceError: it is nowhere, or nowhere whole.

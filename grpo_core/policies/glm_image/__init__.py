@@ -5,13 +5,10 @@
     sampling    the autoregressive loop with its own cache
     scoring     teacher-forced log-probs of stored tokens
     decoding    stored tokens -> picture
+    folder      what a saved pipeline's files say without loading it
     loading     a folder or hub name -> the pipeline's components
     policy      the policy made of these
     memory      parameters, and an estimate of the GPU memory a configuration needs
 
 Zhipu AI, 2026, GLM-Image model card (zai-org/GLM-Image); modelling code in transformers and diffusers.
 """
-
-from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageSettings
-
-__all__ = ["GlmImagePolicy", "GlmImageSettings"]

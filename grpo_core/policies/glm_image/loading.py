@@ -1,8 +1,5 @@
 """A folder or a hub name -> the pipeline's components, by diffusers' own loader."""
 
-import json
-from pathlib import Path
-
 import diffusers
 import torch
 import transformers
@@ -11,6 +8,7 @@ from torch import Tensor
 from transformers import GlmImageForConditionalGeneration
 
 from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.folder import refuse_missing_folder
 from grpo_core.policies.glm_image.prompts import UnitProcessor
 
 AUTOREGRESSIVE = "vision_language_encoder"
@@ -19,17 +17,6 @@ AUTOREGRESSIVE = "vision_language_encoder"
 def pixel_unit(pipeline: GlmImagePipeline) -> int:
     """Pixels along one side of a large token: the decoder sees two by two patches for each."""
     return int(2 * pipeline.transformer.config.patch_size * pipeline.vae_scale_factor)
-
-
-def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for something that is meant as a folder but is none; hub names pass."""
-    path = Path(model).expanduser()
-    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
-    if path.is_dir():
-        if not (path / "model_index.json").is_file():
-            raise InputError("policy.model", model, "The folder holds no model_index.json; give a saved pipeline's.")
-    elif looks_local or path.parent.is_dir():
-        raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
 
 
 def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> GlmImagePipeline:
@@ -68,14 +55,3 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     loaded = GlmImageForConditionalGeneration.from_pretrained(model, subfolder=AUTOREGRESSIVE, dtype=dtype)
     state: dict[str, Tensor] = loaded.state_dict()
     return state
-
-
-def read_pixel_unit(model: str) -> int | None:
-    """The pixel unit of a saved pipeline from its configuration files alone; None where they are not at hand."""
-    folder = Path(model).expanduser()
-    try:
-        decoder = json.loads((folder / "transformer" / "config.json").read_text())
-        autoencoder = json.loads((folder / "vae" / "config.json").read_text())
-    except FileNotFoundError:
-        return None
-    return int(2 * decoder["patch_size"] * 2 ** (len(autoencoder["block_out_channels"]) - 1))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import GlmImagePipeline
@@ -117,12 +118,13 @@ class GlmImagePolicy:
         return int(self._base.config.vq_config.num_embeddings)
 
     @property
-    def _base(self) -> nn.Module:
-        return self.pipeline.vision_language_encoder  # type: ignore[no-any-return]
+    def _base(self) -> Any:
+        return self.pipeline.vision_language_encoder
 
     @property
     def _device(self) -> torch.device:
-        return next(self._base.parameters()).device
+        device: torch.device = self._base.device
+        return device
 
     def _encode(self, prompts: Sequence[str]) -> EncodedPrompts:
         return encode_prompts(

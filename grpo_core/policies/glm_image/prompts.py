@@ -6,10 +6,11 @@ GLM-Image keeps position state on the module between a prefill and its decode st
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
@@ -70,7 +71,7 @@ def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
 
 
 def encode_prompts(
-    model: nn.Module, processor: GlmImageProcessor, prompts: Sequence[str], height: int, width: int
+    model: Any, processor: GlmImageProcessor, prompts: Sequence[str], height: int, width: int
 ) -> EncodedPrompts:
     """Encode distinct prompts for one picture size.
 

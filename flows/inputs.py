@@ -1,0 +1,90 @@
+"""What a configuration points at, read and checked before a model loads, a server starts or a file is written."""
+
+import posixpath
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs.schema import DataSection, EvaluateSection, RunConfig
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_folder
+from grpo_core.policies.glm_image.geometry import token_grids
+from grpo_core.rewards.registry import build_reward
+from tasks.prompts import Prompt, read_prompts
+from tasks.storage.store import ArtifactStore
+from tasks.targets import TargetReference, pair_targets
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with the pictures they ought to give."""
+
+    prompts: tuple[Prompt, ...]
+    targets: tuple[TargetReference | None, ...]
+
+
+def read_prompt_set(section: DataSection | EvaluateSection, place: str) -> PromptSet:
+    """The prompts and targets of one section.
+
+    Raises:
+        InputError: a file or picture that is missing or cannot be used; `place` names the section.
+    """
+    assert section.prompts is not None
+    try:
+        # Pictures of a folder pair with the whole file, so the limit comes last.
+        prompts = read_prompts(section.prompts, column=section.prompt_column)
+        targets = pair_targets(
+            prompts, folder=section.targets, column=section.target_column, base=posixpath.dirname(section.prompts)
+        )
+    except InputError as error:
+        raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
+    return PromptSet(prompts[: section.limit], targets[: section.limit])
+
+
+def input_problems(config: RunConfig) -> Iterator[InputError]:
+    """Everything that can be known to be wrong without loading a model or writing a file."""
+    yield from _prompt_problems(config)
+    try:
+        refuse_missing_folder(config.policy.model)
+        unit = read_pixel_unit(config.policy.model)
+        if unit is not None:
+            token_grids(config.rollout.height, config.rollout.width, unit)
+    except InputError as error:
+        yield error
+    yield from _reward_problems(config)
+
+
+def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
+    sections: list[tuple[DataSection | EvaluateSection, str]] = [(config.data, "data")]
+    if config.evaluate.prompts is not None:
+        sections.append((config.evaluate, "evaluate"))
+    for section, place in sections:
+        try:
+            read_prompt_set(section, place)
+        except InputError as error:
+            yield error
+
+
+def _reward_problems(config: RunConfig) -> Iterator[InputError]:
+    side = min(config.rollout.height, config.rollout.width)
+    for index, section in enumerate(config.rewards):
+        place = f"rewards.{index}.{section.label}"
+        reward = build_reward(section.reward, section.settings)
+        if side < reward.min_side:
+            yield InputError(place, f"{side} pixels", f"It needs pictures of at least {reward.min_side} pixels a side.")
+        for problem in reward.preflight():
+            yield InputError(place, dict(section.settings), problem)
+
+
+def require_inputs(config: RunConfig) -> None:
+    """Raise everything that is wrong at once; when all is well, make sure that the run's folder can be written.
+
+    Raises:
+        InputErrors: with one entry a problem.
+    """
+    problems = list(input_problems(config))
+    if problems:
+        raise InputErrors(problems)
+    try:
+        ArtifactStore(config.storage.root, config.run.name).require_writable()
+    except InputError as error:
+        raise InputErrors([error]) from error

@@ -1,0 +1,104 @@
+"""The four networks of a GLM-Image by their configurations alone: read from a folder, built without memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, GlmImageTransformer2DModel
+from torch import nn
+from transformers import GlmImageConfig, GlmImageForConditionalGeneration, T5Config, T5EncoderModel
+
+from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.loading import AUTOREGRESSIVE, refuse_missing_folder
+
+
+@dataclass(frozen=True)
+class ComponentConfigs:
+    """What each network is built from.
+
+    Attributes:
+        autoregressive: the token model with its vision tower and quantizer.
+        decoder: arguments of GlmImageTransformer2DModel.
+        vae: arguments of AutoencoderKL.
+        text_encoder: the glyph encoder.
+    """
+
+    autoregressive: GlmImageConfig
+    decoder: Mapping[str, object]
+    vae: Mapping[str, object]
+    text_encoder: T5Config
+
+
+@dataclass(frozen=True)
+class Components:
+    """The networks themselves."""
+
+    autoregressive: nn.Module
+    decoder: nn.Module
+    vae: nn.Module
+    text_encoder: nn.Module
+
+
+def read_configs(folder: Path) -> ComponentConfigs:
+    """Read the configurations of a saved pipeline; no weights are opened.
+
+    Args:
+        folder: written by `save_pretrained`, or a hub snapshot of the configuration files alone.
+
+    Raises:
+        InputError: a component's config.json is missing or is no configuration.
+    """
+    try:
+        return ComponentConfigs(
+            autoregressive=GlmImageConfig.from_pretrained(folder, subfolder=AUTOREGRESSIVE, local_files_only=True),
+            decoder=_diffusers_config(GlmImageTransformer2DModel, folder, "transformer"),
+            vae=_diffusers_config(AutoencoderKL, folder, "vae"),
+            text_encoder=T5Config.from_pretrained(folder, subfolder="text_encoder", local_files_only=True),
+        )
+    except OSError as error:
+        mend = f"Give the folder of a whole saved pipeline ({str(error).strip().splitlines()[0]})."
+        raise InputError("policy.model", str(folder), mend) from error
+
+
+def _diffusers_config(network: type, folder: Path, subfolder: str) -> Mapping[str, object]:
+    config: Mapping[str, object] = network.load_config(folder, subfolder=subfolder, local_files_only=True)  # type: ignore[attr-defined]
+    return config
+
+
+def find_configs(model: str) -> ComponentConfigs:
+    """Configurations of a folder, or of a hub name: from the local cache, else as this library knows the release.
+
+    Args:
+        model: as in `policy.model`.
+
+    Raises:
+        InputError: no such folder, or a hub name that is neither cached nor the release.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
+
+    refuse_missing_folder(model)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return read_configs(folder)
+    try:
+        return read_configs(Path(snapshot_download(model, local_files_only=True, allow_patterns=["*config.json"])))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        if model == RELEASED_MODEL:
+            return released_configs()
+        mend = f"Download it first, or give a folder; without its files only {RELEASED_MODEL} is known."
+        raise InputError("policy.model", model, mend) from error
+
+
+def build_on_meta(configs: ComponentConfigs) -> Components:
+    """Build the networks on the meta device: every shape and name, no memory and no values."""
+    with torch.device("meta"):
+        return Components(
+            autoregressive=GlmImageForConditionalGeneration(configs.autoregressive),
+            decoder=GlmImageTransformer2DModel.from_config(dict(configs.decoder)),
+            vae=AutoencoderKL.from_config(dict(configs.vae)),
+            text_encoder=T5EncoderModel(configs.text_encoder),
+        )
