@@ -35,7 +35,8 @@ PURE_CODES = len(COLORS) + len(BACKGROUNDS)
 
 def _nearest_code(cells: NDArray[np.floating]) -> NDArray[np.int64]:
     distance = ((cells[..., None, :] - codebook()) ** 2).sum(-1)
-    return distance.argmin(-1).astype(np.int64)
+    nearest: NDArray[np.int64] = distance.argmin(-1).astype(np.int64)
+    return nearest
 
 
 def encode_cells(cells: NDArray[np.uint8]) -> Tensor:

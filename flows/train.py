@@ -78,7 +78,7 @@ def draw_and_score(run: Run, policy: PolicyRef, plan: RolloutPlan) -> tuple[Arti
 
 def named(stage: Task[P, R], plan: RolloutPlan) -> Task[P, R]:
     """The stage's task under a name that says which iteration it belongs to."""
-    return stage.with_options(task_run_name=f"{plan.title} · {stage.name}")
+    return stage.with_options(task_run_name=f"{plan.title}: {stage.name}")
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:

@@ -54,7 +54,7 @@ def collect_rollouts_task(
     """Draw every group of the plan and keep every rollout."""
     started = time.perf_counter()
     store = current_store()
-    tell = progress_of(f"{plan.title} · {STAGE}")
+    tell = progress_of(f"{plan.title}: {STAGE}")
     drawer = policy_at(policy, model, drawing_settings(rollout), placement)
     requests = [plan.request(group) for group in plan.groups]
     tokens = 0

@@ -54,7 +54,7 @@ def compute_advantages_task(
         combined = combine_rewards(samples.values, [section.weight for section in mix])
         result = compute_advantages(combined.rewards, normalize_std=advantages.scale == "group", eps=advantages.eps)
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, combined, result))
-        progress_of(f"{title} · {STAGE}")(rewards.rows, rewards.rows)
+        progress_of(f"{title}: {STAGE}")(rewards.rows, rewards.rows)
         return store.commit(
             staged,
             f"{folder}/advantages",

@@ -76,7 +76,7 @@ def update_policy_task(
             rows,
             _settings(update, len(rows)),
             seed=derive_seed(seed, version, "minibatches"),
-            on_progress=progress_of(f"{title} · {STAGE}"),
+            on_progress=progress_of(f"{title}: {STAGE}"),
         )
         learner.save_weights(staged)
         digest = weights_digest(staged)

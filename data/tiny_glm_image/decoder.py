@@ -49,7 +49,8 @@ def train_decoder(
     """Trains `pipeline.transformer` in place to draw each image token as a flat cell of its colour.
 
     The straight path x_t = (1 - t) x_0 + t noise and its velocity noise - x_0 are those of Lipman et al. 2023, "Flow
-    Matching for Generative Modeling", eq. 22, with time reversed as in diffusers; t is logit-normal (Esser et al. 2024).
+    Matching for Generative Modeling", section 4.1, example II, with time reversed as in diffusers; t is logit-normal
+    as in Esser et al. 2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 3.1.
 
     Args:
         pipeline: from :func:`data.tiny_glm_image.components.build_pipeline`.

@@ -1,12 +1,13 @@
 """The report and the table that each iteration leaves in Prefect's UI."""
 
-import json
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
+from PIL import Image
 
 from tasks.reports.curve import curve_svg
 from tasks.reports.pictures import data_uri, read_pictures, thumbnail_uri
@@ -40,7 +41,7 @@ class IterationRecord:
 
 def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
     """Every metric of the iteration, a row each."""
-    return [{"metric": name, "value": round(value, 6)} for name, value in sorted(record.metrics.items())]
+    return [{"metric": name, "value": float(f"{value:.6g}")} for name, value in sorted(record.metrics.items())]
 
 
 def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
@@ -60,7 +61,7 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
         ("clipped tokens", "clip_ratio/region_mean"),
         ("largest stored-recomputed log-prob difference", "sampling/sampling_logp_difference/max"),
     ]
-    lines = [f"# {run}: iteration {record.iteration}", "", "| | |", "|---|---|"]
+    lines = [f"# {run}: iteration {record.iteration}", "", "| figure | value |", "|---|---|"]
     lines += [f"| {title} | {metrics[name]:.4g} |" for title, name in figures if name in metrics]
     lines += ["", f"![reward over iterations]({data_uri(curve_svg(series).encode(), 'image/svg+xml')})", ""]
     lines += _pictures(store, record)
@@ -84,24 +85,38 @@ def _pictures(store: ArtifactStore, record: IterationRecord) -> list[str]:
         best = ranked.head(SHOWN)
         worst = ranked.tail(min(SHOWN, max(0, ranked.height - SHOWN))).reverse()
         images = read_pictures(rollouts, [*best["sample_id"], *worst["sample_id"]])
-    breakdown = {label: dict(zip(table["sample_id"], table["value"], strict=True)) for label, table in parts.items()}
     lines = []
     for title, chosen in (("Best", best), ("Worst", worst)):
-        if chosen.is_empty():
-            continue
-        rows = list(chosen.iter_rows(named=True))
-        lines += [f"## {title}", "", "|" + " |" * len(rows), "|" + "---|" * len(rows)]
-        shown = [f"![{row['sample_id']}]({thumbnail_uri(images[row['sample_id']], THUMBNAIL)})" for row in rows]
-        lines += ["| " + " | ".join(shown) + " |"]
-        lines += ["| " + " | ".join(_caption(row, breakdown) for row in rows) + " |", ""]
+        if not chosen.is_empty():
+            lines += _ranking(title, chosen, parts, images)
     return lines
 
 
-def _caption(row: Mapping[str, object], breakdown: Mapping[str, Mapping[str, float | None]]) -> str:
-    sample_id = str(row["sample_id"])
-    parts = [
-        f"{label} {'null' if (value := scores.get(sample_id)) is None else format(value, '.3f')}"
-        for label, scores in breakdown.items()
-    ]
-    prompt = json.dumps(str(row["prompt"])[:90], ensure_ascii=False)[1:-1].replace("|", "/").replace("<", "&lt;")
-    return f"**{row['reward']:.3f}** ({', '.join(parts)})<br>{prompt}"
+def _ranking(
+    title: str, chosen: pl.DataFrame, parts: Mapping[str, pl.DataFrame], images: Mapping[str, Image.Image]
+) -> list[str]:
+    """A table with a row a picture: itself, its reward, each part of it, its prompt."""
+    scores = {label: dict(zip(table["sample_id"], table["value"], strict=True)) for label, table in parts.items()}
+    header = ["picture", "reward", *scores, "prompt", "sample"]
+    lines = [f"## {title}", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in chosen.iter_rows(named=True):
+        sample_id = row["sample_id"]
+        cells = [
+            f"![{sample_id}]({thumbnail_uri(images[sample_id], THUMBNAIL)})",
+            f"**{row['reward']:.3f}**",
+            *(_number(values.get(sample_id)) for values in scores.values()),
+            _as_text(row["prompt"]),
+            f"`{sample_id}`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _number(value: float | None) -> str:
+    return "null" if value is None else f"{value:.3f}"
+
+
+def _as_text(prompt: str) -> str:
+    """A prompt that cannot break out of its cell: no markup, no column, no line end."""
+    shortened = textwrap.shorten(prompt, 160, placeholder=" ...")
+    return "".join(f"&#{ord(letter)};" if letter in "|<>&*_`[]()!#\\" else letter for letter in shortened)

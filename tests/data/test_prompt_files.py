@@ -55,7 +55,10 @@ def test_more_scenes_than_there_are() -> None:
 def test_shipped_files_hold_the_recipes_captions_and_pictures() -> None:
     recipe = TinyRecipe()
     train, heldout = split_scenes(recipe.seed, recipe.heldout_fraction)
-    for name, scenes, count in ((TRAIN_FILE, train, recipe.train_prompts), (HELDOUT_FILE, heldout, recipe.heldout_prompts)):
+    for name, scenes, count in (
+        (TRAIN_FILE, train, recipe.train_prompts),
+        (HELDOUT_FILE, heldout, recipe.heldout_prompts),
+    ):
         rows = read(SHIPPED / "prompts" / name)
         expected = choose_scenes(scenes, count, recipe.seed)
         assert [row["prompt"] for row in rows] == [scene.caption for scene in expected]

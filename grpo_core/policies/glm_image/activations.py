@@ -9,7 +9,7 @@ from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.policies.glm_image.sizes import ComponentSizes
 
 FP32 = 4
-_DENOISING_COPIES = 14
+_DENOISING_COPIES = 16
 _VAE_COPIES = 4
 
 
@@ -78,7 +78,7 @@ def sampling_bytes(sizes: ComponentSizes, b: int, *, rows: int) -> int:
 
 
 def denoising_bytes(sizes: ComponentSizes, b: int, *, rows: int, height: int, width: int) -> int:
-    """One block of the diffusion transformer, about 14 tensors of [rows, patches, hidden].
+    """One block of the diffusion transformer, about 16 tensors of [rows, patches, hidden].
 
     Four patches a large token. The two passes of guidance are made one after the other.
     """

@@ -10,7 +10,9 @@ from torch import nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.loading import AUTOREGRESSIVE, refuse_missing_folder
+from grpo_core.policies.glm_image.folder import refuse_missing_folder
+
+AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,21 @@ def read_configs(folder: Path) -> ComponentConfigs:
     Raises:
         InputError: a component's config.json is missing or is no configuration.
     """
+    for part in (AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER):
+        # transformers gives the class's defaults, those of the release, where a file is missing.
+        if not (folder / part / "config.json").is_file():
+            mend = f"It holds no {part}/config.json; give the folder of a whole saved pipeline."
+            raise InputError("policy.model", str(folder), mend)
     try:
         return ComponentConfigs(
             autoregressive=GlmImageConfig.from_pretrained(folder, subfolder=AUTOREGRESSIVE, local_files_only=True),
-            decoder=_diffusers_config(GlmImageTransformer2DModel, folder, "transformer"),
-            vae=_diffusers_config(AutoencoderKL, folder, "vae"),
-            text_encoder=T5Config.from_pretrained(folder, subfolder="text_encoder", local_files_only=True),
+            decoder=_diffusers_config(GlmImageTransformer2DModel, folder, DECODER),
+            vae=_diffusers_config(AutoencoderKL, folder, VAE),
+            text_encoder=T5Config.from_pretrained(folder, subfolder=TEXT_ENCODER, local_files_only=True),
         )
     except OSError as error:
-        mend = f"Give the folder of a whole saved pipeline ({str(error).strip().splitlines()[0]})."
+        first_line = str(error).strip().splitlines()[0]
+        mend = f"Give the folder of a whole saved pipeline ({first_line})."
         raise InputError("policy.model", str(folder), mend) from error
 
 

@@ -131,9 +131,7 @@ def estimate_memory(
     sequences, decoded = prompts_per_batch * group_size, min(decode_batch_size, group_size)
     size = f"{height}x{width}"
     cache = sequences * length * cache_bytes_per_token(sizes, b)
-    activations = activation_bytes(
-        sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing
-    )
+    activations = activation_bytes(sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing)
     logits = logits_bytes(sizes, b, rows=micro_batch_size, tokens=tokens, reference=kl_coef > 0)
     kept = "each layer's input, one layer computed again" if gradient_checkpointing else "every layer's"
     parts = [
@@ -147,7 +145,10 @@ def estimate_memory(
             f"{sequences} rows x {length} ids x {cache_bytes_per_token(sizes, b)} bytes",
         ),
         MemoryPart(
-            "sampling distribution", "sampling", sampling_bytes(sizes, b, rows=sequences), "one step's logits, fp64 sums"
+            "sampling distribution",
+            "sampling",
+            sampling_bytes(sizes, b, rows=sequences),
+            "one step's logits, fp64 sums",
         ),
         MemoryPart(
             "decoding",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -81,8 +82,10 @@ def component_sizes(
     adapted = _matching_linears(parts.autoregressive, lora_targets) if lora_rank and lora_targets else {}
     kept = tuple(getattr(parts.text_encoder, "_keep_in_fp32_modules", None) or ())
     trained = (p.numel() for n, p in parts.autoregressive.named_parameters() if not n.startswith(FROZEN_PARTS))
-    widths = tuple(parts.vae.config.block_out_channels)  # type: ignore[union-attr, arg-type]
-    decoder = parts.decoder.config
+    # Read off the networks: a configuration leaves out what is at its default.
+    vae: Any = parts.vae.config
+    decoder: Any = parts.decoder.config
+    widths = tuple(vae.block_out_channels)
     return ComponentSizes(
         autoregressive=count_parameters(parts.autoregressive),
         language_model=sum(trained),
@@ -103,8 +106,8 @@ def component_sizes(
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocabulary=text.vision_vocab_size,
         support=configs.autoregressive.vq_config.num_embeddings,
-        unit=2 * decoder.patch_size * 2 ** (len(widths) - 1),  # type: ignore[union-attr, operator]
-        decoder_hidden=decoder.num_attention_heads * decoder.attention_head_dim,  # type: ignore[union-attr, operator]
+        unit=2 * decoder.patch_size * 2 ** (len(widths) - 1),
+        decoder_hidden=decoder.num_attention_heads * decoder.attention_head_dim,
         vae_widths=widths,
     )
 

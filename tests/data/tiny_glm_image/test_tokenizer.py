@@ -10,7 +10,9 @@ from data.tiny_glm_image.tokenizer import IMAGE_END_ID, IMAGE_START_ID, VISION_V
 TOKENIZER = build_tokenizer()
 
 
-@pytest.mark.parametrize("text", ["你好，画一个红色的圆", "a sign that says \"OPEN 24\"", "it's “new”", "🙂👩‍🚀", "\n\t ", "redcircle"])
+@pytest.mark.parametrize(
+    "text", ["你好，画一个红色的圆", 'a sign that says "OPEN 24"', "it's “new”", "🙂👩‍🚀", "\n\t ", "redcircle"]
+)
 def test_unseen_text_round_trips(text: str) -> None:
     ids = TOKENIZER(text).input_ids
     assert min(ids) >= VISION_VOCAB_SIZE

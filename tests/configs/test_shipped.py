@@ -1,0 +1,76 @@
+from pathlib import Path
+
+import pytest
+
+import configs
+from configs.loader import read_config
+from configs.schema import RunConfig
+from grpo_core.policies.glm_image.geometry import token_grids
+from grpo_core.policies.glm_image.memory import MemoryEstimate, estimate_memory
+from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
+from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
+from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
+
+ROOT = Path(configs.__file__).parent.parent
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+GIGABYTE = 10**9
+# The file and the memory of the GPU that it is for, in bytes.
+GPUS = {"glm_image_80gb": 80 * GIGABYTE, "glm_image_141gb": 141 * GIGABYTE}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_file_is_whole(path: Path) -> None:
+    config = read_config(path)
+    for prompts in (config.data.prompts, config.evaluate.prompts):
+        assert prompts is None or (ROOT / prompts).is_file()
+    rows, minibatch = config.rows_per_iteration, config.update.minibatch_size or config.rows_per_iteration
+    # A last minibatch or microbatch of a few rows would weigh as much as a whole one.
+    assert rows % minibatch == 0
+    assert minibatch % config.update.micro_batch_size == 0
+    assert config.rollout.prompts_per_iteration % config.rollout.prompts_per_batch == 0
+
+
+def test_every_file_of_a_gpu_is_there() -> None:
+    assert {path.stem for path in SHIPPED} >= {"tiny", *GPUS}
+
+
+def sizes_of(config: RunConfig) -> ComponentSizes:
+    assert config.policy.model == RELEASED_MODEL
+    assert config.policy.lora is not None
+    targets = config.policy.lora.targets or LANGUAGE_MODEL_LINEARS
+    return component_sizes(released_configs(), lora_rank=config.policy.lora.rank, lora_targets=targets)
+
+
+def estimate_of(config: RunConfig) -> MemoryEstimate:
+    return estimate_memory(
+        sizes_of(config),
+        dtype=config.policy.dtype,
+        height=config.rollout.height,
+        width=config.rollout.width,
+        group_size=config.rollout.group_size,
+        prompts_per_batch=config.rollout.prompts_per_batch,
+        decode_batch_size=config.rollout.decode_batch_size,
+        micro_batch_size=config.update.micro_batch_size,
+        kl_coef=config.update.kl_coef,
+        gradient_checkpointing=config.policy.gradient_checkpointing,
+    )
+
+
+@pytest.mark.parametrize(("name", "memory"), GPUS.items())
+def test_it_fits_the_gpu_it_is_for(name: str, memory: int) -> None:
+    config = read_config(ROOT / "configs" / f"{name}.yaml")
+    assert estimate_of(config).needed <= memory
+    token_grids(config.rollout.height, config.rollout.width, sizes_of(config).unit)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_memory_told_in_the_file_is_the_estimate(name: str) -> None:
+    path = ROOT / "configs" / f"{name}.yaml"
+    told = int(path.read_text(encoding="utf-8").split("about ")[1].split(" GiB")[0])
+    assert estimate_of(read_config(path)).needed / 1024**3 == pytest.approx(told, abs=1)
+
+
+def test_without_recomputation_the_80_gb_sizes_would_not_fit() -> None:
+    path = ROOT / "configs" / "glm_image_80gb.yaml"
+    config = read_config(path, ["policy.gradient_checkpointing=false"])
+    assert estimate_of(config).needed > GPUS["glm_image_80gb"]
