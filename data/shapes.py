@@ -29,7 +29,7 @@ COLORS: Mapping[str, Colour] = {
 }
 BACKGROUNDS: Mapping[str, Colour] = {"white": (245, 245, 245), "gray": (128, 128, 128), "black": (20, 20, 20)}
 
-# The sprites differ from one another in at least seven cells, so that a picture with a few wrong cells is still
+# Any two of these differ in at least four cells wherever they stand, so that a picture with one wrong cell is still
 # nearest to its own shape.
 SPRITES: Mapping[str, Sequence[str]] = {
     "circle": (".###.", "#####", "#####", "#####", ".###."),

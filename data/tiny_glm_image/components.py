@@ -74,12 +74,12 @@ def _build_processor(tokenizer: PreTrainedTokenizerFast) -> GlmImageProcessor:
     return GlmImageProcessor(image_processor=image_processor, tokenizer=tokenizer, chat_template=_CHAT_TEMPLATE)
 
 
-def _build_autoregressive(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> GlmImageForConditionalGeneration:
+def _autoregressive_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> GlmImageConfig:
     head_size = recipe.hidden_size // recipe.heads
     # Half of each head is rotated, in pairs: a quarter of its size in frequencies, shared out to time, height, width.
     frequencies = head_size // 4
     spatial = frequencies * 3 // 8
-    config = GlmImageConfig(
+    return GlmImageConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "vision_vocab_size": VISION_VOCAB_SIZE,
@@ -113,7 +113,10 @@ def _build_autoregressive(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast
         image_start_token_id=IMAGE_START_ID,
         image_end_token_id=IMAGE_END_ID,
     )
-    model = GlmImageForConditionalGeneration(config)
+
+
+def _build_autoregressive(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> GlmImageForConditionalGeneration:
+    model = GlmImageForConditionalGeneration(_autoregressive_config(recipe, tokenizer))
     generation = model.generation_config
     generation.do_sample, generation.temperature, generation.top_p = True, 0.9, 0.75
     generation.eos_token_id, generation.pad_token_id = IMAGE_END_ID, tokenizer.pad_token_id

@@ -1,5 +1,6 @@
 """Measures a saved tiny GLM-Image on held-out captions, through the same policy that training by rewards uses."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,20 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data.shapes import BACKGROUNDS, COLORS, IMAGE_PIXELS, POSITIONS, SPRITES, Scene, draw
+from data.shapes import (
+    BACKGROUNDS,
+    CELL_PIXELS,
+    COLORS,
+    GRID,
+    IMAGE_PIXELS,
+    POSITIONS,
+    SPRITES,
+    Scene,
+    draw,
+    draw_cells,
+    sprite_mask,
+    sprite_origin,
+)
 from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageSettings, TrainingChoice
 from grpo_core.rewards.pictures import to_tensor
 from grpo_core.rewards.psnr import peak_signal_to_noise_ratio
@@ -104,7 +118,8 @@ def read_scene(image: Image.Image) -> Scene:
     """Reads a picture back as a scene.
 
     Each pixel votes for the nearest of all colours: the sprite colour and the background with most votes are taken.
-    Shape and position are those whose drawing in these two colours has the smallest mean squared difference.
+    The shape is the sprite that, in these two colours and anywhere on the canvas, has the smallest mean squared
+    difference to the picture; the position is the one that this sprite's place is nearest to, in cells along both axes.
     """
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
     names = [*COLORS, *BACKGROUNDS]
@@ -113,12 +128,25 @@ def read_scene(image: Image.Image) -> Scene:
     votes = np.bincount(nearest.ravel(), minlength=len(names))
     color = names[int(votes[: len(COLORS)].argmax())]
     background = names[len(COLORS) + int(votes[len(COLORS) :].argmax())]
-    candidates = [Scene(color, shape, position, background) for shape in SPRITES for position in POSITIONS]
-    return min(candidates, key=lambda scene: _squared_difference(pixels, draw(scene)))
+    shape, origin = _nearest_sprite(pixels, color, background)
+    position = min(POSITIONS, key=lambda name: _cells_apart(sprite_origin(shape, name), origin))
+    return Scene(color, shape, position, background)
 
 
-def _squared_difference(pixels: NDArray[np.float32], drawing: Image.Image) -> float:
-    return float(np.square(pixels - np.asarray(drawing, dtype=np.float32)).mean())
+def _nearest_sprite(pixels: NDArray[np.float32], color: str, background: str) -> tuple[str, tuple[int, int]]:
+    # Against drawings with flat cells, the mean of a cell's pixels ranks as the pixels themselves do.
+    cells = pixels.reshape(GRID, CELL_PIXELS, GRID, CELL_PIXELS, 3).mean(axis=(1, 3))
+    differences: dict[tuple[str, tuple[int, int]], float] = {}
+    for shape in SPRITES:
+        scene = Scene(color, shape, "center", background)
+        height, width = sprite_mask(shape).shape
+        for origin in itertools.product(range(GRID - height + 1), range(GRID - width + 1)):
+            differences[shape, origin] = float(np.square(cells - draw_cells(scene, origin)).sum())
+    return min(differences, key=lambda placed: differences[placed])
+
+
+def _cells_apart(first: tuple[int, int], second: tuple[int, int]) -> int:
+    return abs(first[0] - second[0]) + abs(first[1] - second[1])
 
 
 def _batch(images: Sequence[Image.Image]) -> Tensor:

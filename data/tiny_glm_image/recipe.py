@@ -14,7 +14,7 @@ class TinyRecipe:
         seed: of weights, data order, noise and the split of captions.
         heldout_fraction: share of the captions that the supervised training never sees.
         corpus_size: pictures drawn for the supervised training.
-        slip_probability: chance that a sprite stands one cell off on one or both axes.
+        slip_probability: chance that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
         confusion_probability: chance that another shape than the caption's is drawn.
         speckle_probability: chance, a cell, that it has a random colour.
         hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
