@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-slow check format bench tiny-model lock clean
+.PHONY: help install train test test-slow check format bench tiny-model ui lock clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
 
@@ -47,6 +47,9 @@ bench: $(STAMP)  ## cost of orchestration, storage and reporting beside the same
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again, from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_model
+
+ui: $(STAMP)  ## Prefect's server and UI on this machine
+	$(RUN)/grpo ui
 
 lock: $(STAMP)  ## resolve the dependencies anew
 	PATH="$(abspath $(RUN)):$$PATH" uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \

@@ -9,3 +9,8 @@ doctor             checks a configuration, each finding with its mend
 inspection         curves, best and worst pictures of a run, in the terminal or as one HTML file
 command_line       the program `grpo`
 """
+
+from flows.prefect_settings import apply_settings
+
+# Prefect reads its settings when it is imported, and everything that imports it here comes after this.
+apply_settings()

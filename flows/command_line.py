@@ -3,16 +3,16 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.prefect_settings import apply_settings
 from grpo_core.errors import InputError, InputErrors
 
 application = typer.Typer(
@@ -35,7 +35,6 @@ def main() -> None:
     """Entry point of the program."""
     # Weights are read from folders or an existing cache; a run never waits for a hub it cannot reach.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    apply_settings()
     application()
 
 
@@ -66,6 +65,9 @@ def told_in_one_message() -> Iterator[None]:
 
 def resolved(config: Path, run: str | None, overrides: list[str] | None) -> RunConfig:
     """The configuration with its overrides."""
+    # Checking rewards imports torch, which a command without a configuration need not wait for.
+    from configs.loader import read_config
+
     named = [f"run.name={json.dumps(run)}"] if run is not None else []
     return read_config(config, [*(overrides or []), *named])
 
@@ -87,6 +89,53 @@ def train(config: Config, run: RunName = None, overrides: Overrides = None, as_j
         show_summary(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
+
+
+@application.command()
+def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Check a configuration, weights, memory, storage and server: each finding with its mend."""
+    with told_in_one_message():
+        checked = resolved(config, None, overrides)
+        from flows.doctor import examine
+        from flows.terminal import show_diagnosis
+
+        diagnosis = examine(checked)
+        show_diagnosis(diagnosis)
+        if as_json:
+            findings = [asdict(finding) for finding in diagnosis.findings]
+            needed = diagnosis.memory.needed if diagnosis.memory else None
+            typer.echo(json.dumps({"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}))
+    if not diagnosis.healthy:
+        raise typer.Exit(2)
+
+
+@application.command()
+def inspect(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
+    iteration: Annotated[int | None, typer.Option(help="which to show; by default the last with rewards")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
+    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """Show a run: curves, best and worst pictures a prompt, reward breakdown; nothing is changed."""
+    with told_in_one_message():
+        from flows.inspection import inspect_run
+        from flows.inspection_terminal import report
+
+        inspection = inspect_run(run, root=root, iteration=iteration, html=html)
+        report(inspection, html, to_stderr=as_json)
+        if as_json:
+            typer.echo(inspection.summary(html).model_dump_json())
+
+
+@application.command()
+def ui(
+    port: Annotated[int, typer.Option(help="of the page and the API, on this machine alone")] = 4200,
+) -> None:
+    """Start Prefect's server with its UI: stages, reports and pictures of every run made on this machine."""
+    os.environ.setdefault("PREFECT_SERVER_UI_API_URL", f"http://127.0.0.1:{port}/api")
+    program = Path(sys.executable).with_name("prefect")
+    os.execv(program, [str(program), "server", "start", "--host", "127.0.0.1", "--port", str(port)])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_folder
 from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.rewards.registry import build_reward
+from tasks.model_files import model_digest
 from tasks.prompts import Prompt, read_prompts
 from tasks.storage.store import ArtifactStore
 from tasks.targets import TargetReference, pair_targets
@@ -85,6 +86,8 @@ def require_inputs(config: RunConfig) -> None:
     if problems:
         raise InputErrors(problems)
     try:
+        # A hub name may be downloaded here, so everything else is known to be well by now.
+        model_digest(config.policy.model)
         ArtifactStore(config.storage.root, config.run.name).require_writable()
     except InputError as error:
         raise InputErrors([error]) from error

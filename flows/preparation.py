@@ -12,11 +12,12 @@ from configs.schema import RunConfig
 from flows.inputs import PromptSet, read_prompt_set, require_inputs
 from grpo_core.seeds import derive_seed
 from tasks.caching import code_digest
-from tasks.models import ModelSpec, model_digest
+from tasks.model_files import model_digest
+from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan, plan_evaluation, plan_iteration
 from tasks.storage.reference import PolicyRef
 from tasks.storage.schemas import SCHEMA_VERSION
-from tasks.storage.store import ArtifactStore
+from tasks.storage.store import SET_ASIDE, ArtifactStore
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 # What may change without making another training run of it.
@@ -91,6 +92,7 @@ def open_run(config: RunConfig) -> Run:
         keep_reference=config.update.kl_coef > 0,
     )
     run = Run(config, store, model, training, heldout)
+    store.clear_abandoned()
     _set_other_lineage_aside(run)
     _write_description(run)
     return run
@@ -118,16 +120,31 @@ def _lineage(run: Run) -> str:
 def _set_other_lineage_aside(run: Run) -> None:
     """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
     store = run.store
-    described = store.read_json(RUN_FILE)
-    if described is None or described["lineage"] == _lineage(run):
-        return
-    former = yaml.safe_load(store.filesystem.cat_file(store.path(CONFIG_FILE)))
-    changes = changed_keys(former, run.config.model_dump(mode="json"))
-    reason = "the configuration changed: " + "; ".join(changes) if changes else "the code, model or prompts changed"
+    described = _mapping(store.read_file(RUN_FILE))
     names = [path.rstrip("/").rsplit("/", 1)[-1] for path in store.filesystem.ls(store.path(), detail=False)]
-    kept = [name for name in sorted(names) if not name.startswith(".") and name != "set_aside"]
+    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
+    if described is None:
+        # Nobody says what these are; anything else in the folder may be a person's own.
+        kept = [name for name in kept if name.startswith("iteration_") or name in ("policies", "evaluations")]
+        if kept:
+            store.set_aside(kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made")
+        return
+    if described.get("lineage") == _lineage(run):
+        return
+    former = _mapping(store.read_file(CONFIG_FILE))
+    changes = changed_keys(former, run.config.model_dump(mode="json")) if former is not None else ()
+    reason = "the configuration changed: " + "; ".join(changes) if changes else "the code, model or prompts changed"
     # run.json goes last: while it stands, the next start goes on with setting aside.
-    store.set_aside([*(name for name in kept if name != RUN_FILE), RUN_FILE], reason=reason)
+    store.set_aside([*kept, RUN_FILE], reason=reason)
+
+
+def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
+    """A small YAML or JSON file's keys and values; None where it is missing or damaged."""
+    try:
+        values = yaml.safe_load(content or b"")
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def changed_keys(former: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> Sequence[str]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
-from pydantic import BaseModel
 
 from flows.preparation import Run
+from flows.run_figures import RunFigures
 from tasks.reports.iteration import IterationRecord
 from tasks.reports.pictures import SheetRow, contact_sheet, read_pictures
 from tasks.storage.reference import ArtifactRef, PolicyRef
@@ -17,31 +17,13 @@ from tasks.targets import TargetReference, load_target
 CONTACT_SHEET = "contact_sheet.png"
 
 
-class TrainSummary(BaseModel):
-    """The end of a run, as `--json` prints it.
+class TrainSummary(RunFigures):
+    """The end of a run; `seconds.total` is this start's wall time, the stages' are as measured when each ran.
 
     Attributes:
-        run: its name.
-        iterations: updates made.
-        reward_first: mean training reward of the first iteration.
-        reward_last: of the last.
-        heldout_before: mean held-out reward of the model as it was given; None without held-out prompts.
-        heldout_after: of the last policy.
-        policy_digest: of the last policy's weights.
-        seconds: `total` of this start, and by stage over all iterations as measured when each ran.
-        folder: where the run is kept.
         contact_sheet: picture of before and after, if there are held-out prompts.
     """
 
-    run: str
-    iterations: int
-    reward_first: float | None
-    reward_last: float | None
-    heldout_before: float | None
-    heldout_after: float | None
-    policy_digest: str
-    seconds: dict[str, float]
-    folder: str
     contact_sheet: str | None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from flows.doctor import Diagnosis
 from flows.summary import TrainSummary
 from tasks.progress import Listener, listen
 
@@ -92,3 +94,20 @@ def _change(first: float | None, last: float | None) -> str:
     if first is None or last is None:
         return "none"
     return f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
+
+
+def show_diagnosis(diagnosis: Diagnosis) -> None:
+    """Each finding with its mend, and the memory estimate part by part."""
+    for finding in diagnosis.findings:
+        mark = "[green]ok  [/]" if finding.healthy else "[red]mend[/]"
+        _console.print(f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}", highlight=False, soft_wrap=True)
+        if finding.mend:
+            _console.print(f"     {escape(finding.mend)}", highlight=False, soft_wrap=True)
+    if diagnosis.memory is not None:
+        table = Table(title="GPU memory, estimated", title_justify="left")
+        table.add_column("part")
+        table.add_column("GiB", justify="right")
+        table.add_column("from")
+        for part, gib, formula in diagnosis.memory.rows():
+            table.add_row(part, f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", formula)
+        _console.print(table)

@@ -16,6 +16,7 @@ from tasks.plan import RolloutPlan
 from tasks.record import write_iteration_metrics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.score_rewards import score_rewards_task
+from tasks.storage.records import current_records, registered_records, use_records
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import use_store
 from tasks.update_policy import update_policy_task
@@ -43,6 +44,7 @@ async def train(config: RunConfig) -> TrainSummary:
     started = time.perf_counter()
     run = open_run(config)
     use_store(run.store)
+    use_records(await registered_records())
     history = TrainingHistory()
     policy = run.base_policy
     evaluate(run, policy, history)
@@ -78,7 +80,7 @@ def draw_and_score(run: Run, policy: PolicyRef, plan: RolloutPlan) -> tuple[Arti
 
 def named(stage: Task[P, R], plan: RolloutPlan) -> Task[P, R]:
     """The stage's task under a name that says which iteration it belongs to."""
-    return stage.with_options(task_run_name=f"{plan.title}: {stage.name}")
+    return stage.with_options(task_run_name=f"{plan.title}: {stage.name}", result_storage=current_records())
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:

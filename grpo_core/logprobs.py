@@ -30,7 +30,9 @@ def gather_logprobs(
 
 def entropy_of(logprobs: Float[Tensor, "*batch support"]) -> Float[Tensor, "*batch"]:
     """Entropy in nats of each distribution."""
-    return -(logprobs.exp() * logprobs).sum(-1)
+    # entr(0) is 0, where p * log p would be NaN.
+    terms: Tensor = torch.special.entr(logprobs.exp())
+    return terms.sum(-1)
 
 
 def draw_tokens(logprobs: Float[Tensor, "batch support"], uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
@@ -40,12 +42,13 @@ def draw_tokens(logprobs: Float[Tensor, "batch support"], uniforms: Float[Tensor
     with the rows that happen to be drawn beside it.
 
     Args:
-        logprobs: normalised log-probs.
+        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller sees it there.
         uniforms: in [0, 1), fp64.
     """
-    cumulative = logprobs.double().exp().cumsum(-1)
+    probabilities = logprobs.double().exp()
+    cumulative = probabilities.cumsum(-1)
     thresholds = uniforms.to(cumulative.device, torch.float64).unsqueeze(-1) * cumulative[:, -1:]
     # `right=True` skips ids of probability zero at a threshold of exactly zero.
     drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    last_possible = (logprobs > -torch.inf).long().mul(torch.arange(1, logprobs.shape[-1] + 1, device=drawn.device))
-    return torch.minimum(drawn, last_possible.amax(-1) - 1)
+    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=drawn.device))
+    return torch.minimum(drawn, last_possible.amax(-1))

@@ -84,9 +84,9 @@ class PolicyOptimizer:
         self.steps += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts, `<parameter>|<moment>`, on the CPU."""
+        """Moments and step counts, `<parameter>|<moment>`, copied to the CPU."""
         return {
-            f"{name}|{key}": value.detach().cpu().contiguous()
+            f"{name}|{key}": value.detach().to("cpu", copy=True).contiguous()
             for name, parameter in self.parameters.items()
             for key, value in sorted(self.adamw.state.get(parameter, {}).items())
         }
@@ -95,13 +95,29 @@ class PolicyOptimizer:
         """Take moments written by `state`.
 
         Raises:
-            ValueError: the state names a parameter that is not trained here.
+            ValueError: the state is of other parameters, of other shapes, or in part missing; none of it is taken.
         """
+        loaded = self._moments_of(state)
+        if self.steps and not loaded:
+            raise ValueError(f"the optimizer state is empty, but {self.steps} steps were made with it")
+        for name, moments in loaded.items():
+            parameter = self.parameters[name]
+            # AdamW keeps its step counters on the CPU.
+            self.adamw.state[parameter] = {
+                key: value.to("cpu" if key == "step" else parameter.device, copy=True) for key, value in moments.items()
+            }
+
+    def _moments_of(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        loaded: dict[str, dict[str, Tensor]] = {}
         for entry, value in state.items():
             name, _, key = entry.rpartition("|")
             if name not in self.parameters:
                 raise ValueError(f"the optimizer state holds {name!r}, which this policy does not train")
-            parameter = self.parameters[name]
-            # AdamW keeps its step counters on the CPU.
-            device = torch.device("cpu") if key == "step" else parameter.device
-            self.adamw.state[parameter][key] = value.to(device).clone()
+            loaded.setdefault(name, {})[key] = value
+        for name, moments in loaded.items():
+            shape = self.parameters[name].shape
+            expected = {"step": torch.Size([]), "exp_avg": shape, "exp_avg_sq": shape}
+            found = {key: value.shape for key, value in moments.items()}
+            if found != expected:
+                raise ValueError(f"the optimizer state of {name!r} holds {found}, not {expected}")
+        return loaded

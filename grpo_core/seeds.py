@@ -15,7 +15,9 @@ def derive_seed(run_seed: int, *place: int | str) -> int:
     Returns:
         An integer in [0, 2**63), uniform over places.
     """
-    named = "\x1f".join([f"{type(part).__name__}:{part}" for part in (run_seed, *place)])
+    # A separator inside a name is doubled, so that no two places are written alike.
+    escaped = [f"{type(part).__name__}:{part}".replace("\x1f", "\x1f\x1f") for part in (run_seed, *place)]
+    named = "\x1f".join(escaped)
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 1
 
 

@@ -1,8 +1,8 @@
 """The policy that this process holds. It is loaded once; afterwards only what an update changed is taken."""
 
 import hashlib
+import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.schema import PlacementSection, PolicySection
 from grpo_core.policies.adapters import LoraSettings
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, GlmImagePolicy, GlmImageSettings, TrainingChoice
+from tasks.model_files import add_file
 from tasks.storage.reference import PolicyRef
 from tasks.storage.store import current_store
 
@@ -80,8 +81,10 @@ def policy_at(
         _held = _Held(spec, device, policy, spec.digest)
     if _held.digest != reference.digest:
         _held.digest = None
-        checkpoint = reference.checkpoint
-        _held.policy.load_weights(None if checkpoint is None else current_store().local_files(checkpoint))
+        with tempfile.TemporaryDirectory() as fetched:
+            checkpoint = reference.checkpoint
+            folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
+            _held.policy.load_weights(folder)
         _held.digest = reference.digest
     _held.policy.draw_with(drawing)
     return _held.policy
@@ -104,25 +107,5 @@ def weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for pattern in WEIGHT_FILES:
         for path in sorted(folder.glob(pattern)):
-            _add_file(digest, path.name, path)
+            add_file(digest, path.name, path)
     return digest.hexdigest()
-
-
-@lru_cache(maxsize=4)
-def model_digest(model: str) -> str:
-    """Digest of a model: the content of a folder's files, or a hub snapshot's commit."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True)).name
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix in {".safetensors", ".json", ".jinja", ".model", ".txt"}:
-            _add_file(digest, path.relative_to(folder).as_posix(), path)
-    return digest.hexdigest()
-
-
-def _add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
-    with path.open("rb") as stream:
-        digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())

@@ -53,5 +53,5 @@ class TinyRecipe:
     decoder_learning_rate: float = 3e-3
     latent_std: float = 0.2
     prior_drop_probability: float = 0.15
-    train_prompts: int = 24
+    train_prompts: int = 60
     heldout_prompts: int = 12

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,15 @@ class TrainedModel(Protocol):
 
     def load(self, folder: Path | None) -> None:
         """Take the trained part from `folder`; None goes back to the start."""
+
+
+def _differing_shapes(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names that one side lacks or has in another shape."""
+    return sorted(
+        name
+        for name in stored.keys() | expected.keys()
+        if name not in stored or name not in expected or stored[name].shape != expected[name].shape
+    )
 
 
 class LoraModel:
@@ -115,10 +124,12 @@ class LoraModel:
     def load(self, folder: Path | None) -> None:
         """Take the adapters of `folder`, or the initial ones."""
         state = self._initial if folder is None else load_file(folder / ADAPTER_FILE)
-        result = set_peft_model_state_dict(self.model, state)
-        unexpected = list(result.unexpected_keys)
-        if unexpected or set(state) != set(self._initial):
-            raise InputError("policy.lora", unexpected[:3], "The stored adapter is for another model or rank.")
+        # Compared first: peft would take what fits, and the policy would be a mixture of two.
+        differing = _differing_shapes(state, self._initial)
+        if differing:
+            mend = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
+            raise InputError("policy.lora", differing[:3], mend)
+        set_peft_model_state_dict(self.model, state)
 
 
 class FullModel:
@@ -174,7 +185,8 @@ class FullModel:
             state = {}
             for shard in sorted(folder.glob("model*.safetensors")):
                 state.update(load_file(shard))
-        missing, unexpected = self.model.load_state_dict(state, strict=False)
-        tied = set(getattr(self.model, "all_tied_weights_keys", {}) or {})
-        if unexpected or set(missing) - tied:
-            raise InputError("policy", [*unexpected, *missing][:3], "The stored weights are for another model.")
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        differing = [name for name in _differing_shapes(state, self.model.state_dict()) if name not in tied]
+        if differing:
+            raise InputError("policy", differing[:3], "The stored weights are for another model.")
+        self.model.load_state_dict(state, strict=False)

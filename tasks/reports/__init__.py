@@ -3,4 +3,11 @@
 pictures    stored pictures by sample id, strips of thumbnails, the contact sheet
 curve       metrics over iterations as a small drawing
 iteration   the markdown report and the table that each iteration leaves in Prefect's UI
+artifact_reader   artifacts verified and never touched, for looking at a run that someone else may be writing
+run_records       a run, once read
+run_view          a run's folder -> these records
+group_view        pictures of an iteration or an evaluation, the best and worst of each group
+metric_titles     what each figure is, in plain words
+chart             geometry of a line chart
+page              a run as one HTML file
 """

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import uuid
 from pathlib import Path
 
 from fsspec import AbstractFileSystem
@@ -40,20 +41,23 @@ def fsync_tree(folder: Path) -> None:
     fsync_path(folder)
 
 
-def write_whole(filesystem: AbstractFileSystem, path: str, content: bytes) -> None:
-    """Write a small file so that a reader sees all of it or nothing; an existing one is replaced."""
+def write_whole(filesystem: AbstractFileSystem, path: str, content: bytes, *, scratch: Path) -> None:
+    """Write a small file so that a reader sees all of it or nothing; an existing one is replaced.
+
+    Args:
+        filesystem: where the file goes.
+        path: the file.
+        content: all of it.
+        scratch: folder of this process on the same disk, for what is not whole yet.
+    """
     if not is_local(filesystem):
         filesystem.pipe_file(path, content)
         return
-    target = Path(path)
+    target, temporary = Path(path), scratch / f"{uuid.uuid4().hex}.part"
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        fsync_path(temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary.write_bytes(content)
+    fsync_path(temporary)
+    temporary.replace(target)
     fsync_path(target.parent)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -14,8 +13,10 @@ from typing import Any
 import fsspec
 
 from grpo_core.errors import InputError
+from tasks.storage.failures import StorageError, storage_failures_told
 from tasks.storage.files import is_local, publish_folder, sha256_of, write_whole
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
+from tasks.storage.staging import clear_abandoned, staging_folder
 
 SET_ASIDE = "set_aside"
 INCOMING = ".incoming"
@@ -36,26 +37,34 @@ class ArtifactStore:
 
     def require_writable(self) -> None:
         """Raise InputError unless the run's folder can be written to."""
-        probe = self.path(f".writable-{uuid.uuid4().hex[:8]}")
+        probe = f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}"
         try:
-            self.filesystem.makedirs(self.path(), exist_ok=True)
-            write_whole(self.filesystem, probe, b"")
-            self.filesystem.rm_file(probe)
-        except OSError as error:
+            self.write_file(probe, b"")
+            self.filesystem.rm_file(self.path(probe))
+        except (OSError, StorageError) as error:
             raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
+
+    def clear_abandoned(self) -> None:
+        """Remove what a killed process left half-written; what a living one is writing is left alone."""
+        if is_local(self.filesystem):
+            clear_abandoned(Path(self.path(INCOMING)))
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """A local folder to write an artifact's files into; on the root's own disk where the root is local."""
-        if is_local(self.filesystem):
-            folder = Path(self.path(INCOMING)) / uuid.uuid4().hex
-            folder.mkdir(parents=True)
-        else:
-            folder = Path(tempfile.mkdtemp(prefix="grpo-"))
-        try:
+        """A local folder to write an artifact's files into; on the root's own disk where the root is local.
+
+        Raises:
+            StorageError: the disk is full or read-only.
+        """
+        local = is_local(self.filesystem)
+        with storage_failures_told(self.filesystem, self.root), contextlib.ExitStack() as stack:
+            if local:
+                parent = stack.enter_context(staging_folder(Path(self.path(INCOMING))))
+            else:
+                parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
+            folder = parent / "files"
+            folder.mkdir()
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def commit(
         self,
@@ -78,7 +87,7 @@ class ArtifactStore:
             for path in sorted(staged.rglob("*"))
             if path.is_file()
         }
-        self._clear_place(folder, reason="another result of the same stage took its place")
+        self._clear_place(folder)
         publish_folder(self.filesystem, staged, self.path(folder))
         described = {
             "digest": digest,
@@ -89,8 +98,11 @@ class ArtifactStore:
             "files": files,
         }
         manifest = json.dumps(described, indent=1, sort_keys=True, allow_nan=False).encode()
-        write_whole(self.filesystem, self._manifest(self.path(folder)), manifest)
+        self._write_manifest(folder, manifest, staged)
         return self._reference(f"{self.run}/{folder}", manifest)
+
+    def _write_manifest(self, folder: str, manifest: bytes, staged: Path) -> None:
+        write_whole(self.filesystem, self._manifest(self.path(folder)), manifest, scratch=staged.parent)
 
     def _manifest(self, folder: str) -> str:
         return f"{folder}.manifest.json"
@@ -104,26 +116,28 @@ class ArtifactStore:
         """The whole artifact in this place of the run, if there is one."""
         try:
             manifest: bytes = self.filesystem.cat_file(self._manifest(self.path(folder)))
-        except FileNotFoundError:
+            reference = self._reference(f"{self.run}/{folder}", manifest)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        reference = self._reference(f"{self.run}/{folder}", manifest)
         return reference if self._damage(self.path(folder), reference) is None else None
 
     def _damage(self, folder: str, reference: ArtifactRef) -> str | None:
         """What is wrong with the artifact in `folder`, or None when it is what the reference says."""
+        name = f"{reference.folder.rsplit('/', 1)[-1]}.manifest.json"
         try:
             manifest: bytes = self.filesystem.cat_file(self._manifest(folder))
         except FileNotFoundError:
-            return "there is no manifest"
-        if hashlib.sha256(manifest).hexdigest() != reference.sha256:
-            return "the manifest is another's"
-        for name, sha256 in json.loads(manifest)["files"].items():
+            return f"{name} is missing"
+        sha256 = hashlib.sha256(manifest).hexdigest()
+        if sha256 != reference.sha256:
+            return f"{name} has sha256 {sha256[:12]}, not {reference.sha256[:12]}"
+        for file, expected in json.loads(manifest)["files"].items():
             try:
-                found = sha256_of(self.filesystem, f"{folder}/{name}")
+                found = sha256_of(self.filesystem, f"{folder}/{file}")
             except FileNotFoundError:
-                return f"{name} is missing"
-            if found != sha256:
-                return f"{name} has sha256 {found[:12]}, not {sha256[:12]}"
+                return f"{file} is missing"
+            if found != expected:
+                return f"{file} has sha256 {found[:12]}, not {expected[:12]}"
         return None
 
     def local_files(self, reference: ArtifactRef, folder: Path | None = None) -> Path:
@@ -151,7 +165,7 @@ class ArtifactStore:
         """The same artifact in its place in this run: found there, or copied from another run or what was set aside.
 
         Raises:
-            StaleReferenceError: it is nowhere, or nowhere whole.
+            StaleReferenceError: it is nowhere, or nowhere whole; what is damaged is set aside first.
         """
         home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
         damage = self._damage(self.path(home.folder), home)
@@ -159,8 +173,9 @@ class ArtifactStore:
             return home
         for place in self._other_places(reference):
             if self._damage(place, reference) is None:
-                return self._copy_home(place, home)
-        if self.filesystem.exists(self.path(home.folder)) and "sha256" in damage:
+                return self._copy_home(place, home, damage)
+        # A whole one is what another configuration made; the stage that replaces it says so.
+        if self.find(home.folder) is None:
             self._clear_place(home.folder, reason=damage)
         raise StaleReferenceError(f"{reference.uri}: {damage}")
 
@@ -170,30 +185,32 @@ class ArtifactStore:
             for aside in sorted(self.filesystem.glob(f"{self.root}/{run}/{SET_ASIDE}/*"), reverse=True):
                 yield f"{aside}/{reference.folder}"
 
-    def _copy_home(self, place: str, home: ArtifactRef) -> ArtifactRef:
+    def _copy_home(self, place: str, home: ArtifactRef, damage: str) -> ArtifactRef:
         with self.staging() as staged:
             self.filesystem.get(f"{place}/", f"{staged}/", recursive=True)
             manifest: bytes = self.filesystem.cat_file(self._manifest(place))
-            self._clear_place(home.folder, reason="another result of the same stage took its place")
+            self._clear_place(home.folder, reason=None if self.find(home.folder) else damage)
             publish_folder(self.filesystem, staged, self.path(home.folder))
-            write_whole(self.filesystem, self._manifest(self.path(home.folder)), manifest)
+            self._write_manifest(home.folder, manifest, staged)
         return home
 
-    def _clear_place(self, folder: str, *, reason: str) -> None:
+    def _clear_place(self, folder: str, *, reason: str | None = None) -> None:
         present = [
             path
             for path in (self._manifest(folder), folder)  # the manifest first: without it the folder counts for nothing
             if self.filesystem.exists(self.path(path))
         ]
         if present:
-            self.set_aside(present, reason=reason)
+            whole = "another result of the same stage took its place"
+            cut_short = "it is not whole: a file is missing or changed, or its writing was cut short"
+            self.set_aside(present, reason=reason or (whole if self.find(folder) else cut_short))
 
     def set_aside(self, paths: list[str], *, reason: str) -> None:
         """Move paths of this run out of the way, keeping them and saying why."""
         taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
         place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
         note = json.dumps({"reason": reason, "paths": paths}, indent=1).encode()
-        write_whole(self.filesystem, self.path(f"{place}/reason.json"), note)
+        self.write_file(f"{place}/reason.json", note)
         for path in paths:
             target = self.path(f"{place}/{path}")
             self.filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
@@ -202,16 +219,30 @@ class ArtifactStore:
             else:
                 self.filesystem.mv(self.path(path), target, recursive=True)
 
-    def read_json(self, name: str) -> Any:
+    def read_file(self, name: str) -> bytes | None:
         """A small file of the run, or None where there is none."""
+        return self._read(self.path(name))
+
+    def read_shared(self, name: str) -> bytes | None:
+        """A small file that all runs of the root share, or None where there is none."""
+        return self._read(f"{self.root}/{name}")
+
+    def _read(self, path: str) -> bytes | None:
         try:
-            return json.loads(self.filesystem.cat_file(self.path(name)))
+            content: bytes = self.filesystem.cat_file(path)
         except FileNotFoundError:
             return None
+        return content
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a small file of the run, whole."""
-        write_whole(self.filesystem, self.path(name), content)
+        with self.staging() as staged:
+            write_whole(self.filesystem, self.path(name), content, scratch=staged)
+
+    def write_shared(self, name: str, content: bytes) -> None:
+        """Write a small file that all runs of the root share, whole."""
+        with self.staging() as staged:
+            write_whole(self.filesystem, f"{self.root}/{name}", content, scratch=staged)
 
 
 _CURRENT: ContextVar[ArtifactStore] = ContextVar("artifact_store")

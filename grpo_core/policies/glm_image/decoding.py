@@ -21,6 +21,7 @@ def large_grid_ids(
     the picture can still be looked at and scored.
     """
     large = slice(grids.preview.tokens, grids.tokens)
+    token_ids = torch.where(loss_mask, token_ids, 0)
     written = loss_mask.sum(-1, keepdim=True).clamp(min=1)
     last = token_ids.gather(1, written - 1)
     ids = torch.where(loss_mask, token_ids, last)[:, large]

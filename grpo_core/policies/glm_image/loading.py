@@ -4,6 +4,8 @@ import diffusers
 import torch
 import transformers
 from diffusers import GlmImagePipeline
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GlmImageForConditionalGeneration
 
@@ -36,9 +38,9 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     transformers.utils.logging.disable_progress_bar()
     try:
         pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype)
-    except OSError as error:
+    except (OSError, HFValidationError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
-        mend = f"Give a folder, or a hub name whose files are cached or reachable ({first_line})."
+        mend = f"Give a folder of whole files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, mend) from error
     stock = pipeline.processor
     pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)

@@ -10,6 +10,7 @@ from diffusers import GlmImagePipeline
 from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import InputError
 from grpo_core.policies.adapters import FullModel, LoraModel, LoraSettings, TrainedModel
@@ -108,7 +109,7 @@ class GlmImagePolicy:
             )
         policy = cls(pipeline, settings, trained)
         if choice.gradient_checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
             policy.gradient_checkpointing = True
         return policy
 
@@ -140,6 +141,8 @@ class GlmImagePolicy:
 
     def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
         """See Policy.sample."""
+        # A layer that is being checkpointed drops its cache.
+        self.prepare_for_sampling()
         encoded = self._encode(list(prompts))
         ids, logprobs = sample_tokens(
             self.trained.model,
@@ -211,11 +214,15 @@ class GlmImagePolicy:
         return self.trained.trainable_parameters()
 
     def prepare_for_update(self) -> None:
-        """Dropout would make the ratio differ from one on unchanged weights, so it stays off."""
-        self.trained.model.train(self.gradient_checkpointing)
+        """Dropout would make the ratio differ from one on unchanged weights, so it stays off.
+
+        Layers are checkpointed in training mode only, while their attention has a dropout of its own: the layer alone
+        is told that it trains, not the modules inside.
+        """
+        self.trained.model.eval()
         for module in self.trained.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.eval()
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = self.gradient_checkpointing
 
     def prepare_for_sampling(self) -> None:
         """See Policy.prepare_for_sampling."""

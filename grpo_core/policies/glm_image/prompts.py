@@ -28,6 +28,10 @@ class UnitProcessor(GlmImageProcessor):
         return large.rows, large.columns, preview.rows, preview.columns
 
 
+# A saved pipeline names the classes of its parts: it must load where this project is not.
+UnitProcessor.__name__ = GlmImageProcessor.__name__
+
+
 @dataclass(frozen=True)
 class EncodedPrompts:
     """Prompts as the autoregressive model reads them, left-padded to one length.

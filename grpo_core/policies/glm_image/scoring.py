@@ -23,12 +23,14 @@ def score_tokens(
     Args:
         model: GlmImageForConditionalGeneration, bare or wrapped by peft.
         encoded: one row a sample.
-        token_ids: both grids, preview first; a short grid is padded on the right.
+        token_ids: both grids, preview first; a short grid is padded on the right, with any ids.
         loss_mask: False over the padding of a short grid.
         support: ids [0, support) could be sampled.
         temperature: divides the logits.
     """
     time = token_ids.shape[1]
+    # The padding of a short grid may hold the end token, which is outside the support.
+    token_ids = torch.where(loss_mask, token_ids, 0)
     ids = torch.cat([encoded.input_ids, token_ids[:, :-1]], 1)
     attention = torch.cat([encoded.attention_mask, loss_mask[:, :-1].to(encoded.attention_mask.dtype)], 1)
     kept = torch.arange(encoded.length - 1, encoded.length - 1 + time, device=ids.device)

@@ -15,7 +15,7 @@ class PeakBytes(TorchDispatchMode):
     """Counts the storages that operations under it make, until each is freed."""
 
     def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 

@@ -95,7 +95,6 @@ def stored_rows(support: int) -> tuple[EncodedPrompts, torch.Tensor, torch.Tenso
     return EncodedPrompts(ids, mask, positions), tokens, torch.ones_like(tokens, dtype=torch.bool)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lora", [True, False])
 def test_training_state_is_what_adamw_and_autograd_make(tiny_configs: ComponentConfigs, dtype: str, lora: bool) -> None:
@@ -123,7 +122,6 @@ def saved_by_layers(configs: ComponentConfigs, dtype: str, *, lora: bool) -> int
     return sum(saved.values())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_layer_keeps_what_the_formula_says(tiny_configs: ComponentConfigs, dtype: str, lora: bool) -> None:
@@ -135,7 +133,6 @@ def test_a_layer_keeps_what_the_formula_says(tiny_configs: ComponentConfigs, dty
     assert (many - few) / 2 == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("checkpointed", [True, False])
@@ -202,7 +199,7 @@ def test_released_cache_is_40_kib_a_token() -> None:
 
 def test_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
     configs = released_configs()
-    vae = build_on_meta(configs).vae
+    vae: Any = build_on_meta(configs).vae
     latents = torch.empty(2, 16, 64, 48, device="meta")
     with torch.no_grad(), PeakBytes([*vae.parameters(), latents]) as watched:
         vae.decode(latents)

@@ -50,7 +50,6 @@ def test_unit_and_width_agree_with_the_processor() -> None:
     assert sizes.decoder_hidden == 4096
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_are_on_every_linear_layer_of_the_language_model_and_nowhere_else() -> None:
     model = build_on_meta(released_configs()).autoregressive
     settings = LoraSettings(rank=32, alpha=64.0, targets=LANGUAGE_MODEL_LINEARS)

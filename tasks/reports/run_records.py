@@ -1,0 +1,136 @@
+"""What a run is, once read: frozen records of its iterations, its evaluations and what was set aside."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.reports.artifact_reader import Damage
+from tasks.storage.reference import ArtifactRef
+
+STAGES = ("rollouts", "rewards", "advantages", "update")
+"""An iteration's stages in their order; the last one's artifact is the policy that it makes."""
+
+
+@dataclass(frozen=True)
+class IterationView:
+    """One training iteration, as far as it went.
+
+    Attributes:
+        iteration: its number.
+        stages: whole artifacts by stage; one that is absent or damaged is not in it.
+        metrics: figures of these stages, and the seconds of each.
+        heldout: held-out reward of the policy that it made, where that was evaluated.
+    """
+
+    iteration: int
+    stages: Mapping[str, ArtifactRef]
+    metrics: Mapping[str, float]
+    heldout: float | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every stage is there."""
+        return all(stage in self.stages for stage in STAGES)
+
+
+@dataclass(frozen=True)
+class EvaluationView:
+    """The held-out prompts drawn with one policy version.
+
+    Attributes:
+        version: of the policy.
+        stages: whole artifacts by stage.
+    """
+
+    version: int
+    stages: Mapping[str, ArtifactRef]
+
+    @property
+    def reward(self) -> float | None:
+        """Mean held-out reward, if it was scored."""
+        scored = self.stages.get("advantages")
+        return scored.metrics.get("reward") if scored else None
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """What a later start moved out of the way.
+
+    Attributes:
+        place: folder within the run.
+        reason: why.
+        paths: what was moved.
+    """
+
+    place: str
+    reason: str
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Everything about a run but its pictures.
+
+    Attributes:
+        name: of the run.
+        folder: where it is kept.
+        config_text: config.yaml as it is written; None without a readable one.
+        config: the same, read.
+        iterations: in order; only those that have at least one whole stage.
+        shown: the iteration that was asked for.
+        evaluations: in order of the policy version.
+        policy_version: updates made; 0 is the model as it was given.
+        policy_digest: of that policy's weights; None where no whole file says it.
+        set_aside: in order.
+        damages: files that are not what they were.
+        unverified: artifacts too large to verify that are not shown.
+    """
+
+    name: str
+    folder: str
+    config_text: str | None
+    config: Mapping[str, Any]
+    iterations: tuple[IterationView, ...]
+    shown: IterationView | None
+    evaluations: tuple[EvaluationView, ...]
+    policy_version: int
+    policy_digest: str | None
+    set_aside: tuple[SetAside, ...]
+    damages: tuple[Damage, ...]
+    unverified: int
+
+    @property
+    def planned(self) -> int | None:
+        """Iterations that the configuration asks for."""
+        section = self.config.get("run")
+        planned = section.get("iterations") if isinstance(section, Mapping) else None
+        return planned if isinstance(planned, int) else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every iteration that the configuration asks for is made."""
+        return self.planned is not None and self.policy_version >= self.planned
+
+    @property
+    def evaluated(self) -> tuple[EvaluationView, ...]:
+        """The evaluations that have a reward."""
+        return tuple(evaluation for evaluation in self.evaluations if evaluation.reward is not None)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Measured seconds by stage over all iterations, of the evaluations, and in all."""
+        by_stage = {
+            stage: sum(view.stages[stage].seconds for view in self.iterations if stage in view.stages)
+            for stage in STAGES
+        }
+        evaluations = sum(stage.seconds for view in self.evaluations for stage in view.stages.values())
+        by_stage |= {"evaluation": evaluations} if self.evaluations else {}
+        return {"total": sum(by_stage.values()), **by_stage}
+
+    def series(self, metric: str) -> list[tuple[float, float]]:
+        """(iteration, value) of a metric, where it was measured."""
+        return [(float(view.iteration), view.metrics[metric]) for view in self.iterations if metric in view.metrics]
+
+    def heldout_series(self) -> list[tuple[float, float]]:
+        """(policy version, held-out reward); version 0 is before training."""
+        return [(float(view.version), view.reward) for view in self.evaluations if view.reward is not None]

@@ -1,0 +1,108 @@
+"""Which stage made which artifact: Prefect's results, kept in the run's own folder and checked when they are read.
+
+Prefect's own record of a result names the class that decodes it, pickle among them, so a changed file could run code.
+What is kept here is the reference alone; the decoder is always this project's codec.
+"""
+
+import hashlib
+import json
+from contextvars import ContextVar
+from typing import Any
+
+from prefect.filesystems import WritableFileSystem
+from prefect.results import ResultRecord, ResultRecordMetadata
+
+from tasks.storage.codec import reference_serializer
+from tasks.storage.reference import StaleReferenceError
+from tasks.storage.store import current_store
+
+FOLDER = ".stages"
+"""In the run, so that its folder alone is enough to go on; and beside the runs, so that they find each other's."""
+
+
+class StageRecords(WritableFileSystem):
+    """Prefect's result storage over the artifact store of the present context; its keys are those of the stages."""
+
+    _block_type_name = "GRPO stage records"
+    _block_type_slug = "grpo-stage-records"
+    _description = "References to the artifacts of finished stages, in the folder of their run."
+
+    def read_path(self, path: str, *, _sync: bool = True) -> bytes:
+        """The record of a key as Prefect reads it.
+
+        Raises:
+            StaleReferenceError: there is none, or none that is what was written.
+        """
+        content = _find(path)
+        metadata = ResultRecordMetadata(
+            serializer=reference_serializer(), storage_key=path, storage_block_id=self._block_document_id
+        )
+        record = ResultRecord(metadata=metadata, result=json.dumps(content))
+        return record.model_dump_json(serialize_as_any=True).encode()
+
+    async def aread_path(self, path: str) -> bytes:
+        """As read_path."""
+        return self.read_path(path)
+
+    def write_path(self, path: str, content: bytes, *, _sync: bool = True) -> None:
+        """Keep the reference that a Prefect record holds."""
+        store, result = current_store(), json.loads(json.loads(content)["result"])
+        kept = json.dumps({"key": path, "result": result, "sha256": _digest(path, result)}, indent=1).encode()
+        store.write_file(f"{FOLDER}/{path}.json", kept)
+        store.write_shared(f"{FOLDER}/{path}.json", kept)
+
+    async def awrite_path(self, path: str, content: bytes) -> None:
+        """As write_path."""
+        self.write_path(path, content)
+
+
+def _digest(key: str, result: Any) -> str:
+    return hashlib.sha256(json.dumps([key, result], sort_keys=True).encode()).hexdigest()
+
+
+def _find(key: str) -> Any:
+    """The result under this key: of this run, or of another run of the same root."""
+    store, name = current_store(), f"{FOLDER}/{key}.json"
+    own = store.read_file(name)
+    if own is not None:
+        try:
+            return _checked(key, own)
+        except StaleReferenceError as error:
+            store.set_aside([name], reason=str(error))
+    shared = store.read_shared(name)
+    if shared is None:
+        raise StaleReferenceError(f"{key}: no stage has been recorded")
+    result = _checked(key, shared)
+    store.write_file(name, shared)
+    return result
+
+
+def _checked(key: str, content: bytes) -> Any:
+    try:
+        kept = json.loads(content)
+        whole = kept["key"] == key and kept["sha256"] == _digest(key, kept["result"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StaleReferenceError(f"{key}.json is not the record that was written ({error})") from error
+    if not whole:
+        raise StaleReferenceError(f"{key}.json does not have the sha256 that it says")
+    return kept["result"]
+
+
+async def registered_records() -> StageRecords:
+    """The storage as Prefect's server knows it, which it must before a task may use it."""
+    records = StageRecords()
+    await records.asave("stages", overwrite=True)
+    return records
+
+
+_CURRENT: ContextVar[StageRecords] = ContextVar("stage_records")
+
+
+def use_records(records: StageRecords) -> None:
+    """Make this the storage of the results of stages in the present context."""
+    _CURRENT.set(records)
+
+
+def current_records() -> StageRecords:
+    """The storage of the present context."""
+    return _CURRENT.get()

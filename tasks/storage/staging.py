@@ -1,0 +1,43 @@
+"""Folders that a running process writes in. The kernel drops a killed one's lock, and its folder is cleared away."""
+
+import contextlib
+import fcntl
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+_LOCK = "lock"
+
+
+@contextlib.contextmanager
+def staging_folder(incoming: Path) -> Iterator[Path]:
+    """A folder of its own below `incoming`, locked as long as it is used and removed afterwards."""
+    incoming.mkdir(parents=True, exist_ok=True)
+    folder = incoming / uuid.uuid4().hex
+    with contextlib.ExitStack() as owner:
+        # Nobody clears while there is a folder that is not locked yet.
+        with _locked(incoming / _LOCK):
+            folder.mkdir()
+            owner.enter_context(_locked(folder / _LOCK))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_abandoned(incoming: Path) -> None:
+    """Remove the folders whose process is gone; those in use, by this process or another, are left alone."""
+    if not incoming.is_dir():
+        return
+    with _locked(incoming / _LOCK):
+        for folder in [path for path in incoming.iterdir() if path.is_dir()]:
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), _locked(folder / _LOCK, wait=False):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield

@@ -1,0 +1,34 @@
+"""What every test runs under, and the shipped model loaded once."""
+
+import os
+
+from jaxtyping import install_import_hook
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
+_SHAPED = ("advantages", "logprobs", "losses", "parity", "records")
+_SHAPED_GLM = ("decoding", "prompts", "sampling", "scoring")
+install_import_hook(
+    [*(f"grpo_core.{name}" for name in _SHAPED), *(f"grpo_core.policies.glm_image.{name}" for name in _SHAPED_GLM)],
+    "beartype.beartype",
+)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from diffusers import GlmImagePipeline  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from grpo_core.policies.glm_image.loading import load_pipeline  # noqa: E402
+
+from .tiny_policy import MODEL  # noqa: E402
+
+torch.set_num_threads(1)
+# The same examples on every machine, and no deadline: a shared core has slow moments.
+settings.register_profile("project", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("project")
+
+
+@pytest.fixture(scope="session")
+def shipped_pipeline() -> GlmImagePipeline:
+    """The tiny GLM-Image of data/models; never changed: `build_policy` copies what it trains."""
+    return load_pipeline(str(MODEL), dtype=torch.float32, device=torch.device("cpu"))

@@ -1,0 +1,164 @@
+"""Small training runs under one Prefect server for all tests of flows."""
+
+import asyncio
+import contextvars
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from prefect.testing.utilities import prefect_test_harness
+
+from configs.loader import read_config
+from flows.summary import TrainSummary
+from tasks.progress import listen
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = REPOSITORY / "configs" / "tiny.yaml"
+SMALL = {
+    "run.iterations": 2,
+    "policy.lora.rank": 4,
+    "rollout.prompts_per_iteration": 2,
+    "rollout.group_size": 2,
+    "rollout.num_inference_steps": 1,
+    "update.minibatch_size": 2,
+    "evaluate.prompts": None,
+    "evaluate.targets": None,
+    "evaluate.target_column": None,
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Attributes:
+        summary: what it told.
+        stages: the stages that were done, in order; those taken from the cache are not among them.
+    """
+
+    summary: TrainSummary
+    stages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs below one storage root."""
+
+    root: Path
+
+    def overrides(self, **changes: object) -> list[str]:
+        """The small configuration as `--set` arguments; `__` in a name stands for a dot."""
+        settings = {**SMALL, "storage.root": str(self.root), **{key.replace("__", "."): v for key, v in changes.items()}}
+        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+    def start(self, run: str = "run", **changes: object) -> Start:
+        """Run, or go on with, a training run in this process."""
+        from flows.train import train
+
+        config = read_config(TINY, self.overrides(run__name=run, **changes))
+        stages: list[str] = []
+
+        def hear(stage: str, done: int, total: int) -> None:
+            if stage not in stages:
+                stages.append(stage)
+
+        def body() -> TrainSummary:
+            listen(hear)
+            return asyncio.run(train(config))
+
+        return Start(contextvars.copy_context().run(body), tuple(stages))
+
+    def path(self, *parts: str, run: str = "run") -> Path:
+        """A place in a run."""
+        return self.root.joinpath(run, *parts)
+
+    def reasons(self, run: str = "run") -> list[str]:
+        """Why things were set aside, in order."""
+        notes = sorted(self.path("set_aside", run=run).glob("*/reason.json"))
+        return [json.loads(note.read_text())["reason"] for note in notes]
+
+    def tables(self, run: str = "run") -> dict[str, list[dict[str, Any]]]:
+        """Every value of every table of a run, measured times left out."""
+        top = self.path(run=run)
+        found = [path for path in sorted(top.rglob("*.parquet")) if "set_aside" not in path.parts]
+        return {path.relative_to(top).as_posix(): _unmeasured(pl.read_parquet(path)) for path in found}
+
+
+def _unmeasured(table: pl.DataFrame) -> list[dict[str, Any]]:
+    if "metric" in table.columns:
+        table = table.filter(~pl.col("metric").str.contains("^seconds/|^step_time$"))
+    return table.drop("seconds", strict=False).to_dicts()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prefect's clients leave their connections to the collector, which may find them in any later test."""
+    for kind in ("<socket", "event loop", "transport"):
+        config.addinivalue_line("filterwarnings", f"ignore:unclosed {kind}:ResourceWarning")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def at_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the configuration are relative to the checkout."""
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
+    """A finished run that no test changes."""
+    runs = Runs(tmp_path_factory.mktemp("undisturbed"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        return runs, runs.start()
+
+
+@pytest.fixture
+def finished(undisturbed: tuple[Runs, Start], tmp_path: Path) -> Runs:
+    """A copy of the finished run, to be damaged or gone on with."""
+    runs = Runs(tmp_path / "runs")
+    shutil.copytree(undisturbed[0].root, runs.root)
+    return runs
+
+
+@pytest.fixture
+def empty(server: None, tmp_path: Path) -> Runs:
+    """A storage root without runs."""
+    return Runs(tmp_path / "runs")
+
+
+@pytest.fixture
+def final(undisturbed: tuple[Runs, Start]) -> Callable[[Runs, Start], None]:
+    """Compare a run that ended with the undisturbed one: the policy to the bit, and every value of every table."""
+    golden, first = undisturbed
+
+    def compare(runs: Runs, start: Start) -> None:
+        assert start.summary.policy_digest == first.summary.policy_digest
+        assert runs.tables() == golden.tables()
+
+    return compare
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 8 MiB."""
+    folder = tmp_path / "small-disk"
+    folder.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small disk needs root ({error})")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

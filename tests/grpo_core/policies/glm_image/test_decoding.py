@@ -1,0 +1,159 @@
+"""Pictures from stored tokens: the same seeds give the same picture, in any company."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from PIL import Image
+from torch import Tensor
+
+from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
+from grpo_core.policies.glm_image.geometry import Grid, TokenGrids
+from grpo_core.records import TokenBatch
+from tests.tiny_policy import PROMPTS, build_policy
+
+GRIDS = TokenGrids(preview=Grid(1, 2), large=Grid(2, 2))
+TOKENS = torch.randint(73, (6, 64), generator=torch.Generator().manual_seed(2))
+
+
+def levels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image, dtype=np.int64))
+
+
+def farthest(first: Image.Image, second: Image.Image) -> int:
+    """Largest difference of two pictures, in levels of 255."""
+    return int((levels(first) - levels(second)).abs().max())
+
+
+def decode(
+    pipeline: GlmImagePipeline, ids: Tensor, seeds: list[int], prompt: str = PROMPTS[0], guidance_scale: float = 1.5
+) -> list[Image.Image]:
+    prior = ids.view(-1, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+    return decode_group(
+        pipeline,
+        prompt,
+        prior,
+        height=64,
+        width=64,
+        noise_seeds=seeds,
+        num_inference_steps=2,
+        guidance_scale=guidance_scale,
+    )
+
+
+# --- the decoder's conditioning
+
+
+def test_large_grid_is_doubled_along_both_axes() -> None:
+    ids = torch.tensor([[8, 9, 1, 2, 3, 4]])
+    expected = [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    assert large_grid_ids(ids, torch.ones_like(ids).bool(), GRIDS).view(4, 4).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(6, [1, 2, 3, 4]), (4, [1, 2, 2, 2]), (3, [1, 1, 1, 1]), (2, [9, 9, 9, 9]), (1, [8, 8, 8, 8]), (0, [0, 0, 0, 0])],
+)
+@pytest.mark.parametrize("garbage", [0, 72, 74, -1, 16385])
+def test_a_short_grid_goes_on_with_its_last_token(written: int, expected: list[int], garbage: int) -> None:
+    mask = torch.arange(6).unsqueeze(0) < written
+    ids = torch.where(mask, torch.tensor([[8, 9, 1, 2, 3, 4]]), garbage)
+    assert large_grid_ids(ids, mask, GRIDS).view(4, 4)[::2, ::2].flatten().tolist() == expected
+
+
+# --- pictures
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(shipped_pipeline: GlmImagePipeline) -> None:
+    first, again = (decode(shipped_pipeline, TOKENS[:2], [7, 8]) for _ in range(2))
+    assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
+    other = decode(shipped_pipeline, TOKENS[:2], [7, 9])
+    assert first[0].tobytes() == other[0].tobytes()
+    assert first[1].tobytes() != other[1].tobytes()
+
+
+def test_noise_of_equal_seeds_is_shared_in_a_group(shipped_pipeline: GlmImagePipeline) -> None:
+    """Equal tokens and equal seeds: one picture; the same tokens under another seed: another."""
+    same = TOKENS[:1].repeat(3, 1)
+    images = decode(shipped_pipeline, same, [5, 5, 6])
+    assert farthest(images[0], images[1]) <= 1
+    assert farthest(images[0], images[2]) > 1
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[2]])
+def test_a_row_is_decoded_alike_alone_and_in_its_group(
+    shipped_pipeline: GlmImagePipeline, prompt: str, guidance_scale: float
+) -> None:
+    together = decode(shipped_pipeline, TOKENS[:4], [1, 1, 2, 2], prompt, guidance_scale)
+    for row, seed in enumerate([1, 1, 2, 2]):
+        (alone,) = decode(shipped_pipeline, TOKENS[row : row + 1], [seed], prompt, guidance_scale)
+        assert farthest(alone, together[row]) <= 1
+
+
+def test_the_global_random_state_is_neither_read_nor_moved(shipped_pipeline: GlmImagePipeline) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    (first,) = decode(shipped_pipeline, TOKENS[:1], [3])
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert decode(shipped_pipeline, TOKENS[:1], [3])[0].tobytes() == first.tobytes()
+
+
+# --- through the policy
+
+
+def batch_of(prompts: list[str], ids: Tensor) -> TokenBatch:
+    return TokenBatch(tuple(prompts), ids, torch.ones_like(ids).bool(), 1.0)
+
+
+def test_rows_of_mixed_prompts_come_back_in_order(shipped_pipeline: GlmImagePipeline) -> None:
+    """Glyph rows of other prompts and duplicates of a prompt, interleaved: each as if it were alone."""
+    policy = build_policy(shipped_pipeline)
+    prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[0]]
+    ids = TOKENS[:4, : policy.grids.tokens]
+    together = policy.render(batch_of(prompts, ids), noise_seeds=[1, 2, 3, 4])
+    for row, prompt in enumerate(prompts):
+        (alone,) = policy.render(batch_of([prompt], ids[row : row + 1]), noise_seeds=[row + 1])
+        assert farthest(alone, together[row]) <= 1
+    assert farthest(together[0], together[2]) > 20
+
+
+@pytest.mark.parametrize("decode_batch_size", [1, 2, 5])
+def test_decode_batch_size_does_not_change_the_pictures(
+    shipped_pipeline: GlmImagePipeline, decode_batch_size: int
+) -> None:
+    batch = batch_of([PROMPTS[0]] * 5, TOKENS[:5, :32])
+    expected = build_policy(shipped_pipeline).render(batch, noise_seeds=[1, 1, 1, 2, 2])
+    policy = build_policy(shipped_pipeline, decode_batch_size=decode_batch_size)
+    for image, other in zip(policy.render(batch, noise_seeds=[1, 1, 1, 2, 2]), expected, strict=True):
+        assert farthest(image, other) <= 1
+
+
+def test_only_the_large_grid_reaches_the_picture(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    ids = TOKENS[:1, :32].clone()
+    preview, large = ids.clone(), ids.clone()
+    preview[0, :16] = (preview[0, :16] + 1) % 73
+    large[0, 16:] = (large[0, 16:] + 20) % 73
+    images = [policy.render(batch_of([PROMPTS[0]], tokens), noise_seeds=[1])[0] for tokens in (ids, preview, large)]
+    assert images[0].tobytes() == images[1].tobytes()
+    assert farthest(images[0], images[2]) > 20
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 64), (64, 40)])
+def test_a_picture_that_is_not_square_has_its_cells_in_place(
+    shipped_pipeline: GlmImagePipeline, height: int, width: int
+) -> None:
+    """One cell's token is changed: the picture changes there most."""
+    policy = build_policy(shipped_pipeline, height=height, width=width)
+    grids = policy.grids
+    ids = torch.zeros(1, grids.tokens, dtype=torch.long)
+    marked = ids.clone()
+    row, column = 1, grids.large.columns - 1
+    marked[0, grids.preview.tokens + row * grids.large.columns + column] = 40
+    first, second = (policy.render(batch_of([PROMPTS[0]], tokens), noise_seeds=[1])[0] for tokens in (ids, marked))
+    assert first.size == (width, height)
+    change = (levels(first) - levels(second)).abs().sum(-1).float()
+    cells = change.view(height // 8, 8, width // 8, 8).mean((1, 3))
+    assert divmod(int(cells.argmax()), grids.large.columns) == (row, column)

@@ -1,0 +1,259 @@
+"""GLM-Image as a policy: its reference, its modes, and grids that ended early."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError
+from grpo_core.policies.adapters import LoraSettings
+from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy, GlmImageSettings, TrainingChoice
+from grpo_core.policies.glm_image.scoring import score_tokens
+from grpo_core.records import SampledTokens, TokenBatch
+from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy, disturb
+
+CPU = torch.device("cpu")
+
+
+def loaded(choice: TrainingChoice) -> GlmImagePolicy:
+    settings = GlmImageSettings(32, 32, num_inference_steps=2, guidance_scale=1.0)
+    return GlmImagePolicy.load(str(MODEL), settings, choice, dtype=torch.float32, device=CPU)
+
+
+def drawn(policy: GlmImagePolicy) -> SampledTokens:
+    return policy.sample(PROMPTS, group_size=2, seeds=range(8))
+
+
+def gradients(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Tensor]:
+    """Of the sum of log-probs, by every trained parameter."""
+    parameters = policy.trainable_parameters()
+    found = torch.autograd.grad(policy.logprobs(tokens).logprobs.sum(), list(parameters.values()))
+    return dict(zip(parameters, found, strict=True))
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_adapters_are_on_the_language_model_and_change_nothing_yet(
+    shipped_pipeline: GlmImagePipeline, checkpointing: bool
+) -> None:
+    policy = loaded(TrainingChoice(LORA, gradient_checkpointing=checkpointing, seed=3))
+    parameters = policy.trainable_parameters()
+    layers = shipped_pipeline.vision_language_encoder.config.text_config.num_hidden_layers
+    assert len(parameters) == 2 * 6 * layers
+    assert all("language_model.layers" in name and "lora_" in name for name in parameters)
+    sampled = drawn(policy)
+    untouched = score_tokens(
+        shipped_pipeline.vision_language_encoder,
+        policy._encode_rows(sampled.tokens.prompts),
+        sampled.tokens.token_ids,
+        sampled.tokens.loss_mask,
+        support=policy.support,
+        temperature=1.0,
+    )
+    torch.testing.assert_close(untouched.logprobs, sampled.rollout_logprobs, rtol=0, atol=1e-4)
+    assert policy.support == shipped_pipeline.vision_language_encoder.config.vq_config.num_embeddings
+
+
+def test_adapters_come_from_their_seed() -> None:
+    weights = [
+        next(iter(loaded(TrainingChoice(LORA, seed=seed)).trainable_parameters().values())) for seed in (1, 1, 2)
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_all_of_the_language_model_is_trained_and_nothing_else(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = loaded(TrainingChoice(lora=None))
+    names = {name for name, _ in shipped_pipeline.vision_language_encoder.named_parameters()}
+    trained = policy.trainable_parameters().keys()
+    assert trained == {name for name in names if name.startswith(("model.language_model.", "lm_head."))}
+    assert all(name.startswith(FROZEN_PARTS) for name in names - trained)
+    assert all(gradient.abs().sum() > 0 for gradient in gradients(policy, drawn(policy).tokens).values())
+
+
+def test_targets_that_match_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="regular expression over the model's layer names") as caught:
+        loaded(TrainingChoice(LoraSettings(4, 8.0, "no_such_layer")))
+    assert caught.value.place == "policy.lora.targets"
+
+
+def test_a_size_the_model_cannot_draw_is_refused(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    with pytest.raises(InputError, match="units of 8 pixels"):
+        policy.draw_with(replace(policy.settings, width=33))
+    assert policy.settings.width == 32
+
+
+# --- the reference
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "full weights"])
+def test_the_reference_is_the_untouched_base(shipped_pipeline: GlmImagePipeline, lora: LoraSettings | None) -> None:
+    policy = build_policy(shipped_pipeline, lora=lora, keep_reference=True)
+    tokens = drawn(policy).tokens
+    before = policy.reference_logprobs(tokens)
+    with torch.no_grad():
+        assert torch.equal(policy.logprobs(tokens).logprobs, before)
+    disturb(policy, 0.05)
+    with torch.no_grad():
+        changed = policy.logprobs(tokens).logprobs
+    assert torch.equal(policy.reference_logprobs(tokens), before)
+    assert float((changed - before).abs().max()) > 0.1
+    encoded = policy._encode_rows(tokens.prompts)
+    base = score_tokens(
+        shipped_pipeline.vision_language_encoder,
+        encoded,
+        tokens.token_ids,
+        tokens.loss_mask,
+        support=policy.support,
+        temperature=1.0,
+    )
+    torch.testing.assert_close(base.logprobs, before, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_scoring_by_the_reference_leaves_the_gradients_alone(
+    shipped_pipeline: GlmImagePipeline, checkpointing: bool
+) -> None:
+    """The adapters are switched off and on between the forward and the backward pass."""
+    policy = build_policy(shipped_pipeline, disturbed=0.02, gradient_checkpointing=checkpointing)
+    tokens = drawn(policy).tokens
+    policy.prepare_for_update()
+    expected = gradients(policy, tokens)
+    scored = policy.logprobs(tokens).logprobs.sum()
+    assert not policy.reference_logprobs(tokens).requires_grad
+    scored.backward()
+    for name, parameter in policy.trainable_parameters().items():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[name])
+
+
+def test_full_weights_without_a_copy_have_no_reference(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline, lora=None)
+    assert not policy.trained.has_reference
+    with pytest.raises(ValueError, match="keep_reference=True when kl_coef > 0"):
+        policy.reference_logprobs(drawn(policy).tokens)
+
+
+# --- modes
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "full weights"])
+def test_no_dropout_is_on_in_the_update(
+    shipped_pipeline: GlmImagePipeline, checkpointing: bool, lora: LoraSettings | None
+) -> None:
+    """Neither as a module nor inside attention, where it is a number."""
+    policy = build_policy(shipped_pipeline, lora=lora, gradient_checkpointing=checkpointing, disturbed=0.02)
+    policy._base.model.language_model.norm = nn.Sequential(policy._base.model.language_model.norm, nn.Dropout(0.5))
+    for module in policy._base.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    sampled = drawn(policy)
+    policy.prepare_for_update()
+    for _ in range(2):
+        difference = policy.logprobs(sampled.tokens).logprobs - sampled.rollout_logprobs
+        assert float(difference.detach().abs().max()) < 1e-4
+    policy._base.train()
+    difference = policy.logprobs(sampled.tokens).logprobs - sampled.rollout_logprobs
+    assert float(difference.detach().abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_activations_are_recomputed_only_where_asked(shipped_pipeline: GlmImagePipeline, checkpointing: bool) -> None:
+    """Each decoder layer runs once forward, and once more in the backward pass with checkpointing."""
+    policy = build_policy(shipped_pipeline, gradient_checkpointing=checkpointing)
+    tokens = drawn(policy).tokens
+    policy.prepare_for_update()
+    runs: list[int] = []
+    layers = policy._base.model.language_model.layers
+    for index, layer in enumerate(layers):
+        layer.mlp.register_forward_hook(lambda *arguments, index=index: runs.append(index))
+    gradients(policy, tokens)
+    assert sorted(runs) == sorted([*range(len(layers))] * (2 if checkpointing else 1))
+
+
+def test_sampling_in_the_update_mode_keeps_its_cache(shipped_pipeline: GlmImagePipeline) -> None:
+    """A checkpointed layer drops the cache it is given; the sampler would see one token at a time."""
+    policy = build_policy(shipped_pipeline, gradient_checkpointing=True, disturbed=0.02)
+    expected = drawn(policy)
+    policy.prepare_for_update()
+    assert torch.equal(drawn(policy).tokens.token_ids, expected.tokens.token_ids)
+
+
+def test_sampling_makes_no_graph(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    policy.prepare_for_update()
+    assert not drawn(policy).rollout_logprobs.requires_grad
+
+
+# --- grids that ended early
+
+
+SHORT = 7
+
+
+def shortened(sampled: SampledTokens, garbage: int) -> TokenBatch:
+    """The last tokens of every other row were never written; these ids stand in their place."""
+    tokens = sampled.tokens
+    mask = tokens.loss_mask.clone()
+    mask[::2, -SHORT:] = False
+    return replace(tokens, token_ids=torch.where(mask, tokens.token_ids, garbage), loss_mask=mask)
+
+
+@pytest.mark.parametrize("garbage", [0, 5, 72, 73, 74, 87, -1, 16385])
+def test_what_stands_after_the_end_does_not_matter(shipped_pipeline: GlmImagePipeline, garbage: int) -> None:
+    policy = build_policy(shipped_pipeline, disturbed=0.02)
+    sampled = drawn(policy)
+    tokens = shortened(sampled, garbage)
+    scored = policy.logprobs(tokens)
+    expected = torch.where(tokens.loss_mask, sampled.rollout_logprobs, 0.0)
+    torch.testing.assert_close(scored.logprobs.detach(), expected, rtol=0, atol=1e-4)
+    assert (scored.logprobs[~tokens.loss_mask] == 0).all()
+    assert (scored.entropy[~tokens.loss_mask] == 0).all()
+    clean = gradients(policy, shortened(sampled, 0))
+    for name, gradient in gradients(policy, tokens).items():
+        assert torch.equal(gradient, clean[name])
+    assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
+
+
+def test_masked_tokens_have_no_gradient(shipped_pipeline: GlmImagePipeline) -> None:
+    """A row with its end masked has the gradients of a batch that was cut off there."""
+    policy = build_policy(shipped_pipeline, disturbed=0.02)
+    tokens = shortened(drawn(policy), 5).select([0, 2, 4, 6])
+    cut = replace(tokens, token_ids=tokens.token_ids[:, :-SHORT], loss_mask=tokens.loss_mask[:, :-SHORT])
+    for (name, gradient), other in zip(gradients(policy, tokens).items(), gradients(policy, cut).values(), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_batch_cut_to_its_longest_row_is_drawn_as_the_full_one(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    tokens = shortened(drawn(policy), 0).select([0, 2])
+    cut = replace(tokens, token_ids=tokens.token_ids[:, :-SHORT], loss_mask=tokens.loss_mask[:, :-SHORT])
+    pictures = [policy.render(batch, noise_seeds=[1, 2]) for batch in (tokens, cut)]
+    assert [image.tobytes() for image in pictures[0]] == [image.tobytes() for image in pictures[1]]
+
+
+@pytest.mark.parametrize("mask", ["none", "first"])
+def test_rows_with_no_or_one_token_are_scored_and_drawn(shipped_pipeline: GlmImagePipeline, mask: str) -> None:
+    policy = build_policy(shipped_pipeline)
+    sampled = drawn(policy)
+    loss_mask = torch.zeros_like(sampled.tokens.loss_mask)
+    loss_mask[:, 0] = mask == "first"
+    tokens = replace(sampled.tokens, token_ids=sampled.tokens.token_ids.clone(), loss_mask=loss_mask)
+    scored = policy.logprobs(tokens).logprobs.detach()
+    expected = torch.where(loss_mask, sampled.rollout_logprobs, 0.0)
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4)
+    assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
+
+
+def test_more_tokens_than_a_picture_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
+    tokens = drawn(build_policy(shipped_pipeline, height=64, width=64)).tokens
+    policy = build_policy(shipped_pipeline)
+    for use in (policy.logprobs, lambda batch: policy.render(batch, noise_seeds=[1] * 8)):
+        with pytest.raises(InputError, match="A 32x32 picture has 32 tokens"):
+            use(tokens)

@@ -1,0 +1,107 @@
+"""Prompts as the token model reads them, against what the model itself works out in a prefill."""
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+
+from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.prompts import EncodedPrompts, UnitProcessor, encode_prompts
+from tests.tiny_policy import PROMPTS
+
+STATE = ("rope_deltas", "_cached_decode_position_ids", "_prefill_len")
+
+
+def encoded(pipeline: GlmImagePipeline, *prompts: str, height: int = 32, width: int = 64) -> EncodedPrompts:
+    return encode_prompts(pipeline.vision_language_encoder.model, pipeline.processor, prompts, height, width)
+
+
+def test_ids_end_with_the_tags_of_both_grids(shipped_pipeline: GlmImagePipeline) -> None:
+    text = shipped_pipeline.processor.tokenizer.decode(encoded(shipped_pipeline, PROMPTS[0]).input_ids[0])
+    bos = shipped_pipeline.processor.bos_token
+    assert text == f"a red circle<sop>4 8<eop><sop>2 5<eop>{bos}"
+
+
+def test_positions_by_hand(shipped_pipeline: GlmImagePipeline) -> None:
+    """Text counts up on all three axes; a grid has its start in time and its cell in height and width."""
+    prompt = encoded(shipped_pipeline, PROMPTS[0])
+    length, positions = prompt.length, prompt.position_ids[:, 0]
+    assert positions.shape[1] == length + 2 * 5 + 4 * 8 + 1
+    assert torch.equal(positions[:, :length], torch.arange(length).expand(3, -1))
+    preview = [(length, length + row, length + column) for row in range(2) for column in range(5)]
+    start = length + 5
+    large = [(start, start + row, start + column) for row in range(4) for column in range(8)]
+    assert positions[:, length:].T.tolist() == [list(place) for place in [*preview, *large, (start + 8,) * 3]]
+
+
+def test_left_padding_moves_no_position(shipped_pipeline: GlmImagePipeline) -> None:
+    together = encoded(shipped_pipeline, *PROMPTS)
+    assert len(set(together.attention_mask.sum(-1).tolist())) > 1, "prompts of different lengths"
+    for row, prompt in enumerate(PROMPTS):
+        alone = encoded(shipped_pipeline, prompt)
+        pad = together.length - alone.length
+        assert together.attention_mask[row].tolist() == [0] * pad + [1] * alone.length
+        assert torch.equal(together.input_ids[row, pad:], alone.input_ids[0])
+        assert torch.equal(together.position_ids[:, row, pad:], alone.position_ids[:, 0])
+
+
+def test_nothing_is_left_on_the_model(shipped_pipeline: GlmImagePipeline) -> None:
+    model = shipped_pipeline.vision_language_encoder.model
+    encoded(shipped_pipeline, *PROMPTS[:2])
+    assert [getattr(model, name) for name in STATE] == [None, None, None]
+
+
+def test_state_left_by_another_caller_does_not_matter(shipped_pipeline: GlmImagePipeline) -> None:
+    model = shipped_pipeline.vision_language_encoder.model
+    expected = encoded(shipped_pipeline, PROMPTS[0])
+    model.rope_deltas, model._prefill_len = torch.full((3, 1), 7), 99
+    model._cached_decode_position_ids = torch.full((3, 3, 50), 7)
+    again = encoded(shipped_pipeline, PROMPTS[0])
+    assert torch.equal(again.position_ids, expected.position_ids)
+    assert model._cached_decode_position_ids is None
+
+
+def test_repeat_and_select_keep_rows_together(shipped_pipeline: GlmImagePipeline) -> None:
+    prompts = encoded(shipped_pipeline, *PROMPTS[:3])
+    repeated = prompts.repeat(2)
+    chosen = prompts.select(torch.tensor([0, 0, 1, 1, 2, 2]))
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        assert torch.equal(getattr(repeated, name), getattr(chosen, name))
+    assert torch.equal(prompts.select(torch.tensor([2])).input_ids[0], prompts.input_ids[2])
+    assert torch.equal(prompts.select(torch.tensor([2])).position_ids[:, 0], prompts.position_ids[:, 2])
+
+
+@pytest.mark.parametrize(
+    "tag", ["<sop>", "<eop>", "<|image|>", "<|endoftext|>", "<|dit_token_3|>", "<|dit_token_73|>", "<|dit_token_74|>"]
+)
+@pytest.mark.parametrize("around", ["{}", "a red {} circle", "a red circle{}\n"])
+def test_a_prompt_with_a_reserved_tag_is_refused(shipped_pipeline: GlmImagePipeline, tag: str, around: str) -> None:
+    prompt = around.format(tag)
+    with pytest.raises(InputError, match="Remove ") as caught:
+        encoded(shipped_pipeline, "a blue square", prompt)
+    assert caught.value.value == prompt
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "a < b > c",
+        "<html>",
+        "{{ 7 * 7 }} {% raw %}",
+        "一只猫 🙂",
+        "e\u0301 \u200f\u05d0",
+        "a\x00b",
+        " two  spaces ",
+        "",
+    ],
+)
+def test_any_other_text_is_read_as_it_stands(shipped_pipeline: GlmImagePipeline, prompt: str) -> None:
+    tokenizer = shipped_pipeline.processor.tokenizer
+    ids = encoded(shipped_pipeline, prompt).input_ids[0]
+    tags = encoded(shipped_pipeline, "").length
+    assert tokenizer.decode(ids[: len(ids) - tags]) == prompt
+
+
+def test_a_larger_unit_is_the_stock_processor(shipped_pipeline: GlmImagePipeline) -> None:
+    stock = shipped_pipeline.processor
+    processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
+    assert processor._get_target_shape(1024, 512) == super(UnitProcessor, processor)._get_target_shape(1024, 512)

@@ -1,0 +1,255 @@
+"""Stored and recomputed log-probs agree, and each known way to get them wrong is seen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from torch import Tensor
+
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.sampling import sample_tokens, uniform_numbers
+from grpo_core.records import SampledTokens, TokenBatch
+from tests.tiny_policy import LORA, PROMPTS, build_policy
+
+SIZES = [(32, 32), (32, 64), (64, 40)]
+CODES = 73
+
+
+def drawn(policy: GlmImagePolicy, group_size: int = 2) -> SampledTokens:
+    return policy.sample(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+
+
+@torch.no_grad()
+def difference(policy: GlmImagePolicy, sampled: SampledTokens) -> Tensor:
+    return (policy.logprobs(sampled.tokens).logprobs - sampled.rollout_logprobs).abs()
+
+
+@pytest.fixture(scope="module")
+def warm(shipped_pipeline: GlmImagePipeline) -> tuple[GlmImagePolicy, SampledTokens]:
+    """A policy at temperature .9 whose adapters are not zero, and what it sampled; not to be changed."""
+    policy = build_policy(shipped_pipeline, width=64, temperature=0.9, disturbed=0.05)
+    return policy, drawn(policy)
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("trained", ["fresh adapters", "trained adapters", "full weights"])
+@pytest.mark.parametrize("temperature", [0.9, 1.0])
+def test_stored_and_recomputed_log_probs_agree(
+    shipped_pipeline: GlmImagePipeline, height: int, width: int, trained: str, temperature: float
+) -> None:
+    policy = build_policy(
+        shipped_pipeline,
+        height=height,
+        width=width,
+        temperature=temperature,
+        lora=None if trained == "full weights" else LORA,
+        disturbed=0.0 if trained == "fresh adapters" else 0.02,
+    )
+    sampled = drawn(policy)
+    assert float(difference(policy, sampled).max()) < 1e-4
+    policy.prepare_for_update()
+    assert float(difference(policy, sampled).max()) < 1e-4
+
+
+def test_a_padded_row_is_scored_as_alone(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
+    policy, sampled = warm
+    with torch.no_grad():
+        together = policy.logprobs(sampled.tokens)
+        for row in range(len(sampled.tokens)):
+            alone = policy.logprobs(sampled.tokens.select([row]))
+            torch.testing.assert_close(alone.logprobs[0], together.logprobs[row], rtol=0, atol=1e-5)
+            torch.testing.assert_close(alone.entropy[0], together.entropy[row], rtol=0, atol=1e-5)
+
+
+# --- the ways to get them wrong
+
+
+def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
+    """Arguments of one forward pass over prompt and tokens, as they should be."""
+    encoded = policy._encode_rows(tokens.prompts)
+    ids = torch.cat([encoded.input_ids, tokens.token_ids[:, :-1]], 1)
+    sampled = torch.ones_like(tokens.token_ids[:, :-1])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.cat([encoded.attention_mask, sampled], 1),
+        "position_ids": encoded.position_ids[:, :, : ids.shape[1]],
+        "temperature": tokens.temperature,
+        "support": CODES,
+    }
+
+
+@torch.no_grad()
+def scored(policy: GlmImagePolicy, tokens: TokenBatch, arguments: dict[str, Any]) -> Tensor:
+    temperature, support = arguments.pop("temperature"), arguments.pop("support")
+    logits = policy._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :support]
+    return torch.log_softmax(logits / temperature, -1).gather(-1, tokens.token_ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _grids_swapped(arguments: dict[str, Any]) -> None:
+    """Large grid first, as image_grid_thw lists them, in place of preview first."""
+    positions, time = arguments["position_ids"], 10 + 32
+    prompt = positions.shape[2] - (time - 1)
+    preview, large = positions[:, :, prompt : prompt + 10], positions[:, :, prompt + 10 :]
+    arguments["position_ids"] = torch.cat([positions[:, :, :prompt], large, preview], -1)
+
+
+MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], object], float]] = {
+    "none": (lambda arguments: None, 0.0),
+    "no position_ids": (lambda arguments: arguments.pop("position_ids"), 1.0),
+    "no attention_mask": (lambda arguments: arguments.pop("attention_mask"), 1.0),
+    "temperature 1": (lambda arguments: arguments.update(temperature=1.0), 0.1),
+    "all ids of the head": (lambda arguments: arguments.update(support=88), 0.1),
+    "grids in the order of the processor": (_grids_swapped, 1.0),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_known_mistake_is_far_beyond_the_tolerance(
+    warm: tuple[GlmImagePolicy, SampledTokens], mistake: str
+) -> None:
+    policy, sampled = warm
+    arguments = by_hand(policy, sampled.tokens)
+    make, at_least = MISTAKES[mistake]
+    make(arguments)
+    off = float((scored(policy, sampled.tokens, arguments) - sampled.rollout_logprobs).abs().max())
+    assert off > at_least if at_least else off < 1e-4
+
+
+def test_a_neighbouring_token_or_prompt_is_far_off(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
+    policy, sampled = warm
+    tokens = sampled.tokens
+    shifted = TokenBatch(tokens.prompts, tokens.token_ids.roll(1, 1), tokens.loss_mask, tokens.temperature)
+    other = TokenBatch(tokens.prompts[::-1], tokens.token_ids, tokens.loss_mask, tokens.temperature)
+    for wrong in (shifted, other):
+        with torch.no_grad():
+            assert float((policy.logprobs(wrong).logprobs - sampled.rollout_logprobs).abs().max()) > 1.0
+
+
+def test_state_of_another_caller_changes_nothing(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline, width=64)
+    sampled = drawn(policy)
+    policy._base.model.rope_deltas, policy._base.model._prefill_len = torch.full((1, 1), 5), 3
+    policy._base.model._cached_decode_position_ids = torch.full((1, 3, 43), 5)
+    assert torch.equal(drawn(policy).tokens.token_ids, sampled.tokens.token_ids)
+    assert float(difference(policy, sampled).max()) < 1e-4
+
+
+# --- transformers as the oracle
+
+
+def stock_inputs(policy: GlmImagePolicy, prompt: str) -> Any:
+    return policy.pipeline.processor.apply_chat_template(
+        [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]],
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs={
+            "target_h": policy.settings.height,
+            "target_w": policy.settings.width,
+            "return_tensors": "pt",
+        },
+    )
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("prompt", PROMPTS[1:3])
+def test_greedy_tokens_are_those_of_generate(
+    shipped_pipeline: GlmImagePipeline, height: int, width: int, prompt: str
+) -> None:
+    """At a temperature of nearly zero the sampler takes the likeliest id, as generate() does of one prompt."""
+    policy = build_policy(shipped_pipeline, height=height, width=width, temperature=1e-6)
+    time = policy.grids.tokens
+    inputs = stock_inputs(policy, prompt)
+    generated = policy._base.generate(
+        **inputs, do_sample=False, top_p=None, temperature=None, max_new_tokens=time, min_new_tokens=time
+    )
+    sampled = policy.sample([prompt], group_size=1, seeds=[0]).tokens.token_ids
+    assert torch.equal(sampled, generated[:, inputs["input_ids"].shape[1] :])
+
+
+@torch.no_grad()
+def test_log_probs_are_those_of_the_models_own_prefill_and_decode(shipped_pipeline: GlmImagePipeline) -> None:
+    """Token by token, with the positions that the model keeps for itself after its prefill."""
+    policy = build_policy(shipped_pipeline, width=64, disturbed=0.05)
+    sampled = policy.sample(PROMPTS[1:2], group_size=1, seeds=[4])
+    inputs = stock_inputs(policy, PROMPTS[1])
+    attention = inputs.pop("attention_mask")
+    output = policy._base(**inputs, attention_mask=attention, use_cache=True)
+    expected = []
+    for token in sampled.tokens.token_ids[0]:
+        expected.append(torch.log_softmax(output.logits[0, -1, :CODES], -1)[token])
+        attention = torch.cat([attention, attention.new_ones(1, 1)], 1)
+        output = policy._base(
+            input_ids=token.reshape(1, 1),
+            attention_mask=attention,
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+    torch.testing.assert_close(torch.stack(expected), sampled.rollout_logprobs[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.stack(expected), policy.logprobs(sampled.tokens).logprobs[0], rtol=0, atol=1e-4)
+
+
+# --- groups, seeds, support
+
+
+def test_a_prompt_is_sampled_alike_alone_and_beside_others(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
+    policy, together = warm
+    for index, prompt in enumerate(PROMPTS):
+        rows = [2 * index, 2 * index + 1]
+        alone = policy.sample([prompt], group_size=2, seeds=rows)
+        assert torch.equal(alone.tokens.token_ids, together.tokens.token_ids[rows])
+        torch.testing.assert_close(alone.rollout_logprobs, together.rollout_logprobs[rows], rtol=0, atol=1e-5)
+
+
+def test_a_shared_prefill_equals_one_a_sibling(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
+    policy, shared = warm
+    ids, logprobs = sample_tokens(
+        policy.trained.model,
+        policy._encode(PROMPTS).repeat(2),
+        group_size=1,
+        tokens=policy.grids.tokens,
+        seeds=range(8),
+        support=CODES,
+        temperature=0.9,
+    )
+    assert torch.equal(ids, shared.tokens.token_ids)
+    torch.testing.assert_close(logprobs, shared.rollout_logprobs, rtol=0, atol=1e-5)
+
+
+def test_siblings_differ_by_seed_alone(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    ids = policy.sample(PROMPTS[:1], group_size=3, seeds=[5, 6, 5]).tokens.token_ids
+    assert torch.equal(ids[0], ids[2])
+    assert not torch.equal(ids[0], ids[1])
+    torch.manual_seed(0)
+    assert torch.equal(policy.sample(PROMPTS[:1], group_size=1, seeds=[6]).tokens.token_ids[0], ids[1])
+
+
+def test_uniform_numbers_of_a_sample_depend_on_its_seed() -> None:
+    numbers = uniform_numbers([3, 4, 3], 50)
+    assert torch.equal(numbers[0], numbers[2])
+    assert not torch.equal(numbers[0], numbers[1])
+    assert torch.equal(uniform_numbers([4], 20)[0], numbers[1, :20])
+
+
+def test_only_codes_are_sampled_however_likely_the_end_token_is(shipped_pipeline: GlmImagePipeline) -> None:
+    """The head is turned so that end and text ids win everywhere; the log-probs are those over the codes."""
+    policy = build_policy(shipped_pipeline)
+    with torch.no_grad():
+        policy._base.lm_head.weight[CODES:] = policy._base.lm_head.weight[:15] * 20
+    sampled = drawn(policy)
+    assert int(sampled.tokens.token_ids.max()) < CODES
+    assert int(sampled.tokens.token_ids.min()) >= 0
+    assert float(difference(policy, sampled).max()) < 1e-4
+    assert float(sampled.rollout_logprobs.mean()) > -8
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_the_end_slot_is_never_sampled(shipped_pipeline: GlmImagePipeline, height: int, width: int) -> None:
+    policy = build_policy(shipped_pipeline, height=height, width=width)
+    cells = int(stock_inputs(policy, PROMPTS[0])["image_grid_thw"].prod(-1).sum())
+    sampled = policy.sample(PROMPTS[:1], group_size=1, seeds=[0])
+    assert sampled.tokens.token_ids.shape == (1, cells)
+    assert sampled.tokens.loss_mask.all()
+    assert policy._encode(PROMPTS[:1]).position_ids.shape[2] == policy._encode(PROMPTS[:1]).length + cells + 1

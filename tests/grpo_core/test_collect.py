@@ -1,0 +1,101 @@
+"""Rollouts: each group with its own tokens, log-probs and pictures, whatever is sampled beside it."""
+
+import math
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+
+from grpo_core.collect import GroupRequest, RolloutGroup, collect_rollouts
+from grpo_core.errors import NonFiniteError
+from tests.tiny_policy import PROMPTS, build_policy
+
+from .toy_policy import TablePolicy
+
+
+def request_for(prompt: str, first: int, siblings: int = 3) -> GroupRequest:
+    """Samples `first`, `first` + 1, ... with seeds of the same numbers and one noise."""
+    numbers = tuple(range(first, first + siblings))
+    return GroupRequest(prompt, tuple(f"s{number}" for number in numbers), numbers, (first,) * siblings)
+
+
+REQUESTS = [request_for("2", 0), request_for("0", 10), request_for("2", 20), request_for("1", 30), request_for("2", 0)]
+
+
+def collected(requests: list[GroupRequest], prompts_per_batch: int) -> list[RolloutGroup]:
+    return list(collect_rollouts(TablePolicy(3), requests, prompts_per_batch=prompts_per_batch))
+
+
+def same(first: RolloutGroup, second: RolloutGroup) -> bool:
+    return (
+        torch.equal(first.tokens.token_ids, second.tokens.token_ids)
+        and torch.equal(first.rollout_logprobs, second.rollout_logprobs)
+        and [image.tobytes() for image in first.images] == [image.tobytes() for image in second.images]
+    )
+
+
+@pytest.mark.parametrize("prompts_per_batch", [1, 2, 3, 100])
+def test_groups_come_in_order_and_do_not_depend_on_the_batch(prompts_per_batch: int) -> None:
+    groups = collected(REQUESTS, prompts_per_batch)
+    assert [group.request for group in groups] == REQUESTS
+    assert [group.tokens.prompts for group in groups] == [(request.prompt,) * 3 for request in REQUESTS]
+    for group, request in zip(groups, REQUESTS, strict=True):
+        assert same(group, collected([request], 1)[0])
+
+
+def test_occurrences_of_one_prompt_are_groups_of_their_own() -> None:
+    """By seed, not by text: the third group draws otherwise than the first, the fifth repeats it."""
+    groups = collected(REQUESTS, 5)
+    assert not same(groups[0], groups[2])
+    assert same(groups[0], groups[4])
+
+
+def test_log_probs_are_those_of_the_tokens_beside_them() -> None:
+    policy = TablePolicy(3)
+    for group in collect_rollouts(policy, REQUESTS, prompts_per_batch=2):
+        torch.testing.assert_close(policy.logprobs(group.tokens).logprobs.detach(), group.rollout_logprobs)
+
+
+def test_no_requests_give_no_groups() -> None:
+    assert collected([], 4) == []
+
+
+def test_the_first_group_is_there_before_the_last_is_sampled() -> None:
+    policy = TablePolicy(3)
+    groups = collect_rollouts(policy, REQUESTS, prompts_per_batch=1)
+    next(groups)
+    with torch.no_grad():
+        policy.table.fill_(math.nan)
+    with pytest.raises(NonFiniteError):
+        next(groups)
+
+
+def test_samples_that_are_not_finite_are_named() -> None:
+    policy = TablePolicy(3)
+    with torch.no_grad():
+        policy.table[0, 3] = math.nan
+    groups = collect_rollouts(policy, REQUESTS, prompts_per_batch=5)
+    next(groups)
+    with pytest.raises(NonFiniteError, match="rollout log-prob is not finite for 3 sample") as caught:
+        next(groups)
+    assert caught.value.sample_ids == ("s10", "s11", "s12")
+
+
+def test_damaged_glm_image_weights_are_told_by_sample(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    with torch.no_grad():
+        next(iter(policy.trainable_parameters().values())).fill_(math.nan)
+    with pytest.raises(NonFiniteError) as caught:
+        list(collect_rollouts(policy, [request_for(PROMPTS[0], 0, siblings=2)], prompts_per_batch=1))
+    assert caught.value.sample_ids == ("s0", "s1")
+
+
+def test_glm_image_groups_do_not_depend_on_the_batch(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline)
+    requests = [request_for(prompt, 10 * index, siblings=2) for index, prompt in enumerate(PROMPTS[:3])]
+    together = list(collect_rollouts(policy, requests, prompts_per_batch=3))
+    alone = list(collect_rollouts(policy, requests, prompts_per_batch=1))
+    for first, second in zip(together, alone, strict=True):
+        assert torch.equal(first.tokens.token_ids, second.tokens.token_ids)
+        torch.testing.assert_close(first.rollout_logprobs, second.rollout_logprobs, rtol=0, atol=1e-5)
+        assert [image.tobytes() for image in first.images] == [image.tobytes() for image in second.images]

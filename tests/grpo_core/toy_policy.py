@@ -1,0 +1,81 @@
+"""The smallest policy there is: a table of logits, whose log-probs and gradients can be worked out by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from grpo_core.logprobs import draw_tokens, entropy_of, gather_logprobs
+from grpo_core.policies.glm_image.sampling import uniform_numbers
+from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs, TrainingRows
+
+
+class TablePolicy:
+    """One row of logits for each prompt and place. A prompt is its row's number, written out."""
+
+    def __init__(self, prompts: int, time: int = 5, support: int = 4, seed: int = 0) -> None:
+        logits = torch.randn(prompts, time, support, generator=torch.Generator().manual_seed(seed))
+        self.table = nn.Parameter(logits)
+        self.reference = logits.clone()
+        self.seen: list[tuple[str, ...]] = []  # the prompts of every pass with gradients
+
+    def _distributions(self, table: Tensor, prompts: Sequence[str], temperature: float) -> Tensor:
+        return torch.log_softmax(table[[int(prompt) for prompt in prompts]] / temperature, -1)
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
+        rows = tuple(prompt for prompt in prompts for _ in range(group_size))
+        distributions = self._distributions(self.table, rows, 1.0)
+        time = distributions.shape[1]
+        uniforms = uniform_numbers(seeds, time)
+        ids = torch.stack([draw_tokens(distributions[:, place], uniforms[:, place]) for place in range(time)], 1)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), gather_logprobs(distributions, ids))
+
+    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
+        assert len(noise_seeds) == len(tokens)
+        return [
+            Image.new("RGB", (1, 1), (*ids[:2], seed % 256))
+            for ids, seed in zip(tokens.token_ids.tolist(), noise_seeds, strict=True)
+        ]
+
+    def logprobs(self, tokens: TokenBatch) -> TokenLogprobs:
+        if torch.is_grad_enabled():
+            self.seen.append(tokens.prompts)
+        distributions = self._distributions(self.table, tokens.prompts, tokens.temperature)
+        scored = gather_logprobs(distributions, tokens.token_ids)
+        entropy = entropy_of(distributions.detach())
+        return TokenLogprobs(torch.where(tokens.loss_mask, scored, 0.0), torch.where(tokens.loss_mask, entropy, 0.0))
+
+    def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
+        distributions = self._distributions(self.reference, tokens.prompts, tokens.temperature)
+        return torch.where(tokens.loss_mask, gather_logprobs(distributions, tokens.token_ids), 0.0)
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        return {"table": self.table}
+
+    def prepare_for_update(self) -> None:
+        """A table has no modes."""
+
+    def prepare_for_sampling(self) -> None:
+        """A table has no modes."""
+
+    def save_weights(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def load_weights(self, folder: Path | None) -> None:
+        raise NotImplementedError
+
+
+def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int = 0) -> TrainingRows:
+    """One row a prompt, sampled by the policy, with these advantages."""
+    prompts = [str(row) for row in range(len(advantages))]
+    sampled = policy.sample(prompts, group_size=1, seeds=[seed + row for row in range(len(advantages))])
+    return TrainingRows(
+        sample_ids=tuple(f"s{row}" for row in range(len(advantages))),
+        tokens=sampled.tokens,
+        rollout_logprobs=sampled.rollout_logprobs,
+        advantages=torch.tensor(advantages),
+    )

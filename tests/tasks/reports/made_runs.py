@@ -1,0 +1,190 @@
+"""Small runs written through the real store, with figures and pictures that a test can work out by hand."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.schemas import ADVANTAGES, METRICS, REWARDS, ROLLOUTS, SCHEMA_VERSION, UPDATE_STEPS
+from tasks.storage.store import ArtifactStore
+from tasks.storage.tables import TableWriter, write_table
+
+PROMPTS = ("a red square", "a blue square")
+GROUP_SIZE = 4
+LOGPROBS, MASK = [-0.5, -0.25, -8.0], [True, True, False]
+SECONDS = {"rollouts": 4.0, "rewards": 2.0, "advantages": 1.0, "update": 3.0}
+
+
+def colour(group: int, sibling: int) -> tuple[int, int, int]:
+    """Each sample has a colour of its own."""
+    return (40 * group + 10, 60 * sibling + 5, 77)
+
+
+def png(rgb: tuple[int, int, int], side: int = 8) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), rgb).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def reward_of(group: int, sibling: int, shift: float) -> float | None:
+    """Sibling 2 is the best, 1 the worst, 3 has none; the second group's are all equal."""
+    if sibling == 3:
+        return None
+    return 0.5 + shift if group else (0.4, 0.1, 0.9)[sibling] + shift
+
+
+class RunMaker:
+    """Writes stages one at a time, so that a run can stop anywhere."""
+
+    def __init__(
+        self, root: Path, name: str = "made", *, planned: int = 2, prompts: tuple[str, ...] = PROMPTS, side: int = 8
+    ) -> None:
+        self.store = ArtifactStore(str(root), name)
+        self.prompts, self.side = prompts, side
+        self.targets: dict[int, Path] = {}
+        self.store.write_file("config.yaml", f"run:\n  name: {name}\n  iterations: {planned}\n".encode())
+        self.store.write_file("run.json", json.dumps({"name": name, "model_digest": "base" * 16}).encode())
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.store.path())
+
+    def commit(self, staged: Path, folder: str, seconds: float, metrics: dict[str, float]) -> ArtifactRef:
+        return self.store.commit(
+            staged,
+            folder,
+            digest=hashlib.sha256(folder.encode()).hexdigest(),
+            schema_version=SCHEMA_VERSION,
+            rows=len(self.prompts) * GROUP_SIZE,
+            seconds=seconds,
+            metrics=metrics,
+        )
+
+    def _samples(self, prefix: str) -> list[tuple[int, int, str]]:
+        groups, siblings = range(len(self.prompts)), range(GROUP_SIZE)
+        return [(group, sibling, f"{prefix}.p{group:04d}.s{sibling:02d}") for group in groups for sibling in siblings]
+
+    def rollouts(self, place: str, prefix: str, seed: int = 0) -> ArtifactRef:
+        with self.store.staging() as staged:
+            writer = TableWriter(staged / "part-00000.parquet", ROLLOUTS)
+            for group in range(len(self.prompts)):
+                rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
+                writer.write({name: [row[name] for row in rows] for name in ROLLOUTS.names})
+            writer.close()
+            return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"num_tokens": 16.0})
+
+    def _row(self, group: int, sibling: int, prefix: str, seed: int) -> dict[str, Any]:
+        target = self.targets.get(group)
+        return {
+            "sample_id": f"{prefix}.p{group:04d}.s{sibling:02d}",
+            "group_id": f"{prefix}.p{group:04d}",
+            "prompt_id": f"prompt{group}",
+            "sibling": sibling,
+            "prompt": self.prompts[group],
+            "columns": "{}",
+            "target_uri": str(target) if target else None,
+            "target_sha256": hashlib.sha256(target.read_bytes()).hexdigest() if target else None,
+            "token_ids": [1, 2, 3],
+            "rollout_logprobs": LOGPROBS,
+            "loss_mask": MASK,
+            "length": 2,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "height": self.side,
+            "width": self.side,
+            "num_inference_steps": 1,
+            "guidance_scale": 1.0,
+            "seed": seed + group * GROUP_SIZE + sibling,
+            "noise_seed": 0,
+            "policy_version": 0,
+            "policy_digest": "base" * 16,
+            "image": {"bytes": png(colour(group, sibling), self.side), "path": f"{sibling}.png"},
+        }
+
+    def rewards(self, place: str, prefix: str, shift: float = 0.0) -> ArtifactRef:
+        samples = self._samples(prefix)
+        values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
+        with self.store.staging() as staged:
+            columns = {
+                "sample_id": [name for *_, name in samples],
+                "value": values,
+                "raw": values,
+                "seconds": [0.0] * len(samples),
+                "provenance": ["{}"] * len(samples),
+            }
+            write_table(staged / "ssim.parquet", REWARDS, columns)
+            return self.commit(staged, f"{place}/rewards", SECONDS["rewards"], {"rewards/ssim/mean": 0.5 + shift})
+
+    def advantages(self, place: str, prefix: str, shift: float = 0.0) -> ArtifactRef:
+        samples = self._samples(prefix)
+        values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
+        with self.store.staging() as staged:
+            columns = {
+                "sample_id": [name for *_, name in samples],
+                "group_id": [name.rsplit(".", 1)[0] for *_, name in samples],
+                "reward": values,
+                "advantage": [None if value is None else 2 * value - 1 for value in values],
+                "group_mean": [0.5] * len(samples),
+                "group_std": [0.1] * len(samples),
+                "imputed": [0] * len(samples),
+            }
+            write_table(staged / "advantages.parquet", ADVANTAGES, columns)
+            return self.commit(staged, f"{place}/advantages", SECONDS["advantages"], {"reward": 0.5 + shift})
+
+    def update(self, version: int) -> ArtifactRef:
+        with self.store.staging() as staged:
+            (staged / "adapter_model.safetensors").write_bytes(b"weights of %d" % version)
+            state = {"policy_version": version, "policy_digest": f"{version:064d}"}
+            (staged / "training_state.json").write_text(json.dumps(state))
+            write_table(staged / "update_steps.parquet", UPDATE_STEPS, {name: [] for name in UPDATE_STEPS.names})
+            metrics = {"kl": 0.01 * version, "entropy": 2.0, "grad_norm": 1.0}
+            return self.commit(staged, f"policies/{version:06d}", SECONDS["update"], metrics)
+
+    def metrics(self, iteration: int, values: dict[str, float]) -> None:
+        path = self.folder / f"iteration_{iteration:06d}" / "metrics.parquet"
+        columns = {"iteration": [iteration] * len(values), "metric": list(values), "value": list(values.values())}
+        write_table(path, METRICS, columns)
+
+    def iteration(self, number: int) -> None:
+        place, prefix, shift = f"iteration_{number:06d}", f"i{number:06d}", (number - 1) / 10
+        self.rollouts(place, prefix)
+        self.rewards(place, prefix, shift)
+        self.advantages(place, prefix, shift)
+        self.update(number)
+        figures = {"num_tokens": 16.0, "rewards/ssim/mean": 0.5 + shift, "reward": 0.5 + shift}
+        self.metrics(number, figures | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
+
+    def evaluation(self, version: int, *, shift: float, seed: int = 0) -> None:
+        place = f"evaluations/{version:06d}"
+        self.rollouts(place, "heldout", seed)
+        self.rewards(place, "heldout", shift)
+        self.advantages(place, "heldout", shift)
+
+
+def whole_run(root: Path, name: str = "made", **options: Any) -> RunMaker:
+    """Two iterations of two, evaluated before and after."""
+    maker = RunMaker(root, name, **options)
+    maker.evaluation(0, shift=0.0)
+    for number in (1, 2):
+        maker.iteration(number)
+    maker.evaluation(2, shift=0.25)
+    return maker
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes | None]]:
+    """Everything below a folder: paths, times of change, bytes."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in sorted(folder.rglob("*"))
+    }

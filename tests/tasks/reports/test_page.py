@@ -1,0 +1,151 @@
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tasks.reports.artifact_reader import ArtifactReader
+from tasks.reports.group_view import TargetReader, read_groups
+from tasks.reports.page import pair_heldout, picture_uri, progress, render_page
+from tasks.reports.run_view import read_run
+from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
+
+EVIL = """<script>alert("1")</script> " onload='x' {{ 7*7 }} </title></pre> &amp; \u202e"""
+_VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """The page as a browser builds it: elements with their attributes, and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
+    reader, targets = ArtifactReader(maker.store), TargetReader()
+    run = read_run(reader)
+    groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
+    heldout = None
+    if len(run.evaluated) > 1:
+        before, after = (
+            read_groups(reader, evaluation.stages, maker.folder, targets, limit=50) for evaluation in run.evaluated
+        )
+        heldout = pair_heldout(0, before, 2, after)
+    return render_page(run, groups, heldout, warnings, [("reward", "0.5")])
+
+
+def pictures(page: Page) -> list[Image.Image]:
+    sources = [attributes["src"] or "" for attributes in page.named("img")]
+    return [Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))) for source in sources]
+
+
+def test_nothing_is_asked_of_any_server(tmp_path: Path) -> None:
+    html = page_of(whole_run(tmp_path))
+    page = Page(html)
+    for tag, attributes in page.elements:
+        assert tag not in ("script", "link", "iframe", "object", "base", "form")
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                assert re.match(r"data:image/(png|jpeg);base64,|#", value or ""), (tag, name, (value or "")[:40])
+    assert not re.search(r"url\(|@import|https?:", html)
+    assert any("default-src 'none'" in (meta.get("content") or "") for meta in page.named("meta"))
+    assert page.open == []
+
+
+def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, prompts=(EVIL, "plain"))
+    maker.store.write_file("config.yaml", ("run: {iterations: 2}\n# " + EVIL).encode())
+    maker.store.set_aside(["run.json"], reason=EVIL)
+    page = Page(page_of(maker, warnings=(EVIL,)))
+    assert not page.named("script")
+    assert page.open == []
+    text = "".join(page.text)
+    assert text.count(EVIL) == 5  # the group, the held-out pair, the configuration, what was set aside, the warning
+    assert "49" not in text
+
+
+def test_every_picture_is_there_to_the_pixel(tmp_path: Path) -> None:
+    target = tmp_path / "target.png"
+    target.write_bytes(png((201, 202, 203)))
+    maker = RunMaker(tmp_path / "runs", prompts=("one",))
+    maker.targets = {0: target}
+    maker.iteration(1)
+    found = [picture.convert("RGB").getpixel((0, 0)) for picture in pictures(Page(page_of(maker)))]
+    strip = [colour(0, sibling) for sibling in (2, 0, 1, 3)]
+    assert found == [colour(0, 2), colour(0, 1), (201, 202, 203), *strip]
+
+
+def test_curves_have_a_point_an_iteration(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    page = Page(page_of(maker))
+    labels = [svg["aria-label"] for svg in page.named("svg")]
+    assert labels[0] == "Reward over iterations"
+    assert {"KL to the reference over iterations", "ssim: mean over iterations"} <= set(labels)
+    text = "".join(page.text)
+    for said in (
+        "reward, iteration 2: 0.6",
+        "held-out reward, iteration 0: 0.5",
+        "KL to the reference, iteration 2: 0.02",
+    ):
+        assert said in text
+
+
+def test_seeds_that_differ_are_told(tmp_path: Path) -> None:
+    assert "with the same seeds" in page_of(whole_run(tmp_path, "a"))
+    maker = RunMaker(tmp_path, "b")
+    maker.evaluation(0, shift=0.0)
+    maker.iteration(1)
+    maker.evaluation(1, shift=0.1, seed=1000)
+    assert "their seeds differ" in page_of(maker)
+
+
+def test_a_run_with_nothing_yet_has_a_page(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    assert "No iteration has rewards yet" in page_of(maker)
+    maker.rollouts("iteration_000001", "i000001")
+    page = Page(page_of(maker))
+    assert "unrated" in "".join(page.text)
+    assert "iteration 1 has rollouts" in "".join(page.text)
+    assert page.open == []
+
+
+def test_how_far_a_run_is(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, planned=3)
+    maker.iteration(1)
+    maker.rollouts("iteration_000002", "i000002")
+    maker.rewards("iteration_000002", "i000002")
+    told = progress(read_run(ArtifactReader(maker.store)))
+    assert told == "unfinished, or still running: 1 of 3 iterations; iteration 2 has rollouts, rewards"
+    assert progress(read_run(ArtifactReader(whole_run(tmp_path, "b").store))) == "finished: 2 iterations"
+
+
+@pytest.mark.parametrize(("side", "kind"), [(64, "png"), (300, "jpeg")])
+def test_small_pictures_are_lossless_and_photographs_are_not(side: int, kind: str) -> None:
+    noise = Image.effect_noise((side, side), 80).convert("RGB")
+    assert picture_uri(noise).startswith(f"data:image/{kind};base64,")

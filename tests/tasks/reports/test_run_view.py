@@ -1,0 +1,113 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tasks.reports.artifact_reader import ArtifactReader
+from tasks.reports.run_records import RunView
+from tasks.reports.run_view import read_run
+from tests.tasks.reports.made_runs import RunMaker, flip_last_byte, whole_run
+
+
+def read(maker: RunMaker, shown: int | None = None) -> RunView:
+    return read_run(ArtifactReader(maker.store), shown)
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run = read(whole_run(tmp_path))
+    assert run.finished
+    assert (run.policy_version, run.policy_digest) == (2, f"{2:064d}")
+    assert run.series("reward") == [(1.0, 0.5), (2.0, 0.6)]
+    assert run.series("kl") == [(1.0, 0.01), (2.0, 0.02)]
+    assert run.heldout_series() == [(0.0, 0.5), (2.0, 0.75)]
+    # Two iterations of 4 + 2 + 1 + 3 s, and two evaluations of 4 + 2 + 1 s.
+    assert run.seconds == {
+        "total": 34.0,
+        "rollouts": 8.0,
+        "rewards": 4.0,
+        "advantages": 2.0,
+        "update": 6.0,
+        "evaluation": 14.0,
+    }
+    assert run.shown is not None
+    assert run.shown.iteration == 2
+    assert run.shown.metrics["step_time"] == 10.0
+    assert run.shown.metrics["heldout_reward"] == 0.75
+    assert run.damages == ()
+
+
+def test_a_run_killed_in_its_second_iteration(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, planned=5)
+    maker.iteration(1)
+    maker.rollouts("iteration_000002", "i000002")
+    (maker.folder / "iteration_000002/rewards").mkdir()  # moved to its place, its manifest not yet written
+    run = read(maker)
+    assert not run.finished
+    assert run.policy_version == 1
+    assert [tuple(view.stages) for view in run.iterations][1] == ("rollouts",)
+    assert run.shown is not None
+    assert run.shown.iteration == 1  # the last one whose pictures have rewards
+    assert run.damages == ()
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    run = read(RunMaker(tmp_path))
+    assert (run.policy_version, run.policy_digest, run.shown) == (0, "base" * 16, None)
+    assert run.seconds["total"] == 0
+
+
+@pytest.mark.parametrize("stage", ["rollouts", "rewards", "advantages"])
+@pytest.mark.parametrize("iteration", [1, 2])
+def test_a_damaged_stage_is_left_out_and_named(tmp_path: Path, stage: str, iteration: int) -> None:
+    maker = whole_run(tmp_path)
+    (file,) = (maker.folder / f"iteration_{iteration:06d}" / stage).iterdir()
+    flip_last_byte(file)
+    run = read(maker)
+    assert [damage.place for damage in run.damages] == [f"iteration_{iteration:06d}/{stage}/{file.name}"]
+    assert stage not in run.iterations[iteration - 1].stages
+    assert len(run.iterations[iteration - 1].stages) == 3
+
+
+def test_the_last_whole_policy_counts(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    flip_last_byte(maker.folder / "policies/000002/adapter_model.safetensors")
+    run = read(maker)
+    assert (run.policy_version, run.policy_digest, run.finished) == (1, f"{1:064d}", False)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", None])
+def test_a_table_of_figures_that_is_not_what_the_stages_say(tmp_path: Path, content: bytes | None) -> None:
+    maker = whole_run(tmp_path)
+    if content is None:
+        maker.metrics(1, {"reward": 0.987, "kl": 0.01})
+    else:
+        (maker.folder / "iteration_000001/metrics.parquet").write_bytes(content)
+    run = read(maker)
+    assert [damage.place for damage in run.damages] == ["iteration_000001/metrics.parquet"]
+    assert run.series("reward")[0] == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("content", [b"run: [", b"\xff\xfe\x00", b"7", None])
+def test_a_damaged_configuration(tmp_path: Path, content: bytes | None) -> None:
+    maker = whole_run(tmp_path)
+    path = maker.folder / "config.yaml"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    run = read(maker)
+    assert [damage.place for damage in run.damages] == ["config.yaml"]
+    assert run.planned is None
+    assert run.series("reward") == [(1.0, 0.5), (2.0, 0.6)]
+
+
+def test_what_was_set_aside_and_why(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    maker.store.set_aside(["iteration_000002"], reason="the configuration changed: seed 1 -> 2")
+    broken = maker.folder / "set_aside" / "0002-abcdef"
+    broken.mkdir()
+    (broken / "reason.json").write_text(json.dumps({"reason": 3, "paths": 4}))
+    first, second = read(maker).set_aside
+    assert first.reason == "the configuration changed: seed 1 -> 2"
+    assert first.paths == ("iteration_000002",)
+    assert (second.reason, second.paths) == ("3", ())

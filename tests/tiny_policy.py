@@ -1,0 +1,87 @@
+"""Policies over the shipped tiny GLM-Image, each with a token model of its own."""
+
+import copy
+from pathlib import Path
+
+import torch
+from diffusers import GlmImagePipeline
+from torch import Tensor
+
+import data
+from grpo_core.policies.adapters import FullModel, LoraModel, LoraSettings, TrainedModel
+from grpo_core.policies.glm_image.loading import read_initial_state
+from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImagePolicy, GlmImageSettings
+
+MODEL = Path(data.__file__).parent / "models" / "tiny-glm-image"
+LORA = LoraSettings(rank=4, alpha=8.0, targets=LANGUAGE_MODEL_LINEARS)
+# Of different lengths, so that a batch of them is padded on the left.
+PROMPTS = (
+    "a red circle",
+    "a green square at the bottom right on a white background",
+    'a sign that says "OPEN"',
+    "一只猫 🙂",
+)
+
+
+def build_policy(
+    pipeline: GlmImagePipeline,
+    *,
+    height: int = 32,
+    width: int = 32,
+    temperature: float = 1.0,
+    decode_batch_size: int = 16,
+    lora: LoraSettings | None = LORA,
+    keep_reference: bool = False,
+    gradient_checkpointing: bool = False,
+    disturbed: float = 0.0,
+) -> GlmImagePolicy:
+    """A policy that shares the pipeline's decoder and owns its token model.
+
+    `disturbed` is the standard deviation of noise added to everything that is trained, so that adapters are not at
+    the zero they start from.
+    """
+    base = copy.deepcopy(pipeline.vision_language_encoder)
+    parts = GlmImagePipeline(**{**pipeline.components, "vision_language_encoder": base})
+    parts.set_progress_bar_config(disable=True)
+    trained: TrainedModel
+    if lora is not None:
+        trained = LoraModel(base, lora, base_name=str(MODEL), seed=0)
+    else:
+        trained = FullModel(
+            base,
+            frozen=lambda name: name.startswith(FROZEN_PARTS),
+            initial_state=lambda: read_initial_state(str(MODEL), torch.float32),
+            keep_reference=keep_reference,
+        )
+    drawing = GlmImageSettings(
+        height,
+        width,
+        temperature=temperature,
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        decode_batch_size=decode_batch_size,
+    )
+    policy = GlmImagePolicy(parts, drawing, trained)
+    if gradient_checkpointing:
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        policy.gradient_checkpointing = True
+    disturb(policy, disturbed)
+    return policy
+
+
+@torch.no_grad()
+def disturb(policy: GlmImagePolicy, scale: float) -> None:
+    """Add seeded noise to everything that is trained."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in policy.trainable_parameters().values():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+
+
+def weights_of(policy: GlmImagePolicy) -> dict[str, Tensor]:
+    """A copy of everything that is trained."""
+    return {name: parameter.detach().clone() for name, parameter in policy.trainable_parameters().items()}
+
+
+def equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether both hold the same names and the same bits."""
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
