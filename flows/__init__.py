@@ -6,8 +6,11 @@ preparation        a configuration -> a run, its folder opened
 train              the training flow
 summary            what a finished run tells
 doctor             checks a configuration, each finding with its mend
-inspection         curves, best and worst pictures of a run, in the terminal or as one HTML file
+inspection         what `grpo inspect` shows of a run; inspection_terminal draws it, tasks.reports.page writes it
+run_figures        names of the figures that every command's `--json` shares
+terminal           bars on the way, summaries and findings
 command_line       the program `grpo`
+tiny_model         makes the shipped tiny GLM-Image again
 """
 
 from flows.prefect_settings import apply_settings

@@ -23,8 +23,13 @@ class PromptSet:
     targets: tuple[TargetReference | None, ...]
 
 
-def read_prompt_set(section: DataSection | EvaluateSection, place: str) -> PromptSet:
-    """The prompts and targets of one section.
+def compares_with_targets(config: RunConfig) -> bool:
+    """Whether any reward of the mix needs target pictures; where none does, none are read."""
+    return any(build_reward(section.reward, section.settings).needs_target for section in config.rewards)
+
+
+def read_prompt_set(section: DataSection | EvaluateSection, place: str, *, with_targets: bool) -> PromptSet:
+    """The prompts of one section, with their targets if those are wanted.
 
     Raises:
         InputError: a file or picture that is missing or cannot be used; `place` names the section.
@@ -33,9 +38,10 @@ def read_prompt_set(section: DataSection | EvaluateSection, place: str) -> Promp
     try:
         # Pictures of a folder pair with the whole file, so the limit comes last.
         prompts = read_prompts(section.prompts, column=section.prompt_column)
-        targets = pair_targets(
-            prompts, folder=section.targets, column=section.target_column, base=posixpath.dirname(section.prompts)
-        )
+        targets: tuple[TargetReference | None, ...] = (None,) * len(prompts)
+        if with_targets:
+            base = posixpath.dirname(section.prompts)
+            targets = pair_targets(prompts, folder=section.targets, column=section.target_column, base=base)
     except InputError as error:
         raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
     return PromptSet(prompts[: section.limit], targets[: section.limit])
@@ -60,7 +66,7 @@ def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
         sections.append((config.evaluate, "evaluate"))
     for section, place in sections:
         try:
-            read_prompt_set(section, place)
+            read_prompt_set(section, place, with_targets=compares_with_targets(config))
         except InputError as error:
             yield error
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from configs.schema import RunConfig
-from flows.inputs import PromptSet, read_prompt_set, require_inputs
+from flows.inputs import PromptSet, compares_with_targets, read_prompt_set, require_inputs
 from grpo_core.seeds import derive_seed
 from tasks.caching import code_digest
 from tasks.model_files import model_digest
@@ -83,8 +83,11 @@ def open_run(config: RunConfig) -> Run:
     """
     require_inputs(config)
     store = ArtifactStore(config.storage.root, config.run.name)
-    training = read_prompt_set(config.data, "data")
-    heldout = read_prompt_set(config.evaluate, "evaluate") if config.evaluate.prompts else None
+    with_targets = compares_with_targets(config)
+    training = read_prompt_set(config.data, "data", with_targets=with_targets)
+    heldout = None
+    if config.evaluate.prompts:
+        heldout = read_prompt_set(config.evaluate, "evaluate", with_targets=with_targets)
     model = ModelSpec(
         section=config.policy,
         digest=model_digest(config.policy.model),
@@ -121,7 +124,8 @@ def _set_other_lineage_aside(run: Run) -> None:
     """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
     store = run.store
     described = _mapping(store.read_file(RUN_FILE))
-    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in store.filesystem.ls(store.path(), detail=False)]
+    paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
+    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
     kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
     if described is None:
         # Nobody says what these are; anything else in the folder may be a person's own.

@@ -79,11 +79,13 @@ def _plain_lines() -> Listener:
 def show_summary(summary: TrainSummary) -> None:
     """The end of a run: rewards first and last, time a stage, where to look."""
     table = Table(title=f"{summary.run}: {summary.iterations} iterations", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row("reward, first -> last iteration", _change(summary.reward_first, summary.reward_last))
     table.add_row("held-out reward, before -> after", _change(summary.heldout_before, summary.heldout_after))
     for stage, seconds in summary.seconds.items():
         table.add_row(f"seconds, {stage}", f"{seconds:.1f}")
-    table.add_row("policy digest", summary.policy_digest[:16])
+    table.add_row("policy digest", (summary.policy_digest or "none")[:16])
     table.add_row("kept in", summary.folder)
     if summary.contact_sheet:
         table.add_row("pictures before and after", summary.contact_sheet)

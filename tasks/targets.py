@@ -98,8 +98,8 @@ def _place(prompt: Prompt, row: int) -> str:
 def _require_column(prompts: Sequence[Prompt], column: str) -> None:
     found = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     if column not in found:
-        mend = f"Columns found beside the prompt: {', '.join(found) or 'none'}."
-        raise InputError("data.targets", f"no column {column}", mend)
+        mend = f"The prompts have no such column; beside the prompt they have: {', '.join(found) or 'none'}."
+        raise InputError("data.target_column", column, mend)
 
 
 def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:

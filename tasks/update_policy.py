@@ -40,7 +40,8 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "policy": policy.digest,
         "checkpoint": policy.checkpoint.digest if policy.checkpoint else None,
         "version": policy.version,
-        "model": inputs["model"].model_dump(mode="json"),
+        # The digest says which model it is; where its folder lies changes no result.
+        "model": inputs["model"].model_dump(mode="json", exclude={"section": {"model"}}),
         "rollouts": inputs["rollouts"].digest,
         "advantages": inputs["advantages"].digest,
         "update": inputs["update"].model_dump(mode="json"),

@@ -54,7 +54,11 @@ class Runs:
 
     def overrides(self, **changes: object) -> list[str]:
         """The small configuration as `--set` arguments; `__` in a name stands for a dot."""
-        settings = {**SMALL, "storage.root": str(self.root), **{key.replace("__", "."): v for key, v in changes.items()}}
+        settings = {
+            **SMALL,
+            "storage.root": str(self.root),
+            **{key.replace("__", "."): v for key, v in changes.items()},
+        }
         return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
     def start(self, run: str = "run", **changes: object) -> Start:
@@ -155,9 +159,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small-disk"
     folder.mkdir()
     try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True, capture_output=True
-        )
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"mounting a small disk needs root ({error})")
     yield folder

@@ -2,19 +2,26 @@
 
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import polars as pl
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_HOME, temporary_settings
 
+from grpo_core.errors import NonFiniteError
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.ssim import SsimReward
 from tasks import models
+from tasks.storage.failures import StorageError
 
-from .conftest import REPOSITORY, SMALL, Runs, Start
+from .conftest import REPOSITORY, Runs, Start
 
 STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
 ALL = tuple(f"iteration {iteration}: {stage}" for iteration in (1, 2) for stage in STAGES)
@@ -55,14 +62,17 @@ class TestUndisturbed:
         files = [path for path in Path("runs").rglob("*") if path.is_file()]
         assert len(files) > 20
         found = [
-            f"{path}: {word}" for path in files for word in words if len(word) > 4 and word.encode() in path.read_bytes()
+            f"{path}: {word}"
+            for path in files
+            for word in words
+            if len(word) > 4 and word.encode() in path.read_bytes()
         ]
         assert found == []
 
 
 class TestPrefect:
     def test_states_and_names_of_task_runs(self, finished: Runs, server: None) -> None:
-        finished.start(update__learning_rate=1e-3, run__name="watched", run__iterations=1)
+        finished.start("watched", update__learning_rate=1e-3, run__iterations=1)
         names = _task_runs("watched")
         assert names == {
             "iteration 1: collect rollouts": "Cached",
@@ -82,17 +92,13 @@ class TestPrefect:
                     artifact = told[f"run, iteration {iteration}"]
                     assert artifact.type == kind
                     content = str(artifact.data)
-                    expected = "data:image/png;base64," if kind == "markdown" else "grad_norm"
+                    expected = "](data:image/" if kind == "markdown" else "grad_norm"
                     assert expected in content
                     assert len(content) < 300_000
 
 
 def _task_runs(run: str) -> dict[str, str | None]:
     """State name by task run name, of the last flow run of this name; waits for the server's recorder."""
-    import time
-
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-
     with get_client(sync_client=True) as client:
         filtered = FlowRunFilter(name=FlowRunFilterName(any_=[run]))
         for _ in range(100):
@@ -155,7 +161,7 @@ class TestReuse:
             evaluate__target_column="target",
             evaluate__limit=1,
             evaluate__samples_per_prompt=2,
-            placement__torch_threads=2,
+            placement__device="cpu",
         )
         assert changed.stages == tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:3])
         assert changed.summary.policy_digest == finished.start().summary.policy_digest
@@ -244,7 +250,9 @@ class TestDamage:
         assert not finished.path("iteration_000002").exists()
 
     def test_flipped_record_is_set_aside_by_name(self, finished: Runs, final: Compare) -> None:
-        records = [path for name in (".stages", "run/.stages") for path in finished.root.joinpath(name).glob("update-*")]
+        records = [
+            path for name in (".stages", "run/.stages") for path in finished.root.joinpath(name).glob("update-*")
+        ]
         assert len(records) == 4
         for path in records:
             flip(path)
@@ -267,8 +275,6 @@ class TestFailure:
     def test_update_that_fails_half_way_leaves_no_trace_in_the_next_start(
         self, empty: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from grpo_core.optimizer import PolicyOptimizer
-
         real = PolicyOptimizer.step
 
         def step_and_fail(self: PolicyOptimizer) -> None:
@@ -286,10 +292,6 @@ class TestFailure:
         final(empty, again)
 
     def test_nan_of_a_reward_names_the_samples(self, finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-        from grpo_core.errors import NonFiniteError
-        from grpo_core.rewards.protocol import Score, ScoringBatch
-        from grpo_core.rewards.ssim import SsimReward
-
         def broken(self: SsimReward, batch: ScoringBatch) -> list[Score]:
             return [Score(float("nan") if name.endswith("s01") else 0.5, 0.5) for name in batch.sample_ids]
 
@@ -304,11 +306,8 @@ class TestFailure:
     def test_full_disk_stops_the_run_and_room_lets_it_go_on(
         self, undisturbed: tuple[Runs, Start], small_disk: Path, final: Compare
     ) -> None:
-        from tasks.storage.failures import StorageError
-
         runs = Runs(small_disk)
         filler = small_disk / "filler"
-        stages: list[str] = []
         runs.start(run__iterations=1)
         before = runs.tables()
         free = shutil.disk_usage(small_disk).free
@@ -316,7 +315,6 @@ class TestFailure:
         with pytest.raises(StorageError, match=r"storage\.root.*the disk is full.*start again"):
             runs.start()
         assert before.items() <= runs.tables().items()
-        assert stages == []
         filler.unlink()
         again = runs.start()
         assert ALL[0] not in again.stages
@@ -325,11 +323,6 @@ class TestFailure:
 
 
 def test_another_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
-    import fsspec
-
-    from configs.loader import read_config
-
-    assert SMALL["run.iterations"] == 2
     runs = Runs(Path("unused"))
     try:
         first = runs.start(storage__root="memory://bucket/runs")
@@ -337,5 +330,6 @@ def test_another_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
         assert first.summary.policy_digest == undisturbed[1].summary.policy_digest
         assert runs.start(storage__root="memory://bucket/runs").stages == ()
     finally:
-        fsspec.filesystem("memory").rm("/bucket", recursive=True)
-    assert read_config(REPOSITORY / "configs" / "tiny.yaml").storage.root == "runs"
+        memory = fsspec.filesystem("memory")
+        if memory.exists("/bucket"):
+            memory.rm("/bucket", recursive=True)

@@ -43,6 +43,15 @@ def test_groups_come_in_order_and_do_not_depend_on_the_batch(prompts_per_batch: 
         assert same(group, collected([request], 1)[0])
 
 
+def test_pictures_are_of_their_tokens_and_noise() -> None:
+    """The table's picture is one pixel: its first two ids, and its noise seed."""
+    for group, request in zip(collected(REQUESTS, 2), REQUESTS, strict=True):
+        expected = [
+            (*ids[:2], seed) for ids, seed in zip(group.tokens.token_ids.tolist(), request.noise_seeds, strict=True)
+        ]
+        assert [image.getpixel((0, 0)) for image in group.images] == expected
+
+
 def test_occurrences_of_one_prompt_are_groups_of_their_own() -> None:
     """By seed, not by text: the third group draws otherwise than the first, the fifth repeats it."""
     groups = collected(REQUESTS, 5)

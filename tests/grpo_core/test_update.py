@@ -98,6 +98,16 @@ def test_the_gradient_is_clipped_to_the_norm() -> None:
     assert float(policy.table.grad.norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
+def test_no_gradient_is_left_from_an_earlier_step() -> None:
+    """At a learning rate of zero every step has the gradient of the first, whatever stood there before."""
+    policy = TablePolicy(7)
+    policy.table.grad = torch.full_like(policy.table, 100.0)
+    result = train(policy, sampled_rows(policy, ADVANTAGES), epochs=3, minibatch_size=7, lr=0.0)
+    norms = [step.grad_norm for step in result.steps]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert norms[0] < 5
+
+
 def test_probability_follows_the_sign_of_the_advantage() -> None:
     policy = TablePolicy(7)
     rows = sampled_rows(policy, ADVANTAGES)

@@ -147,7 +147,9 @@ class TestKill:
             "    (staged / 'other').write_bytes(b'x'); print(staged, flush=True); sys.stdin.read()\n"
         )
         command = [sys.executable, "-c", script, store.root]
-        with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        with subprocess.Popen(
+            command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
             assert other.stdout is not None
             theirs = Path(other.stdout.readline().strip())
             with store.staging() as ours:
@@ -171,7 +173,12 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-DAMAGES = {"flipped": flip, "truncated": truncate, "deleted": Path.unlink, "emptied": lambda path: path.write_bytes(b"")}
+DAMAGES = {
+    "flipped": flip,
+    "truncated": truncate,
+    "deleted": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+}
 PLACES = [*(f"{FOLDER}/{name}" for name in FILES), f"{FOLDER}.manifest.json"]
 
 
@@ -300,7 +307,10 @@ class TestPlace:
     def test_full_disk_is_one_message_and_earlier_artifacts_stay_whole(self, tiny_disk: Path) -> None:
         store = ArtifactStore(str(tiny_disk), "run")
         reference = commit(store)
-        with pytest.raises(StorageError, match=r"storage\.root.*the disk is full.*start again"), store.staging() as staged:
+        with (
+            pytest.raises(StorageError, match=r"storage\.root.*the disk is full.*start again"),
+            store.staging() as staged,
+        ):
             (staged / "large").write_bytes(bytes(2 << 20))
         assert store.bring_home(reference) == reference
         filler = tiny_disk / "filler"

@@ -1,0 +1,80 @@
+"""kill -9 in the middle of each stage: the run goes on and comes to the same policy and the same tables."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL
+
+from .conftest import REPOSITORY, TINY, Runs, Start
+
+Compare = Callable[[Runs, Start], None]
+STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
+
+# The command line itself, with a listener in the place of the progress bars.
+PROGRAM = """
+import os, signal, sys
+from contextlib import contextmanager
+from flows.prefect_settings import apply_settings
+apply_settings()
+import flows.terminal
+from tasks.progress import listen
+
+wanted = sys.argv.pop(1)
+
+@contextmanager
+def deadly_progress():
+    def kill(stage, done, total):
+        if stage == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+    listen(kill)
+    yield
+
+flows.terminal.training_progress = deadly_progress
+from flows.command_line import main
+main()
+"""
+
+
+def grpo_train(runs: Runs, *, kill_in: str, home: Path, server: str | None) -> subprocess.CompletedProcess[str]:
+    arguments = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
+    environment = {**os.environ, "PREFECT_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    environment |= {"PREFECT_API_URL": server} if server else {}
+    command = [sys.executable, "-c", PROGRAM, kill_in, "train", str(TINY), *arguments, "--json"]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
+def left_behind(runs: Runs) -> list[Path]:
+    return [path for path in runs.path(".incoming").iterdir() if path.is_dir()]
+
+
+def test_killed_in_an_update_and_started_again(empty: Runs, final: Compare, tmp_path: Path) -> None:
+    killed = "iteration 2: update policy"
+    child = grpo_train(empty, kill_in=killed, home=tmp_path / "home", server=PREFECT_API_URL.value())
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert len(left_behind(empty)) == 1
+    again = empty.start()
+    assert again.stages == (killed,)
+    assert left_behind(empty) == []
+    final(empty, again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_command_killed_in_each_stage_and_started_again(
+    empty: Runs, undisturbed: tuple[Runs, Start], tmp_path: Path, stage: str
+) -> None:
+    child = grpo_train(empty, kill_in=f"iteration 2: {stage}", home=tmp_path / "home", server=None)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert len(left_behind(empty)) == 1
+    again = grpo_train(empty, kill_in="", home=tmp_path / "home", server=None)
+    assert again.returncode == 0, again.stderr
+    assert left_behind(empty) == []
+    told = json.loads(again.stdout.splitlines()[-1])
+    assert told["policy_digest"] == undisturbed[1].summary.policy_digest
+    assert empty.tables() == undisturbed[0].tables()

@@ -1,0 +1,169 @@
+"""The key of a stage's result: changed by everything that determines the result, and by nothing else."""
+
+from typing import Any
+
+import pytest
+
+from configs.schema import AdvantagesSection, LoraSection, PlacementSection, PolicySection, RewardSection
+from configs.schema import RolloutSection as Rollout
+from configs.schema import UpdateSection as Update
+from tasks import caching
+from tasks.caching import StageKey, code_digest
+from tasks.collect_rollouts import collect_rollouts_task
+from tasks.compute_advantages import compute_advantages_task
+from tasks.models import ModelSpec
+from tasks.plan import plan_iteration
+from tasks.prompts import Prompt
+from tasks.score_rewards import score_rewards_task
+from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.update_policy import update_policy_task
+
+PROMPTS = (Prompt("id0", "a red circle", {"colour": "red"}), Prompt("id1", "a blue cross", {"colour": "blue"}))
+
+
+def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
+    values = {"uri": "run/x/y", "sha256": "s", "digest": digest, "schema_version": 1, "rows": 4, "seconds": 1.0}
+    return ArtifactRef.model_validate({**values, "metrics": {}, **changes})
+
+
+def plan(**changes: Any) -> object:
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "count": 2, "group_size": 2, "shared_noise": True}
+    return plan_iteration(PROMPTS, (None, None), **{**values, **changes})
+
+
+def model(**changes: Any) -> ModelSpec:
+    values = {"section": PolicySection(model="folder", dtype="float32"), "digest": "m", "adapter_seed": 1}
+    return ModelSpec.model_validate({**values, "keep_reference": True, **changes})
+
+
+POLICY = PolicyRef(version=1, digest="p", checkpoint=artifact("c"))
+INPUTS: dict[str, dict[str, Any]] = {
+    "rollouts": {
+        "policy": POLICY,
+        "plan": plan(),
+        "model": model(),
+        "rollout": Rollout(height=64, width=64),
+        "placement": PlacementSection(),
+    },
+    "rewards": {
+        "rollouts": artifact(),
+        "rewards": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
+        "folder": "iteration_000001",
+        "title": "iteration 1",
+        "placement": PlacementSection(),
+    },
+    "advantages": {
+        "rollouts": artifact("r"),
+        "rewards": artifact("s"),
+        "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
+        "advantages": AdvantagesSection(),
+        "folder": "iteration_000001",
+        "title": "iteration 1",
+    },
+    "update": {
+        "policy": POLICY,
+        "rollouts": artifact("r"),
+        "advantages": artifact("a"),
+        "model": model(),
+        "update": Update(),
+        "seed": 0,
+        "title": "iteration 1",
+        "placement": PlacementSection(),
+    },
+}
+TASKS = {
+    "rollouts": collect_rollouts_task,
+    "rewards": score_rewards_task,
+    "advantages": compute_advantages_task,
+    "update": update_policy_task,
+}
+
+
+def key(stage: str, **changes: object) -> str:
+    policy = TASKS[stage].cache_policy
+    assert isinstance(policy, StageKey)
+    return policy.compute_key(None, {**INPUTS[stage], **changes}, {})  # type: ignore[arg-type]
+
+
+DETERMINING = [
+    ("rollouts", {"policy": POLICY.model_copy(update={"digest": "q"})}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"version": 2})}),
+    ("rollouts", {"model": model(digest="other")}),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="bfloat16"))}),
+    ("rollouts", {"plan": plan(group_size=3)}),
+    ("rollouts", {"plan": plan(seed=1)}),
+    ("rollouts", {"plan": plan(iteration=2)}),
+    ("rollouts", {"plan": plan(shared_noise=False)}),
+    ("rollouts", {"rollout": Rollout(height=64, width=32)}),
+    ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
+    ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
+    ("rewards", {"rollouts": artifact("other")}),
+    ("rewards", {"rewards": (RewardSection(reward="ssim"),)}),
+    ("rewards", {"rewards": (RewardSection(reward="ssim", name="mine"), RewardSection(reward="psnr"))}),
+    (
+        "rewards",
+        {"rewards": (RewardSection(reward="ssim"), RewardSection(reward="psnr", settings={"full_scale_db": 40.0}))},
+    ),
+    ("advantages", {"rollouts": artifact("other")}),
+    ("advantages", {"rewards": artifact("other")}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", weight=0.5), RewardSection(reward="psnr"))}),
+    ("advantages", {"advantages": AdvantagesSection(scale="none")}),
+    ("update", {"policy": POLICY.model_copy(update={"checkpoint": artifact("other")})}),
+    ("update", {"rollouts": artifact("other")}),
+    ("update", {"advantages": artifact("other")}),
+    ("update", {"update": Update(learning_rate=2e-5)}),
+    ("update", {"update": Update(kl_coef=0.1)}),
+    ("update", {"seed": 1}),
+    ("update", {"model": model(adapter_seed=2)}),
+    ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))}),
+]
+WITHOUT_EFFECT = [
+    ("rollouts", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"checkpoint": artifact("c", uri="other/x/y", seconds=9.0)})}),
+    ("rollouts", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
+    ("rewards", {"rollouts": artifact(uri="other/x/y", sha256="t", seconds=9.0)}),
+    ("rewards", {"placement": PlacementSection(torch_threads=2)}),
+    ("rewards", {"rewards": (RewardSection(reward="ssim", weight=0.1), RewardSection(reward="psnr"))}),
+    ("advantages", {"rewards": artifact("s", uri="other/x/y", seconds=9.0)}),
+    ("update", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
+    ("update", {"rollouts": artifact("r", uri="other/x/y", seconds=9.0)}),
+    ("update", {"title": "another title"}),
+    ("update", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
+]
+
+
+@pytest.mark.parametrize(("stage", "change"), DETERMINING)
+def test_what_determines_the_result_changes_the_key(stage: str, change: dict[str, object]) -> None:
+    assert key(stage, **change) != key(stage)
+
+
+@pytest.mark.parametrize(("stage", "change"), WITHOUT_EFFECT)
+def test_what_does_not_leaves_the_key(stage: str, change: dict[str, object]) -> None:
+    assert key(stage, **change) == key(stage)
+
+
+def test_keys_are_the_stage_and_a_sha256() -> None:
+    assert {name: key(name).rsplit("-", 1)[0] for name in TASKS} == {
+        "rollouts": "collect-rollouts",
+        "rewards": "score-rewards",
+        "advantages": "compute-advantages",
+        "update": "update-policy",
+    }
+    assert all(len(key(name).rsplit("-", 1)[1]) == 64 for name in TASKS)
+
+
+def test_changed_code_changes_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: key(name) for name in TASKS}
+    monkeypatch.setattr(caching, "code_digest", lambda: "other code")
+    assert all(key(name) != before[name] for name in TASKS)
+
+
+def test_code_is_the_sources_and_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = code_digest.__wrapped__()
+    assert whole == code_digest.__wrapped__()
+    monkeypatch.setattr(caching, "version", lambda library: "0" if library == "torch" else "1")
+    other_torch = code_digest.__wrapped__()
+    monkeypatch.setattr(caching, "version", lambda library: "1")
+    assert other_torch != code_digest.__wrapped__()
+    monkeypatch.setattr(caching, "_SOURCES", ("grpo_core",))
+    assert other_torch != code_digest.__wrapped__()
