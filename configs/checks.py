@@ -38,6 +38,9 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
     if minibatch is not None and minibatch > rows:
         mend = f"An iteration has {rows} rows (rollout.prompts_per_iteration x rollout.group_size); use at most that."
         yield InputError("update.minibatch_size", minibatch, mend)
+    if config.policy.lora is None and config.policy.dtype != "float32":
+        mend = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
+        yield InputError("policy.dtype", config.policy.dtype, mend)
     if config.update.warmup_steps and config.update.lr_scheduler == "constant":
         mend = "It needs update.lr_scheduler: constant_with_warmup."
         yield InputError("update.warmup_steps", config.update.warmup_steps, mend)

@@ -89,7 +89,7 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
         # From YAML, a tuple is a list.
         config = RunConfig.model_validate(_tuples(values))
     except ValidationError as error:
-        raise InputErrors([_explain(detail) for detail in error.errors()]) from error
+        raise InputErrors([_explain(detail) for detail in _distinct(error.errors())]) from error
     if errors := contradictions(config):
         raise InputErrors(errors)
     return config
@@ -126,6 +126,12 @@ def _item(values: list[Any], key: str, override: str) -> Any:
     if not key.isdigit() or int(key) >= len(values):
         raise InputError("--set", override, f"{key!r} is no index of a list of {len(values)} (they count from 0).")
     return values[int(key)]
+
+
+def _distinct(details: Sequence[Any]) -> list[Any]:
+    """Without the complaint that a list is too short when that is so because its entries were refused."""
+    refused = {detail["loc"][0] for detail in details if len(detail["loc"]) > 1}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
 
 
 def _explain(detail: Any) -> InputError:

@@ -13,7 +13,7 @@ from flows.summary import TrainSummary, summarize
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import compute_advantages_task
 from tasks.plan import RolloutPlan
-from tasks.record import write_iteration_metrics
+from tasks.record import gather_metrics, has_metrics, write_metrics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.score_rewards import score_rewards_task
 from tasks.storage.records import current_records, registered_records, use_records
@@ -43,44 +43,35 @@ async def train(config: RunConfig) -> TrainSummary:
     """Run, or go on with, one training run."""
     started = time.perf_counter()
     run = open_run(config)
-    use_store(run.store)
-    use_records(await registered_records())
+    await start_recording(run)
     history = TrainingHistory()
     policy = run.base_policy
     evaluate(run, policy, history)
     for iteration in range(1, config.run.iterations + 1):
-        plan = run.plan(iteration)
-        rollouts, rewards, advantages = draw_and_score(run, policy, plan)
-        policy = named(update_policy_task, plan)(
-            policy,
-            rollouts,
-            advantages,
-            run.model,
-            config.update,
-            config.run.seed,
-            plan.title,
-            config.placement,
-        )
-        if is_evaluated(config, iteration):
-            evaluate(run, policy, history)
-        await report(run, history, iteration, policy, (rollouts, rewards, advantages))
+        policy = await train_iteration(run, policy, iteration, history)
     return summarize(run, policy, history.iterations, history.heldout, time.perf_counter() - started)
 
 
-def draw_and_score(run: Run, policy: PolicyRef, plan: RolloutPlan) -> tuple[ArtifactRef, ArtifactRef, ArtifactRef]:
-    """The three stages before the update, which are also an evaluation: rollouts, rewards, advantages."""
-    config = run.config
-    rollouts = named(collect_rollouts_task, plan)(policy, plan, run.model, config.rollout, config.placement)
-    rewards = named(score_rewards_task, plan)(rollouts, config.rewards, plan.folder, plan.title, config.placement)
-    advantages = named(compute_advantages_task, plan)(
-        rollouts, rewards, config.rewards, config.advantages, plan.folder, plan.title
-    )
-    return rollouts, rewards, advantages
+async def train_iteration(run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory) -> PolicyRef:
+    """Four stages from one policy version to the next, and what people see of them."""
+    plan = run.plan(iteration)
+    rollouts = collect_rollouts(run, policy, plan)
+    rewards = score_rewards(run, rollouts, plan)
+    advantages = compute_advantages(run, rollouts, rewards, plan)
+    policy = update_policy(run, policy, rollouts, advantages, plan)
+    if is_evaluated(run.config, iteration):
+        evaluate(run, policy, history)
+    await report(run, history, iteration, policy, (rollouts, rewards, advantages))
+    return policy
 
 
-def named(stage: Task[P, R], plan: RolloutPlan) -> Task[P, R]:
-    """The stage's task under a name that says which iteration it belongs to."""
-    return stage.with_options(task_run_name=f"{plan.title}: {stage.name}", result_storage=current_records())
+def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
+    """Draw and score the held-out prompts with fixed seeds: the first three stages again."""
+    plan = run.evaluation_plan(policy.version)
+    if plan is not None:
+        rollouts = collect_rollouts(run, policy, plan)
+        rewards = score_rewards(run, rollouts, plan)
+        history.heldout[policy.version] = compute_advantages(run, rollouts, rewards, plan)
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:
@@ -89,11 +80,41 @@ def is_evaluated(config: RunConfig, iteration: int) -> bool:
     return iteration == config.run.iterations or (every > 0 and iteration % every == 0)
 
 
-def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
-    """Draw and score the held-out prompts with fixed seeds."""
-    plan = run.evaluation_plan(policy.version)
-    if plan is not None:
-        *_, history.heldout[policy.version] = draw_and_score(run, policy, plan)
+async def start_recording(run: Run) -> None:
+    """Tasks of this context keep their artifacts, and the records of them, in the run's folder."""
+    use_store(run.store)
+    use_records(await registered_records())
+
+
+def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
+    """Stage 1."""
+    stage = named(collect_rollouts_task, plan)
+    return stage(policy, plan, run.model, run.config.rollout, run.config.placement)
+
+
+def score_rewards(run: Run, rollouts: ArtifactRef, plan: RolloutPlan) -> ArtifactRef:
+    """Stage 2."""
+    stage = named(score_rewards_task, plan)
+    return stage(rollouts, run.config.rewards, plan.folder, plan.title, run.config.placement)
+
+
+def compute_advantages(run: Run, rollouts: ArtifactRef, rewards: ArtifactRef, plan: RolloutPlan) -> ArtifactRef:
+    """Stage 3."""
+    stage = named(compute_advantages_task, plan)
+    return stage(rollouts, rewards, run.config.rewards, run.config.advantages, plan.folder, plan.title)
+
+
+def update_policy(
+    run: Run, policy: PolicyRef, rollouts: ArtifactRef, advantages: ArtifactRef, plan: RolloutPlan
+) -> PolicyRef:
+    """Stage 4."""
+    config, stage = run.config, named(update_policy_task, plan)
+    return stage(policy, rollouts, advantages, run.model, config.update, config.run.seed, plan.title, config.placement)
+
+
+def named(stage: Task[P, R], plan: RolloutPlan) -> Task[P, R]:
+    """The stage's task under a name that says which iteration it belongs to."""
+    return stage.with_options(task_run_name=f"{plan.title}: {stage.name}", result_storage=current_records())
 
 
 async def report(
@@ -103,18 +124,25 @@ async def report(
     policy: PolicyRef,
     stages: tuple[ArtifactRef, ArtifactRef, ArtifactRef],
 ) -> None:
-    """Keep the iteration's metrics and leave a report and a table in Prefect's UI."""
+    """Gather the iteration's figures, show them in Prefect's UI once, and keep them."""
     assert policy.checkpoint is not None
     heldout = history.heldout.get(iteration)
+    metrics = gather_metrics([*stages, policy.checkpoint], heldout)
     record = IterationRecord(
-        iteration,
-        *stages,
-        metrics=write_iteration_metrics(run.store, iteration, [*stages, policy.checkpoint], heldout),
-        heldout=heldout.metrics.get("reward") if heldout else None,
+        iteration, *stages, metrics=metrics, heldout=heldout.metrics.get("reward") if heldout else None
     )
     history.iterations.append(record)
-    key = f"grpo-{run.config.run.name}".lower().replace(".", "-").replace("_", "-")
-    title = f"{run.config.run.name}, iteration {iteration}"
-    markdown = iteration_markdown(run.store, run.config.run.name, history.iterations)
+    # A run that goes on passes by its former iterations; they have been reported.
+    if not has_metrics(run.store, iteration) or iteration == run.config.run.iterations:
+        await publish(run, history)
+    write_metrics(run.store, iteration, metrics)
+
+
+async def publish(run: Run, history: TrainingHistory) -> None:
+    """Leave the last iteration's report and table in Prefect's UI."""
+    name, record = run.config.run.name, history.iterations[-1]
+    key = f"grpo-{name}".lower().replace(".", "-").replace("_", "-")
+    title = f"{name}, iteration {record.iteration}"
+    markdown = iteration_markdown(run.store, name, history.iterations)
     await acreate_markdown_artifact(markdown, key=f"{key}-report", description=title)
     await acreate_table_artifact(iteration_table(record), key=f"{key}-metrics", description=title)

@@ -1,8 +1,9 @@
 """An iteration's figures, gathered from its stages into one table."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import METRICS
@@ -10,16 +11,12 @@ from tasks.storage.store import ArtifactStore
 from tasks.storage.tables import write_table
 
 
-def write_iteration_metrics(
-    store: ArtifactStore, iteration: int, stages: Sequence[ArtifactRef], heldout: ArtifactRef | None
-) -> dict[str, float]:
-    """Write `iteration_NNNNNN/metrics.parquet`, a row a metric, and return the same figures.
+def gather_metrics(stages: Sequence[ArtifactRef], heldout: ArtifactRef | None) -> dict[str, float]:
+    """The figures of all stages of an iteration, with the seconds that each took when it ran.
 
     Args:
-        store: the run's folder.
-        iteration: its number.
-        stages: the artifacts of its stages.
-        heldout: advantages of the evaluation of the policy that it made, if there was one.
+        stages: their artifacts.
+        heldout: advantages of the evaluation of the policy that the iteration made, if there was one.
     """
     metrics: dict[str, float] = {}
     for stage in stages:
@@ -28,15 +25,32 @@ def write_iteration_metrics(
     metrics["step_time"] = sum(stage.seconds for stage in stages)
     if heldout is not None and "reward" in heldout.metrics:
         metrics["heldout_reward"] = heldout.metrics["reward"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "metrics.parquet"
-        names = sorted(metrics)
-        values = [metrics[name] for name in names]
-        write_table(path, METRICS, {"iteration": [iteration] * len(names), "metric": names, "value": values})
-        store.write_file(f"iteration_{iteration:06d}/metrics.parquet", path.read_bytes())
     return metrics
 
 
 def _stage_name(artifact: ArtifactRef) -> str:
     first, last = artifact.folder.split("/")
     return "update" if first == "policies" else last
+
+
+def _place(iteration: int) -> str:
+    return f"iteration_{iteration:06d}/metrics.parquet"
+
+
+def has_metrics(store: ArtifactStore, iteration: int) -> bool:
+    """Whether the iteration's table has been written."""
+    return bool(store.filesystem.exists(store.path(_place(iteration))))
+
+
+def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Write `iteration_NNNNNN/metrics.parquet`, a row a metric."""
+    names = sorted(metrics)
+    columns: dict[str, list[Any]] = {
+        "iteration": [iteration] * len(names),
+        "metric": names,
+        "value": [metrics[name] for name in names],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.parquet"
+        write_table(path, METRICS, columns)
+        store.write_file(_place(iteration), path.read_bytes())

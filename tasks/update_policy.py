@@ -79,6 +79,7 @@ def update_policy_task(
             seed=derive_seed(seed, version, "minibatches"),
             on_progress=progress_of(f"{title}: {STAGE}"),
         )
+        optimizer.zero_grad()  # or the gradients would be held through the next rollouts
         learner.save_weights(staged)
         digest = weights_digest(staged)
         _save_state(staged, optimizer, result, version, digest)

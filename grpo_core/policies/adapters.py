@@ -99,7 +99,7 @@ class LoraModel:
                 mend = f"Give a regular expression over the model's layer names ({error})."
                 raise InputError("policy.lora.targets", settings.targets, mend) from error
         self.model.peft_config["default"].base_model_name_or_path = base_name
-        self._initial = {name: value.clone() for name, value in self._state().items()}
+        self._initial = {name: _on_cpu(value) for name, value in self._state().items()}
 
     def _state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = get_peft_model_state_dict(self.model, save_embedding_layers=False)
@@ -130,6 +130,11 @@ class LoraModel:
             mend = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
             raise InputError("policy.lora", differing[:3], mend)
         set_peft_model_state_dict(self.model, state)
+
+
+def _on_cpu(value: Tensor) -> Tensor:
+    """A copy that takes no accelerator memory; a tensor without values has none to copy."""
+    return value if value.is_meta else value.detach().to("cpu", copy=True)
 
 
 class FullModel:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from prefect.filesystems import WritableFileSystem
-from prefect.results import ResultRecord, ResultRecordMetadata
+from prefect.results import ResultRecord, ResultRecordMetadata  # type: ignore[attr-defined]
 
 from tasks.storage.codec import reference_serializer
 from tasks.storage.reference import StaleReferenceError
@@ -27,7 +27,8 @@ class StageRecords(WritableFileSystem):
     _block_type_slug = "grpo-stage-records"
     _description = "References to the artifacts of finished stages, in the folder of their run."
 
-    def read_path(self, path: str, *, _sync: bool = True) -> bytes:
+    # Prefect calls the plain methods with _sync=True, and those with an "a" from coroutines.
+    def read_path(self, path: str, *, _sync: bool = True) -> bytes:  # type: ignore[override]
         """The record of a key as Prefect reads it.
 
         Raises:
@@ -37,14 +38,14 @@ class StageRecords(WritableFileSystem):
         metadata = ResultRecordMetadata(
             serializer=reference_serializer(), storage_key=path, storage_block_id=self._block_document_id
         )
-        record = ResultRecord(metadata=metadata, result=json.dumps(content))
+        record: ResultRecord[str] = ResultRecord(metadata=metadata, result=json.dumps(content))
         return record.model_dump_json(serialize_as_any=True).encode()
 
     async def aread_path(self, path: str) -> bytes:
         """As read_path."""
         return self.read_path(path)
 
-    def write_path(self, path: str, content: bytes, *, _sync: bool = True) -> None:
+    def write_path(self, path: str, content: bytes, *, _sync: bool = True) -> None:  # type: ignore[override]
         """Keep the reference that a Prefect record holds."""
         store, result = current_store(), json.loads(json.loads(content)["result"])
         kept = json.dumps({"key": path, "result": result, "sha256": _digest(path, result)}, indent=1).encode()

@@ -60,9 +60,7 @@ class PlainLoop:
         dtype: torch.dtype = getattr(torch, config.policy.dtype)
         drawing = drawing_settings(config.rollout)
         self.config = config
-        self.policy = GlmImagePolicy.load(
-            config.policy.model, drawing, choice, dtype=dtype, device=torch.device("cpu")
-        )
+        self.policy = GlmImagePolicy.load(config.policy.model, drawing, choice, dtype=dtype, device=torch.device("cpu"))
         settings = OptimizerSettings(config.update.learning_rate, config.update.betas, config.update.eps)
         self.optimizer = PolicyOptimizer(self.policy.trainable_parameters(), settings)
 

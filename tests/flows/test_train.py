@@ -1,5 +1,6 @@
 """The training flow: what is done, what is re-used, what is noticed, and that it comes to the same policy."""
 
+import re
 import shutil
 import socket
 import time
@@ -13,15 +14,16 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_HOME, temporary_settings
+from typer.testing import CliRunner
 
+from flows.command_line import application
 from grpo_core.errors import NonFiniteError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.rewards.protocol import Score, ScoringBatch
 from grpo_core.rewards.ssim import SsimReward
 from tasks import models
-from tasks.storage.failures import StorageError
 
-from .conftest import REPOSITORY, Runs, Start
+from .conftest import REPOSITORY, TINY, Runs, Start
 
 STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
 ALL = tuple(f"iteration {iteration}: {stage}" for iteration in (1, 2) for stage in STAGES)
@@ -312,8 +314,13 @@ class TestFailure:
         before = runs.tables()
         free = shutil.disk_usage(small_disk).free
         filler.write_bytes(bytes(free - 150_000))
-        with pytest.raises(StorageError, match=r"storage\.root.*the disk is full.*start again"):
-            runs.start()
+        sets = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
+        result = CliRunner().invoke(application, ["train", str(TINY), *sets])
+        assert result.exit_code == 1
+        (message,) = [line for line in result.stderr.splitlines() if line.startswith("failed")]
+        assert re.fullmatch(
+            r"failed: StorageError: storage\.root: got '.*', where the disk is full .*start again.*", message
+        )
         assert before.items() <= runs.tables().items()
         filler.unlink()
         again = runs.start()

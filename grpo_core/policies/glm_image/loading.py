@@ -46,6 +46,8 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
     pipeline.processor.unit = pixel_unit(pipeline)
     pipeline.set_progress_bar_config(disable=True)
+    # Its tensors are the widest of all; one picture at a time, their size does not depend on the batch.
+    pipeline.vae.enable_slicing()
     for part in (pipeline.vision_language_encoder, pipeline.text_encoder, pipeline.transformer, pipeline.vae):
         part.requires_grad_(False)
         part.eval()

@@ -155,9 +155,9 @@ def estimate_memory(
             "decoding",
             max(
                 denoising_bytes(sizes, b, rows=decoded, height=height, width=width),
-                vae_bytes(sizes, b, rows=decoded, height=height, width=width),
+                vae_bytes(sizes, b, rows=1, height=height, width=width),
             ),
-            f"{decoded} pictures of {size}: the autoencoder's widest tensors, or a block of the decoder",
+            f"{size}: a decoder block for {decoded} pictures, or the autoencoder's widest tensors for one",
         ),
         MemoryPart("activations", "backward", activations, f"{micro_batch_size} rows x {length} ids: {kept}"),
         MemoryPart(
@@ -194,7 +194,6 @@ def _training_parts(sizes: ComponentSizes, b: int, *, keep_reference: bool) -> l
         what = f"{count / 1e6:.3g} M adapter parameters in fp32"
         held = [
             MemoryPart("adapters", "always", count * each, what),
-            MemoryPart("adapters as they began", "always", count * each, f"{what}, kept for the first version"),
         ]
     else:
         count, each = sizes.language_model, b

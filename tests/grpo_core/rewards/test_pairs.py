@@ -53,6 +53,5 @@ def test_small_picture_is_refused_with_its_size_and_sample() -> None:
 
 
 def test_lists_of_different_length_are_refused() -> None:
-    batch = make_batch([flat(0), flat(0)], [flat(0)])
-    with pytest.raises(ValueError, match="zip"):
-        score_pairs(batch, difference, clamp_unit, name="difference", min_side=1)
+    with pytest.raises(AssertionError, match="one entry a sample"):
+        make_batch([flat(0), flat(0)], [flat(0)])

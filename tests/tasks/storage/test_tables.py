@@ -1,7 +1,6 @@
 """Parquet in and out: pinned schemas, digests of values, and the tools that open the files as they are."""
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
@@ -148,8 +147,8 @@ class TestOtherTools:
         assert rows == [(shade, "a cup, 一只猫", 1, f"{shade}.png", picture(shade)) for shade in range(3)]
 
     @pytest.fixture
-    def cache(self, tmp_path: Path) -> Iterator[str]:
-        yield str(tmp_path / "datasets-cache")
+    def cache(self, tmp_path: Path) -> str:
+        return str(tmp_path / "datasets-cache")
 
     @pytest.mark.parametrize("way", ["files", "folder"])
     def test_datasets_shows_the_pictures(self, folder: Path, cache: str, way: str) -> None:
