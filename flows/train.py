@@ -1,11 +1,14 @@
 """The training flow: rollouts, rewards, advantages, update; again and again, each stage kept."""
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from prefect import Task, flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.context import SyncClientContext
 
 from configs.schema import RunConfig
 from flows.preparation import Run, open_run
@@ -43,12 +46,12 @@ async def train(config: RunConfig) -> TrainSummary:
     """Run, or go on with, one training run."""
     started = time.perf_counter()
     run = open_run(config)
-    await start_recording(run)
     history = TrainingHistory()
     policy = run.base_policy
-    evaluate(run, policy, history)
-    for iteration in range(1, config.run.iterations + 1):
-        policy = await train_iteration(run, policy, iteration, history)
+    async with recording(run):
+        evaluate(run, policy, history)
+        for iteration in range(1, config.run.iterations + 1):
+            policy = await train_iteration(run, policy, iteration, history)
     return summarize(run, policy, history.iterations, history.heldout, time.perf_counter() - started)
 
 
@@ -80,10 +83,14 @@ def is_evaluated(config: RunConfig, iteration: int) -> bool:
     return iteration == config.run.iterations or (every > 0 and iteration % every == 0)
 
 
-async def start_recording(run: Run) -> None:
+@asynccontextmanager
+async def recording(run: Run) -> AsyncIterator[None]:
     """Tasks of this context keep their artifacts, and the records of them, in the run's folder."""
     use_store(run.store)
     use_records(await registered_records())
+    # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
+    with SyncClientContext.get_or_create():
+        yield
 
 
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:

@@ -20,7 +20,7 @@ from rich.table import Table
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.preparation import Run, open_run
-from flows.train import TrainingHistory, start_recording, train_iteration
+from flows.train import TrainingHistory, recording, train_iteration
 from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
@@ -110,15 +110,15 @@ class PlainLoop:
 async def compare(config: RunConfig) -> Timings:
     """Alternate the two, one iteration each."""
     run = open_run(config)
-    await start_recording(run)
     plain, policy, history, timings = PlainLoop(config, run), run.base_policy, TrainingHistory(), Timings()
-    for iteration in range(1, config.run.iterations + 1):
-        begun = time.perf_counter()
-        plain.iterate(run.plan(iteration))
-        between = time.perf_counter()
-        policy = await train_iteration(run, policy, iteration, history)
-        timings.plain.append(between - begun)
-        timings.staged.append(time.perf_counter() - between)
+    async with recording(run):
+        for iteration in range(1, config.run.iterations + 1):
+            begun = time.perf_counter()
+            plain.iterate(run.plan(iteration))
+            between = time.perf_counter()
+            policy = await train_iteration(run, policy, iteration, history)
+            timings.plain.append(between - begun)
+            timings.staged.append(time.perf_counter() - between)
     return timings
 
 

@@ -1,11 +1,13 @@
 """kill -9 in the middle of each stage: the run goes on and comes to the same policy and the same tables."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,31 @@ main()
 """
 
 
-def grpo_train(runs: Runs, *, kill_in: str, home: Path, server: str | None) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def grpo_train(runs: Runs, *, kill_in: str, home: Path, server: str | None) -> Ended:
     arguments = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
     environment = {**os.environ, "PREFECT_HOME": str(home), "OMP_NUM_THREADS": "1"}
     environment |= {"PREFECT_API_URL": server} if server else {}
     command = [sys.executable, "-c", PROGRAM, kill_in, "train", str(TINY), *arguments, "--json"]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    home.mkdir(exist_ok=True)
+    out, err = home / "stdout", home / "stderr"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        # The temporary server outlives a killed parent: files instead of pipes, and the whole group is ended.
+        child = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+        child.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    return Ended(child.returncode, out.read_text(), err.read_text())
 
 
 def left_behind(runs: Runs) -> list[Path]:
