@@ -1,1 +1,1 @@
-"""The shipped configuration files, what a configuration may say (schema) and how one is read (loader)."""
+"""The shipped configuration files, what one may say (schema, checks for combinations), how it is read (loader)."""

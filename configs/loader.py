@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
+        if not isinstance(key, Hashable):
+            raise yaml.constructor.ConstructorError(None, None, "a key is a name, no list", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
         seen.add(key)
@@ -47,7 +49,9 @@ def parse_yaml(text: str, place: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark else place
         problem = getattr(error, "problem", None) or "it is not YAML"
-        raise InputError(where, text.splitlines()[mark.line].strip() if mark else text, f"{problem}.") from error
+        # What is left open is noticed at the end of the text, which may be a line that is not there.
+        lines = [*text.splitlines(), ""]
+        raise InputError(where, lines[mark.line].strip() if mark else text, f"{problem}. Mend the YAML.") from error
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

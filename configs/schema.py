@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Digits = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
@@ -100,7 +101,7 @@ class UpdateSection(Section):
     """How stored rollouts change the policy."""
 
     learning_rate: Positive = 1e-5
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
     lr_scheduler: Literal["constant", "constant_with_warmup"] = "constant"
@@ -129,7 +130,7 @@ class EvaluateSection(Section):
 
 
 class PlacementSection(Section):
-    """Where the work is done; nothing here changes a result."""
+    """Where the work is done; of a result it changes the rounding of the last bits alone."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: Digits = Field(1, description="measure before raising: on a small shared machine one is fastest")

@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object on the last 
 
 def main() -> None:
     """Entry point of the program."""
-    # Weights are read from folders or an existing cache; a run never waits for a hub it cannot reach.
+    # Its warning about a fork would stand among the run's own lines.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     application()
 

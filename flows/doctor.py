@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from flows.inputs import input_problems
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.architecture import find_configs
-from grpo_core.policies.glm_image.memory import GIB, MemoryEstimate, estimate_memory
+from grpo_core.policies.glm_image.memory import GIB, MemoryEstimate, checkpoint_bytes, estimate_memory
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
 from tasks.storage.files import is_local
@@ -60,14 +60,16 @@ def examine(config: RunConfig) -> Diagnosis:
     """Look everything over; nothing is loaded, drawn or changed."""
     findings = [*_inputs(config)]
     memory: MemoryEstimate | None = None
+    checkpoint = 0
     try:
         sizes = _sizes(config)
+        checkpoint = checkpoint_bytes(sizes, config.policy.dtype)
         memory = memory_estimate(config, sizes)
         findings += [_weights(config, sizes), _memory(config, memory)]
     except InputError as error:
         if not any(finding.said.startswith(error.place) for finding in findings):
             findings.append(Finding("model", False, f"{error.place}: {error.value!r}", error.mend))
-    findings += [_storage(config), _fonts(), _server()]
+    findings += [_storage(config, checkpoint), _fonts(), _server()]
     return Diagnosis(tuple(findings), memory)
 
 
@@ -147,8 +149,11 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     return Finding("memory", needed * GIB <= free, said, "" if needed * GIB <= free else mend)
 
 
-def _storage(config: RunConfig) -> Finding:
-    store = ArtifactStore(config.storage.root, config.run.name)
+def _storage(config: RunConfig, checkpoint: int) -> Finding:
+    try:
+        store = ArtifactStore(config.storage.root, config.run.name)
+    except InputError as error:
+        return Finding("storage", False, f"{error.place}: got {error.value!r}", error.mend)
     if not is_local(store.filesystem):
         return Finding("storage", True, f"{config.storage.root} (not tried: looking changes nothing)")
     nearest = next(place for place in (Path(store.path()), *Path(store.path()).parents) if place.exists())
@@ -157,9 +162,14 @@ def _storage(config: RunConfig) -> Finding:
     free = shutil.disk_usage(nearest).free / GIB
     pictures = config.rows_per_iteration * config.run.iterations
     # Uncompressed, so that a PNG of noise is covered too.
-    wanted = pictures * config.rollout.height * config.rollout.width * 3 / GIB
-    said = f"{config.storage.root}: {free:.3g} GiB free; {pictures} pictures take at most {wanted:.2g} GiB"
-    return Finding("storage", free > wanted, said, "" if free > wanted else "Free some space, or set storage.root.")
+    drawn = pictures * config.rollout.height * config.rollout.width * 3 / GIB
+    policies = config.run.iterations * checkpoint / GIB
+    said = (
+        f"{config.storage.root}: {free:.3g} GiB free; {pictures} pictures take at most {drawn:.2g} GiB, "
+        f"{config.run.iterations} policies with their optimizer state {policies:.2g} GiB"
+    )
+    enough = free > drawn + policies
+    return Finding("storage", enough, said, "" if enough else "Free some space, or set storage.root to a larger disk.")
 
 
 def _fonts() -> Finding:

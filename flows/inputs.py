@@ -4,6 +4,8 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from configs.schema import DataSection, EvaluateSection, RunConfig
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_folder
@@ -52,12 +54,18 @@ def input_problems(config: RunConfig) -> Iterator[InputError]:
     yield from _prompt_problems(config)
     try:
         refuse_missing_folder(config.policy.model)
-        unit = read_pixel_unit(config.policy.model)
-        if unit is not None:
-            token_grids(config.rollout.height, config.rollout.width, unit)
+        _require_drawable_size(config)
     except InputError as error:
         yield error
     yield from _reward_problems(config)
+    if config.placement.device == "cuda" and not torch.cuda.is_available():
+        yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
+
+
+def _require_drawable_size(config: RunConfig) -> None:
+    unit = read_pixel_unit(config.policy.model)
+    if unit is not None:
+        token_grids(config.rollout.height, config.rollout.width, unit)
 
 
 def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
@@ -94,6 +102,8 @@ def require_inputs(config: RunConfig) -> None:
     try:
         # A hub name may be downloaded here, so everything else is known to be well by now.
         model_digest(config.policy.model)
+        # What was downloaded can be read now, and it is not loaded yet.
+        _require_drawable_size(config)
         ArtifactStore(config.storage.root, config.run.name).require_writable()
     except InputError as error:
         raise InputErrors([error]) from error

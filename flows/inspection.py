@@ -160,8 +160,8 @@ def _places(name: str, root: str) -> Iterator[ArtifactStore]:
 def _store(root: str, run: str, place: str) -> ArtifactStore:
     try:
         return ArtifactStore(root, run)
-    except (ValueError, ImportError) as error:
-        raise InputError(place, root, f"{error}. Give a folder or a URL of a known kind, such as s3://.") from error
+    except InputError as error:
+        raise InputError(place, root, error.mend) from error
 
 
 def _which_runs(name: str, root: str) -> str:

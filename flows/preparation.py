@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from configs.schema import RunConfig
 from flows.inputs import PromptSet, compares_with_targets, read_prompt_set, require_inputs
 from grpo_core.seeds import derive_seed
-from tasks.caching import code_digest
+from tasks.caching import code_digest, library_versions
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan, plan_evaluation, plan_iteration
@@ -113,7 +114,7 @@ def _lineage(run: Run) -> str:
     described = {
         "config": _determining(run.config),
         "model": run.model.digest,
-        "prompts": [prompt.prompt_id for prompt in run.training.prompts],
+        "prompts": [[prompt.prompt_id, dict(prompt.columns)] for prompt in run.training.prompts],
         "targets": [target and target.sha256 for target in run.training.targets],
         "code": code_digest(),
     }
@@ -174,6 +175,7 @@ def _write_description(run: Run) -> None:
         "model": run.config.policy.model,
         "model_digest": run.model.digest,
         "code": code_digest(),
+        "versions": {"python": platform.python_version(), **library_versions()},
         "prompts": len(run.training.prompts),
         "heldout_prompts": len(run.heldout.prompts) if run.heldout else 0,
     }

@@ -22,9 +22,11 @@ class TrainSummary(RunFigures):
 
     Attributes:
         contact_sheet: picture of before and after, if there are held-out prompts.
+        set_aside: what this start moved out of the way, and why.
     """
 
     contact_sheet: str | None
+    set_aside: list[str]
 
 
 def summarize(
@@ -55,6 +57,7 @@ def summarize(
         seconds=by_stage,
         folder=run.store.path(),
         contact_sheet=sheet,
+        set_aside=run.store.reasons,
     )
 
 

@@ -1,5 +1,6 @@
 """What a person sees of a training run in the terminal: bars on the way, a summary at the end."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from rich.text import Text
 
 from flows.doctor import Diagnosis
 from flows.summary import TrainSummary
-from tasks.progress import Listener, listen
+from tasks.progress import listen
 
 _console = Console(stderr=True)
 
@@ -40,7 +41,7 @@ class _Rate(ProgressColumn):
 def training_progress() -> Iterator[None]:
     """Show how far each stage is: a bar in a terminal, a line when a stage ends elsewhere."""
     if not _console.is_terminal:
-        listen(_plain_lines())
+        listen(_Lines())
         yield
         return
     columns = (
@@ -52,28 +53,41 @@ def training_progress() -> Iterator[None]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=_console) as bars:
-        shown: dict[str, TaskID] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in shown:
-                for earlier in shown.values():
-                    bars.update(earlier, visible=False)
-                shown[stage] = bars.add_task(stage, total=total)
-            bars.update(shown[stage], completed=done, total=total)
-
-        listen(advance)
+        listen(_Bars(bars))
         yield
 
 
-def _plain_lines() -> Listener:
-    begun: dict[str, float] = {}
+class _Bars:
+    """The bar of the stage that is at work; former ones make room."""
 
-    def tell(stage: str, done: int, total: int) -> None:
-        begun.setdefault(stage, time.perf_counter())
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.stage, self.task = "", TaskID(-1)
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        if stage != self.stage:
+            if self.stage:
+                self.bars.remove_task(self.task)
+            self.stage, self.task = stage, self.bars.add_task(stage, total=total)
+        self.bars.update(self.task, completed=done, total=total)
+
+    def announce(self, line: str) -> None:
+        self.bars.console.print(line, markup=False, highlight=False)
+
+
+class _Lines:
+    """A line when a stage ends, for logs."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        begun = self.begun.setdefault(stage, time.perf_counter())
         if done == total:
-            print(f"{stage}: {done}/{total} in {time.perf_counter() - begun[stage]:.1f} s", file=sys.stderr, flush=True)
+            self.announce(f"{stage}: {done}/{total} in {time.perf_counter() - begun:.1f} s")
 
-    return tell
+    def announce(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def show_summary(summary: TrainSummary) -> None:
@@ -86,10 +100,18 @@ def show_summary(summary: TrainSummary) -> None:
     for stage, seconds in summary.seconds.items():
         table.add_row(f"seconds, {stage}", f"{seconds:.1f}")
     table.add_row("policy digest", (summary.policy_digest or "none")[:16])
-    table.add_row("kept in", summary.folder)
+    table.add_row("kept in", _shown(summary.folder))
     if summary.contact_sheet:
-        table.add_row("pictures before and after", summary.contact_sheet)
+        table.add_row("pictures before and after", _shown(summary.contact_sheet))
+    for reason in summary.set_aside:
+        table.add_row("set aside", escape(reason))
     _console.print(table)
+
+
+def _shown(path: str) -> str:
+    """Shorter where it lies below the folder one is in."""
+    below = os.path.relpath(path)
+    return path if below.startswith("..") else below
 
 
 def _change(first: float | None, last: float | None) -> str:

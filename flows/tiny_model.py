@@ -37,14 +37,14 @@ TEMPERATURES = (1.0, 0.7)
 @task(name="train token model", cache_policy=NO_CACHE)
 def train_token_model(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> AutoregressiveMetrics:
     """Cross-entropy on the tokens of captioned pictures; changes the pipeline in place."""
-    tell = progress_of("train token model")
+    tell = progress_of("train token model", recipe.autoregressive_steps)
     return train_autoregressive(pipeline, recipe, lambda step, steps, loss: tell(step, steps))
 
 
 @task(name="train decoder", cache_policy=NO_CACHE)
 def train_picture_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
     """Flow matching from tokens to pixels; changes the pipeline in place."""
-    tell = progress_of("train decoder")
+    tell = progress_of("train decoder", recipe.decoder_steps)
     return train_decoder(pipeline, recipe, lambda step, steps, loss: tell(step, steps))
 
 

@@ -16,6 +16,7 @@ from flows.summary import TrainSummary, summarize
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import compute_advantages_task
 from tasks.plan import RolloutPlan
+from tasks.progress import announce
 from tasks.record import gather_metrics, has_metrics, write_metrics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.score_rewards import score_rewards_task
@@ -24,6 +25,7 @@ from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import use_store
 from tasks.update_policy import update_policy_task
 
+TOLD = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -139,10 +141,17 @@ async def report(
         iteration, *stages, metrics=metrics, heldout=heldout.metrics.get("reward") if heldout else None
     )
     history.iterations.append(record)
+    announce(told(record, run.config.run.iterations))
     # A run that goes on passes by its former iterations; they have been reported.
     if not has_metrics(run.store, iteration) or iteration == run.config.run.iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
+
+
+def told(record: IterationRecord, iterations: int) -> str:
+    """The iteration in one line."""
+    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in TOLD if name in record.metrics]
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
 
 
 async def publish(run: Run, history: TrainingHistory) -> None:

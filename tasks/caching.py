@@ -1,6 +1,7 @@
 """The key of a stage's result: its name, the code, and a description of its inputs by content.
 
-Placement, progress and the name of the run are not part of it: they change no result.
+Progress and the name of the run are not part of it: they change no result. Nor is placement: another device or thread
+count rounds the last bits otherwise, and what was made there stays what it is.
 """
 
 import hashlib
@@ -24,7 +25,23 @@ R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 _SOURCES = ("grpo_core", "tasks")
-_LIBRARIES = ("accelerate", "diffusers", "numpy", "peft", "pillow", "pyarrow", "torch", "transformers")
+# They say what was done and do nothing of it; a run is not to begin anew for another colour of its page.
+_WITHOUT_EFFECT = ("tasks/reports",)
+_LIBRARIES = (
+    "accelerate",
+    "diffusers",
+    "lpips",
+    "numpy",
+    "peft",
+    "pillow",
+    "pyarrow",
+    "pytorch-msssim",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "torchvision",
+    "transformers",
+)
 
 
 @lru_cache(maxsize=1)
@@ -35,12 +52,23 @@ def code_digest() -> str:
     """
     digest = hashlib.sha256()
     top = Path(__file__).resolve().parent.parent
-    for package in _SOURCES:
-        for path in sorted((top / package).rglob("*.py")):
-            digest.update(path.relative_to(top).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    for library in _LIBRARIES:
-        digest.update(f"{library} {version(library)}\n".encode())
+    for name in determining_sources():
+        digest.update(name.encode() + b"\0" + (top / name).read_bytes() + b"\0")
+    for library, number in library_versions().items():
+        digest.update(f"{library} {number}\n".encode())
     return digest.hexdigest()
+
+
+def determining_sources() -> list[str]:
+    """The files that a result depends on, relative to the checkout."""
+    top = Path(__file__).resolve().parent.parent
+    names = (path.relative_to(top).as_posix() for package in _SOURCES for path in (top / package).rglob("*.py"))
+    return sorted(name for name in names if not name.startswith(tuple(f"{left}/" for left in _WITHOUT_EFFECT)))
+
+
+def library_versions() -> dict[str, str]:
+    """The libraries that do the numbers, with the versions installed here."""
+    return {library: version(library) for library in _LIBRARIES}
 
 
 @dataclass

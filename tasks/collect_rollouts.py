@@ -24,10 +24,12 @@ STAGE = "collect rollouts"
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    model: ModelSpec = inputs["model"]
+    model, policy = inputs["model"], inputs["policy"]
     return {
-        "policy": inputs["policy"].digest,
-        "version": inputs["policy"].version,
+        "policy": policy.digest,
+        "version": policy.version,
+        # The digest is of the adapters' matrices; how far they count is said beside them, once there are any.
+        "lora": model.section.model_dump(mode="json")["lora"] if policy.version else None,
         "model": model.digest,
         "dtype": model.section.dtype,
         "plan": inputs["plan"].model_dump(mode="json"),
@@ -54,7 +56,7 @@ def collect_rollouts_task(
     """Draw every group of the plan and keep every rollout."""
     started = time.perf_counter()
     store = current_store()
-    tell = progress_of(f"{plan.title}: {STAGE}")
+    tell = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
     drawer = policy_at(policy, model, drawing_settings(rollout), placement)
     requests = [plan.request(group) for group in plan.groups]
     tokens = 0

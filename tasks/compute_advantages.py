@@ -47,6 +47,7 @@ def compute_advantages_task(
     """Combine the rewards of each sample and compare it with its siblings."""
     started = time.perf_counter()
     store = current_store()
+    tell = progress_of(f"{title}: {STAGE}", rewards.rows)
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         rollout_files = store.local_files(rollouts, Path(fetched) / "rollouts")
         reward_files = store.local_files(rewards, Path(fetched) / "rewards")
@@ -54,7 +55,7 @@ def compute_advantages_task(
         combined = combine_rewards(samples.values, [section.weight for section in mix])
         result = compute_advantages(combined.rewards, normalize_std=advantages.scale == "group", eps=advantages.eps)
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, combined, result))
-        progress_of(f"{title}: {STAGE}")(rewards.rows, rewards.rows)
+        tell(rewards.rows, rewards.rows)
         return store.commit(
             staged,
             f"{folder}/advantages",
@@ -85,7 +86,13 @@ def _read_samples(rollouts: Path, rewards: Path, labels: Sequence[str]) -> _Samp
     table = pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=["sample_id", "group_id"])
     for label in labels:
         scores = pl.read_parquet(rewards / f"{label}.parquet", columns=["sample_id", "value"])
-        table = table.join(scores.rename({"value": f"reward:{label}"}), on="sample_id", how="left", validate="1:1")
+        table = table.join(
+            scores.rename({"value": f"reward:{label}"}),
+            on="sample_id",
+            how="left",
+            validate="1:1",
+            maintain_order="left",
+        )
     groups = table.group_by("group_id", maintain_order=True).agg(pl.all())
     sizes = {len(ids) for ids in groups["sample_id"]}
     assert len(sizes) == 1, f"groups of one size, got {sizes}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_core.errors import InputError
 
-_DETERMINING = {".safetensors", ".json", ".jinja", ".model", ".txt"}
+_DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 
 
 @lru_cache(maxsize=4)

@@ -1,24 +1,43 @@
-"""How far a stage is, for whoever listens: a bar in a terminal, or nobody."""
+"""How far a run is, for whoever listens: bars in a terminal, lines elsewhere, or nobody."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
-
-Listener = Callable[[str, int, int], None]
-
-
-def _nobody(stage: str, done: int, total: int) -> None:
-    """Drop the news."""
+from typing import Protocol
 
 
-_LISTENER: ContextVar[Listener] = ContextVar("progress_listener", default=_nobody)
+class Listener(Protocol):
+    """Hears of progress."""
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """So many of a stage's units are done; the first call comes with none, before the work."""
+
+    def announce(self, line: str) -> None:
+        """Something that is over and that a person wants to read."""
+
+
+class _Nobody:
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Drop the news."""
+
+    def announce(self, line: str) -> None:
+        """Drop the news."""
+
+
+_LISTENER: ContextVar[Listener] = ContextVar("progress_listener", default=_Nobody())  # noqa: B039  (it has no state)
 
 
 def listen(listener: Listener) -> None:
-    """Hear of progress in the present context: stage, units done, units in all."""
+    """Hear of progress in the present context."""
     _LISTENER.set(listener)
 
 
-def progress_of(stage: str) -> Callable[[int, int], None]:
-    """A function for one stage to tell how many of its units are done."""
+def progress_of(stage: str, total: int) -> Callable[[int, int], None]:
+    """Begin a stage of `total` units; the returned function tells how many are done, and of how many."""
     listener = _LISTENER.get()
-    return lambda done, total: listener(stage, done, total)
+    listener.advance(stage, 0, total)
+    return lambda done, total: listener.advance(stage, done, total)
+
+
+def announce(line: str) -> None:
+    """Tell people a line."""
+    _LISTENER.get().announce(line)

@@ -54,7 +54,7 @@ def score_rewards_task(
     started = time.perf_counter()
     configure_torch(placement)
     store = current_store()
-    tell = progress_of(f"{title}: {STAGE}")
+    tell = progress_of(f"{title}: {STAGE}", len(rewards) * rollouts.rows)
     metrics: dict[str, float] = {}
     digests = []
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:

@@ -77,7 +77,7 @@ def update_policy_task(
             rows,
             _settings(update, len(rows)),
             seed=derive_seed(seed, version, "minibatches"),
-            on_progress=progress_of(f"{title}: {STAGE}"),
+            on_progress=progress_of(f"{title}: {STAGE}", len(rows)),
         )
         optimizer.zero_grad()  # or the gradients would be held through the next rollouts
         learner.save_weights(staged)

@@ -61,9 +61,18 @@ def write_whole(filesystem: AbstractFileSystem, path: str, content: bytes, *, sc
     fsync_path(target.parent)
 
 
+def _open_to_readers(folder: Path) -> None:
+    """Give the files the rights that the folder has: safetensors writes for their owner alone, and a run is shared."""
+    rights = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(rights)
+
+
 def publish_folder(filesystem: AbstractFileSystem, staged: Path, destination: str) -> None:
     """Move a staged local folder to its place: one rename on a local disk, an upload elsewhere."""
     if is_local(filesystem):
+        _open_to_readers(staged)
         fsync_tree(staged)
         target = Path(destination)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ REWARDS = _described(
         ("value", pa.float64()),  # null: the reward does not apply to the sample
         ("raw", pa.float64()),
         ("seconds", pa.float64()),  # of the batch, shared equally by its samples
-        ("provenance", pa.string()),  # JSON: reward, version, settings, weight in the mix
+        ("provenance", pa.string()),  # JSON: reward, version, and the settings that determine the score
     ]
 )
 

@@ -26,10 +26,20 @@ class ArtifactStore:
     """Artifacts of one run under a storage root that may be any fsspec URL."""
 
     def __init__(self, root: str, run: str) -> None:
-        """Point at a run; nothing is written yet."""
-        self.filesystem, path = fsspec.core.url_to_fs(str(Path(root).expanduser()) if "://" not in root else root)
+        """Point at a run; nothing is written yet.
+
+        Raises:
+            InputError: a URL of an unknown kind, or of one whose package is not installed.
+        """
+        try:
+            self.filesystem, path = fsspec.core.url_to_fs(str(Path(root).expanduser()) if "://" not in root else root)
+        except (ImportError, ValueError) as error:
+            mend = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
+            raise InputError("storage.root", root, mend) from error
         self.root = path.rstrip("/")
         self.run = run
+        self.reasons: list[str] = []
+        """Why things were set aside since this store was opened, for people to be told."""
 
     def path(self, relative: str = "") -> str:
         """Where something of this run is, for the filesystem."""
@@ -207,6 +217,7 @@ class ArtifactStore:
 
     def set_aside(self, paths: list[str], *, reason: str) -> None:
         """Move paths of this run out of the way, keeping them and saying why."""
+        self.reasons.append(f"{', '.join(paths)}: {reason}")
         taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
         place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
         note = json.dumps({"reason": reason, "paths": paths}, indent=1).encode()

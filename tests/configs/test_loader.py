@@ -108,6 +108,8 @@ class TestMistakes:
             ("run.name=a/b", "run.name"),
             ("run.name=.hidden", "run.name"),
             ("update.clip_range=1.0", "update.clip_range"),
+            ("update.betas=[0.9, 1.0]", "update.betas.1"),
+            ("update.betas=[-0.1, 0.9]", "update.betas.0"),
         ],
     )
     def test_values_that_will_not_do(self, file: Path, override: str, place: str) -> None:
@@ -123,6 +125,15 @@ class TestMistakes:
         file.write_text("run: {name: x\npolicy: y\n")
         (error,) = problems(file).values()
         assert error.place.startswith(f"{file}, line ")
+
+    @pytest.mark.parametrize(
+        ("text", "line"), [("run: [1,\n", 2), ("run: [1,", 1), ("run: {a: 'x\n\n", 3), ("? [a]\n: b\n", 1)]
+    )
+    def test_what_is_left_open_or_no_name_is_told_with_its_line(self, file: Path, text: str, line: int) -> None:
+        file.write_text(text)
+        (error,) = problems(file).values()
+        assert error.place == f"{file}, line {line}"
+        assert error.mend
 
     def test_python_tags_are_not_run(self, file: Path, tmp_path: Path) -> None:
         file.write_text(f"run: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n")

@@ -48,6 +48,21 @@ class Start:
     stages: tuple[str, ...]
 
 
+@dataclass
+class Heard:
+    """A listener that notes which stages did any work, and every line for people."""
+
+    stages: list[str]
+    lines: list[str]
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        if done and stage not in self.stages:
+            self.stages.append(stage)
+
+    def announce(self, line: str) -> None:
+        self.lines.append(line)
+
+
 @dataclass(frozen=True)
 class Runs:
     """Runs below one storage root."""
@@ -68,17 +83,13 @@ class Runs:
         from flows.train import train
 
         config = read_config(TINY, self.overrides(run__name=run, **changes))
-        stages: list[str] = []
-
-        def hear(stage: str, done: int, total: int) -> None:
-            if stage not in stages:
-                stages.append(stage)
+        heard = Heard([], [])
 
         def body() -> TrainSummary:
-            listen(hear)
+            listen(heard)
             return asyncio.run(train(config))
 
-        return Start(contextvars.copy_context().run(body), tuple(stages))
+        return Start(contextvars.copy_context().run(body), tuple(heard.stages))
 
     def path(self, *parts: str, run: str = "run") -> Path:
         """A place in a run."""

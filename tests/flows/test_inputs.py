@@ -117,12 +117,33 @@ class TestSettings:
             ("run.name.first=x", "--set", "run.name.first=x", "not a section"),
             ("rewards.7.weight=1", "--set", "rewards.7.weight=1", "no index of a list of 2"),
             ("run.name=../up", "run.name", "../up", "match pattern"),
+            ("storage.root=nosuch://runs", "storage.root", "nosuch://runs", "URL of a known kind"),
             ("rewards.0.reward=sssim", "rewards.0", "sssim", "Did you mean ssim?"),
             ("update.minibatch_size=1000", "update.minibatch_size", "1000", "rows (rollout.prompts_per_iteration x"),
         ],
     )
     def test_one_message(self, tmp_path: Path, override: str, place: str, value: str, mend: str) -> None:
         only(refused(tmp_path, override), place, value, mend)
+
+    def test_gpu_that_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        only(refused(tmp_path, "placement.device=cuda"), "placement.device", "cuda", "auto or cpu")
+
+    def test_damaged_model_folder(self, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        shutil.copytree(REPOSITORY / "data" / "models" / "tiny-glm-image", folder)
+        (folder / "vae" / "config.json").write_text('{"block_out_channels": ')
+        only(refused(tmp_path, f"policy.model={folder}"), "policy.model", str(folder), "config.json is damaged")
+
+    def test_size_that_a_cached_hub_model_cannot_draw(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        snapshot = tmp_path / "hub" / "models--someone--model" / "snapshots" / "abc"
+        shutil.copytree(REPOSITORY / "data" / "models" / "tiny-glm-image", snapshot)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("abc")
+        only(refused(tmp_path, "policy.model=someone/model", "rollout.height=60"), "rollout.", "60", "8")
 
     def test_lpips_without_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCH_HOME", str(tmp_path / "no-weights"))

@@ -90,6 +90,7 @@ DETERMINING = [
     ("rollouts", {"policy": POLICY.model_copy(update={"version": 2})}),
     ("rollouts", {"model": model(digest="other")}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="bfloat16"))}),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(alpha=2.0)))}),
     ("rollouts", {"plan": plan(group_size=3)}),
     ("rollouts", {"plan": plan(seed=1)}),
     ("rollouts", {"plan": plan(iteration=2)}),
@@ -156,6 +157,18 @@ def test_changed_code_changes_every_key(monkeypatch: pytest.MonkeyPatch) -> None
     before = {name: key(name) for name in TASKS}
     monkeypatch.setattr(caching, "code_digest", lambda: "other code")
     assert all(key(name) != before[name] for name in TASKS)
+
+
+def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
+    base = PolicyRef(version=0, digest="m")
+    other = model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))
+    assert key("rollouts", policy=base, model=other) == key("rollouts", policy=base)
+
+
+def test_reports_are_no_part_of_the_code() -> None:
+    names = caching.determining_sources()
+    assert {"grpo_core/update.py", "tasks/storage/tables.py"} <= set(names)
+    assert not [name for name in names if name.startswith("tasks/reports/")]
 
 
 def test_code_is_the_sources_and_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

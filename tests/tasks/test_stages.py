@@ -24,7 +24,6 @@ from tasks.compute_advantages import compute_advantages_task
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan, plan_iteration
-from tasks.progress import listen
 from tasks.prompts import Prompt
 from tasks.score_rewards import score_rewards_task
 from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
@@ -72,7 +71,6 @@ def update(policy: PolicyRef, rollouts: ArtifactRef, advantages: ArtifactRef) ->
 def store(tmp_path: Path) -> ArtifactStore:
     store = ArtifactStore(str(tmp_path), "run")
     use_store(store)
-    listen(lambda stage, done, total: None)
     return store
 
 

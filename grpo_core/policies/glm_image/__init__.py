@@ -8,7 +8,12 @@
     folder      what a saved pipeline's files say without loading it
     loading     a folder or hub name -> the pipeline's components
     policy      the policy made of these
-    memory      parameters, and an estimate of the GPU memory a configuration needs
+
+    architecture   the networks by their configurations alone, built without memory
+    released       the released model's configurations, for where its files are not at hand
+    sizes          the numbers of a model that its memory depends on
+    activations    bytes of the tensors that sampling, updating and decoding make
+    memory         an estimate of the GPU memory that a configuration needs
 
 Zhipu AI, 2026, GLM-Image model card (zai-org/GLM-Image); modelling code in transformers and diffusers.
 """

@@ -18,11 +18,36 @@ def refuse_missing_folder(model: str) -> None:
 
 
 def read_pixel_unit(model: str) -> int | None:
-    """The pixel unit of a saved pipeline from its configuration files alone; None where they are not at hand."""
-    folder = Path(model).expanduser()
-    try:
-        decoder = json.loads((folder / "transformer" / "config.json").read_text())
-        autoencoder = json.loads((folder / "vae" / "config.json").read_text())
-    except FileNotFoundError:
+    """The pixel unit of a saved pipeline from its configuration files alone; None where they are not at hand.
+
+    Args:
+        model: a folder, or a hub name, whose files are looked for on this machine only.
+
+    Raises:
+        InputError: a configuration file that does not say it.
+    """
+    decoder, autoencoder = _config_file(model, "transformer"), _config_file(model, "vae")
+    if decoder is None or autoencoder is None:
         return None
-    return int(2 * decoder["patch_size"] * 2 ** (len(autoencoder["block_out_channels"]) - 1))
+    try:
+        patch = json.loads(decoder.read_text())["patch_size"]
+        widths = json.loads(autoencoder.read_text())["block_out_channels"]
+        return int(2 * patch * 2 ** (len(widths) - 1))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        mend = f"Its transformer/config.json or vae/config.json is damaged ({error!r}); save the pipeline again."
+        raise InputError("policy.model", model, mend) from error
+
+
+def _config_file(model: str, part: str) -> Path | None:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        file = folder / part / "config.json"
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, f"{part}/config.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import GlmImageForConditionalGeneration
 
 from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.architecture import AUTOREGRESSIVE
 from grpo_core.policies.glm_image.folder import refuse_missing_folder
 from grpo_core.policies.glm_image.prompts import UnitProcessor
-
-AUTOREGRESSIVE = "vision_language_encoder"
 
 
 def pixel_unit(pipeline: GlmImagePipeline) -> int:

@@ -167,6 +167,16 @@ def estimate_memory(
     return MemoryEstimate(tuple(part for part in parts if part.bytes))
 
 
+def checkpoint_bytes(sizes: ComponentSizes, dtype: Literal["float32", "bfloat16", "float16"]) -> int:
+    """What a policy version takes on disk: weights and AdamW's two moments.
+
+    Adapters alone where there are some, in fp32; else the whole token model with moments of what is trained.
+    """
+    if sizes.adapter:
+        return 3 * sizes.adapter * FP32
+    return (sizes.autoregressive + 2 * sizes.language_model) * BYTES[dtype]
+
+
 def _weight_parts(sizes: ComponentSizes, dtype: str) -> list[MemoryPart]:
     b = BYTES[dtype]
     # transformers keeps some of T5's layers in fp32 when fp16 is asked for, because they overflow.

@@ -1,0 +1,55 @@
+"""Opening a run's folder: what makes another run of it, and what it says of itself."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from configs.loader import read_config
+from flows.preparation import open_run
+
+from .conftest import REPOSITORY, TINY
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write(tmp_path / "prompts.jsonl", note="round")
+
+
+def write(path: Path, **columns: str) -> Path:
+    path.write_text(json.dumps({"prompt": "a red circle", **columns}) + "\n")
+    return path
+
+
+def reasons(prompts: Path, *overrides: str) -> list[str]:
+    """Why the folder's content was set aside, after opening the run once more."""
+    root = prompts.parent / "runs"
+    sets = [f"storage.root={root}", f"data.prompts={prompts}", "data.target_column=null", "data.targets=null"]
+    jpeg = ['rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null"]
+    open_run(read_config(TINY, [*sets, *jpeg, *overrides]))
+    return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/set_aside/*/reason.json"))]
+
+
+def test_opened_again_as_it_was(prompts: Path) -> None:
+    assert reasons(prompts) == []
+    assert reasons(prompts, "run.iterations=100", "evaluate.every=3", "placement.torch_threads=2") == []
+
+
+def test_another_value_is_another_run(prompts: Path) -> None:
+    reasons(prompts)
+    assert reasons(prompts, "update.kl_coef=0.02") == ["the configuration changed: update.kl_coef 0.01 -> 0.02"]
+
+
+def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> None:
+    reasons(prompts)
+    write(prompts, note="square")
+    assert reasons(prompts) == ["the code, model or prompts changed"]
+
+
+def test_the_description_says_the_versions(prompts: Path) -> None:
+    reasons(prompts)
+    described = json.loads((prompts.parent / "runs" / "tiny" / "run.json").read_text())
+    assert described["versions"]["torch"] == version("torch")
+    assert described["versions"]["pytorch-msssim"] == version("pytorch-msssim")
+    assert str(REPOSITORY) not in json.dumps(described)
