@@ -102,17 +102,15 @@ def open_run(config: RunConfig) -> Run:
     return run
 
 
-def _determining(config: RunConfig) -> dict[str, Any]:
+def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
     """What determines the policies and rollouts of a run; more iterations only go on with it."""
-    values = config.model_dump(mode="json", exclude=set(_FREE_SECTIONS))
-    for name in ("iterations", "name"):
-        values["run"].pop(name)
-    return values
+    values = {section: content for section, content in config.items() if section not in _FREE_SECTIONS}
+    return {**values, "run": {"seed": config.get("run", {}).get("seed")}}
 
 
 def _lineage(run: Run) -> str:
     described = {
-        "config": _determining(run.config),
+        "config": _determining(run.config.model_dump(mode="json")),
         "model": run.model.digest,
         "prompts": [[prompt.prompt_id, dict(prompt.columns)] for prompt in run.training.prompts],
         "targets": [target and target.sha256 for target in run.training.targets],
@@ -137,7 +135,9 @@ def _set_other_lineage_aside(run: Run) -> None:
     if described.get("lineage") == _lineage(run):
         return
     former = _mapping(store.read_file(CONFIG_FILE))
-    changes = changed_keys(former, run.config.model_dump(mode="json")) if former is not None else ()
+    changes: Sequence[str] = ()
+    if former is not None:
+        changes = changed_keys(_determining(former), _determining(run.config.model_dump(mode="json")))
     reason = "the configuration changed: " + "; ".join(changes) if changes else "the code, model or prompts changed"
     # run.json goes last: while it stands, the next start goes on with setting aside.
     store.set_aside([*kept, RUN_FILE], reason=reason)

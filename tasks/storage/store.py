@@ -217,7 +217,8 @@ class ArtifactStore:
 
     def set_aside(self, paths: list[str], *, reason: str) -> None:
         """Move paths of this run out of the way, keeping them and saying why."""
-        self.reasons.append(f"{', '.join(paths)}: {reason}")
+        others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        self.reasons.append(f"{paths[0]}{others}: {reason}")
         taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
         place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
         note = json.dumps({"reason": reason, "paths": paths}, indent=1).encode()
