@@ -11,6 +11,7 @@ import yaml
 
 from configs.schema import RunConfig
 from flows.inputs import PromptSet, compares_with_targets, read_prompt_set, require_inputs
+from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
 from grpo_core.seeds import derive_seed
 from tasks.caching import code_digest, library_versions
 from tasks.model_files import model_digest
@@ -95,9 +96,12 @@ def open_run(config: RunConfig) -> Run:
         adapter_seed=derive_seed(config.run.seed, "adapter"),
         keep_reference=config.update.kl_coef > 0,
     )
+    sets = [training] if heldout is None else [training, heldout]
+    refuse_unusable_prompts(config.policy.model, [prompt.text for each in sets for prompt in each.prompts])
     run = Run(config, store, model, training, heldout)
     store.clear_abandoned()
     _set_other_lineage_aside(run)
+    _set_other_evaluations_aside(run)
     _write_description(run)
     return run
 
@@ -143,6 +147,21 @@ def _set_other_lineage_aside(run: Run) -> None:
     store.set_aside([*kept, RUN_FILE], reason=reason)
 
 
+def _set_other_evaluations_aside(run: Run) -> None:
+    """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
+    described = _mapping(run.store.read_file(RUN_FILE)) or {}
+    held = run.store.filesystem.exists(run.store.path("evaluations"))
+    if held and described.get("evaluation", _evaluation(run)) != _evaluation(run):
+        run.store.set_aside(["evaluations"], reason="the held-out prompts, their targets, number or seed changed")
+
+
+def _evaluation(run: Run) -> str:
+    """Digest of what the evaluation of a policy draws."""
+    plan = run.evaluation_plan(0)
+    text = plan.model_dump_json() if plan else "none"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
     """A small YAML or JSON file's keys and values; None where it is missing or damaged."""
     try:
@@ -172,6 +191,7 @@ def _write_description(run: Run) -> None:
         "name": run.config.run.name,
         "schema_version": SCHEMA_VERSION,
         "lineage": _lineage(run),
+        "evaluation": _evaluation(run),
         "model": run.config.policy.model,
         "model_digest": run.model.digest,
         "code": code_digest(),

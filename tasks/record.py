@@ -1,14 +1,20 @@
 """An iteration's figures, gathered from its stages into one table."""
 
+import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import METRICS
 from tasks.storage.store import ArtifactStore
 from tasks.storage.tables import write_table
+
+HELDOUT = "heldout_reward"
 
 
 def gather_metrics(stages: Sequence[ArtifactRef], heldout: ArtifactRef | None) -> dict[str, float]:
@@ -24,7 +30,7 @@ def gather_metrics(stages: Sequence[ArtifactRef], heldout: ArtifactRef | None) -
         metrics[f"seconds/{_stage_name(stage)}"] = stage.seconds
     metrics["step_time"] = sum(stage.seconds for stage in stages)
     if heldout is not None and "reward" in heldout.metrics:
-        metrics["heldout_reward"] = heldout.metrics["reward"]
+        metrics[HELDOUT] = heldout.metrics["reward"]
     return metrics
 
 
@@ -43,7 +49,8 @@ def has_metrics(store: ArtifactStore, iteration: int) -> bool:
 
 
 def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Write `iteration_NNNNNN/metrics.parquet`, a row a metric."""
+    """Write `iteration_NNNNNN/metrics.parquet`, a row a metric; a held-out reward of an earlier start stays."""
+    metrics = {**_heldout_before(store, iteration), **metrics}
     names = sorted(metrics)
     columns: dict[str, list[Any]] = {
         "iteration": [iteration] * len(names),
@@ -54,3 +61,16 @@ def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, fl
         path = Path(folder) / "metrics.parquet"
         write_table(path, METRICS, columns)
         store.write_file(_place(iteration), path.read_bytes())
+
+
+def _heldout_before(store: ArtifactStore, iteration: int) -> dict[str, float]:
+    content = store.read_file(_place(iteration))
+    if content is None:
+        return {}
+    try:
+        table = pq.read_table(io.BytesIO(content)).to_pydict()
+    except pa.ArrowInvalid:
+        # Damaged: it is gathered anew from the stages, whose own files are verified.
+        return {}
+    known = dict(zip(table["metric"], table["value"], strict=True))
+    return {HELDOUT: known[HELDOUT]} if HELDOUT in known else {}

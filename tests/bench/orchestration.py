@@ -24,17 +24,17 @@ from flows.train import TrainingHistory, recording, train_iteration
 from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
-from grpo_core.parity import ParityTolerance
 from grpo_core.policies.glm_image.policy import GlmImagePolicy, TrainingChoice
 from grpo_core.records import TokenBatch, TrainingRows
 from grpo_core.rewards.combine import combine_rewards
 from grpo_core.rewards.protocol import ScoringBatch
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
-from grpo_core.update import UpdateSettings, update_policy
+from grpo_core.update import update_policy
 from tasks.collect_rollouts import drawing_settings
 from tasks.plan import RolloutPlan
 from tasks.targets import TargetReference, load_target
+from tasks.update_policy import update_settings
 
 LIMIT_SECONDS = 0.3
 
@@ -92,17 +92,7 @@ class PlainLoop:
             rollout_logprobs=torch.cat([group.rollout_logprobs for group in groups]),
             advantages=advantages.advantages.flatten(),
         )
-        update = config.update
-        settings = UpdateSettings(
-            epochs=update.epochs,
-            minibatch_size=update.minibatch_size or len(rows),
-            micro_batch_size=update.micro_batch_size,
-            clip_range=update.clip_range,
-            clip_range_high=update.clip_range_high or update.clip_range,
-            kl_coef=update.kl_coef,
-            max_grad_norm=update.max_grad_norm,
-            parity=ParityTolerance(update.parity.max_difference, update.parity.mean_difference),
-        )
+        settings = update_settings(config.update, len(rows), config.policy.dtype)
         update_policy(self.policy, self.optimizer, rows, settings, seed=derive_seed(0, plan.folder))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from configs.loader import read_config
 from flows.preparation import open_run
+from grpo_core.errors import InputError
 
 from .conftest import REPOSITORY, TINY
 
@@ -53,3 +54,22 @@ def test_the_description_says_the_versions(prompts: Path) -> None:
     assert described["versions"]["torch"] == version("torch")
     assert described["versions"]["pytorch-msssim"] == version("pytorch-msssim")
     assert str(REPOSITORY) not in json.dumps(described)
+
+
+def test_evaluations_of_another_evaluate_section_go_aside(prompts: Path) -> None:
+    heldout = [f"evaluate.prompts={prompts}", "evaluate.targets=null", "evaluate.target_column=null"]
+    reasons(prompts, *heldout)
+    made = prompts.parent / "runs" / "tiny" / "evaluations" / "000000"
+    made.mkdir(parents=True)
+    assert reasons(prompts, *heldout, "evaluate.every=2") == []
+    assert made.exists()
+    (reason,) = reasons(prompts, *heldout, "evaluate.seed=1")
+    assert "seed changed" in reason
+    assert not made.exists()
+
+
+def test_a_prompt_with_the_models_own_tags_is_refused_before_anything_is_written(prompts: Path) -> None:
+    prompts.write_text('{"prompt": "a red <sop> circle"}\n')
+    with pytest.raises(InputError, match="<sop>"):
+        reasons(prompts)
+    assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()

@@ -10,6 +10,7 @@ import pytest
 from configs.schema import (
     AdvantagesSection,
     LoraSection,
+    ParitySection,
     PlacementSection,
     PolicySection,
     RewardSection,
@@ -28,7 +29,7 @@ from tasks.prompts import Prompt
 from tasks.score_rewards import score_rewards_task
 from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore, use_store
-from tasks.update_policy import update_policy_task
+from tasks.update_policy import update_policy_task, update_settings
 from tests.tiny_policy import MODEL
 
 ROLLOUT = RolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
@@ -199,3 +200,13 @@ def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
     with pytest.raises(ValueError, match="every reward of every sample is null"):
         update(base(), rollouts, nothing)
     assert store.find("policies/000001") == policy.checkpoint
+
+
+@pytest.mark.parametrize(("dtype", "largest", "mean"), [("float32", 1e-3, 1e-4), ("bfloat16", 1.0, 0.05)])
+def test_the_parity_gate_allows_what_the_dtype_needs_unless_told_otherwise(
+    dtype: str, largest: float, mean: float
+) -> None:
+    left_open = update_settings(UpdateSection(), 8, dtype).parity
+    assert (left_open.max_difference, left_open.mean_difference) == (largest, mean)
+    told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), 8, dtype).parity
+    assert (told.max_difference, told.mean_difference) == (0.5, mean)

@@ -1,5 +1,7 @@
 """A folder or a hub name -> the pipeline's components, by diffusers' own loader."""
 
+from collections.abc import Sequence
+
 import diffusers
 import torch
 import transformers
@@ -7,12 +9,12 @@ from diffusers import GlmImagePipeline
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GlmImageForConditionalGeneration
+from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
 
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.architecture import AUTOREGRESSIVE
 from grpo_core.policies.glm_image.folder import refuse_missing_folder
-from grpo_core.policies.glm_image.prompts import UnitProcessor
+from grpo_core.policies.glm_image.prompts import UnitProcessor, refuse_reserved_tokens
 
 
 def pixel_unit(pipeline: GlmImagePipeline) -> int:
@@ -58,3 +60,14 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     loaded = GlmImageForConditionalGeneration.from_pretrained(model, subfolder=AUTOREGRESSIVE, dtype=dtype)
     state: dict[str, Tensor] = loaded.state_dict()
     return state
+
+
+def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:
+    """Look for prompts that hold the model's own tags, by its processor alone.
+
+    Raises:
+        InputError: names the first such prompt.
+    """
+    processor = GlmImageProcessor.from_pretrained(model, subfolder="processor")
+    for prompt in dict.fromkeys(prompts):
+        refuse_reserved_tokens(processor, prompt)
