@@ -149,17 +149,22 @@ def _set_other_lineage_aside(run: Run) -> None:
 
 def _set_other_evaluations_aside(run: Run) -> None:
     """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
-    described = _mapping(run.store.read_file(RUN_FILE)) or {}
     held = run.store.filesystem.exists(run.store.path("evaluations"))
-    if held and described.get("evaluation", _evaluation(run)) != _evaluation(run):
+    if held and run.heldout is not None and _former_evaluation(run) not in (None, _evaluation(run)):
         run.store.set_aside(["evaluations"], reason="the held-out prompts, their targets, number or seed changed")
 
 
-def _evaluation(run: Run) -> str:
-    """Digest of what the evaluation of a policy draws."""
+def _evaluation(run: Run) -> str | None:
+    """Digest of what the evaluation of a policy draws; that of an earlier start where this one draws none."""
     plan = run.evaluation_plan(0)
-    text = plan.model_dump_json() if plan else "none"
-    return hashlib.sha256(text.encode()).hexdigest()
+    if plan is None:
+        return _former_evaluation(run)
+    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+
+
+def _former_evaluation(run: Run) -> str | None:
+    described = _mapping(run.store.read_file(RUN_FILE)) or {}
+    return described.get("evaluation")
 
 
 def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
