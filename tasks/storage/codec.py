@@ -3,7 +3,6 @@
 from typing import Any
 
 from prefect.serializers import JSONSerializer
-from pydantic import BaseModel
 
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import current_store
@@ -17,8 +16,6 @@ def encode_reference(value: object) -> dict[str, Any]:
         return {_POLICY: value.model_dump(mode="json")}
     if isinstance(value, ArtifactRef):
         return {_ARTIFACT: value.model_dump(mode="json")}
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
     raise TypeError(f"a task returned {type(value).__name__}; tasks return references only")
 
 
