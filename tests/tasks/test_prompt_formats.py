@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -10,32 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.errors import InputError
-from tasks.prompts import Prompt, read_prompts
+from tasks.prompts import read_prompts
 
-Write = Callable[[str, str | bytes], Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a file of this name and content, byte for byte, and gives its path."""
-
-    def write_file(name: str, content: str | bytes) -> Path:
-        path = tmp_path / name
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return path
-
-    return write_file
-
-
-def texts(prompts: tuple[Prompt, ...]) -> list[str]:
-    return [prompt.text for prompt in prompts]
-
-
-def refusal(path: str | Path, **options: str | int) -> InputError:
-    with pytest.raises(InputError) as caught:
-        read_prompts(path, **options)  # type: ignore[arg-type]
-    return caught.value
+from .reading import Write, refusal, texts
 
 
 class TestText:

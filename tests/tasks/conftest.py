@@ -1,0 +1,19 @@
+"""Fixtures of the tests of tasks."""
+
+from pathlib import Path
+
+import pytest
+
+from .reading import Write
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a file of this name and content, byte for byte, and gives its path."""
+
+    def write_file(name: str, content: str | bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write_file
