@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-slow check format bench tiny-model ui lock clean
+.PHONY: help install train test test-slow check format bench tiny-model tiny-text-model curves ui lock clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
 
@@ -47,6 +47,12 @@ bench: $(STAMP)  ## cost of orchestration, storage and reporting beside the same
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again, from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_model
+
+tiny-text-model: $(STAMP)  ## train the shipped tiny text model again, from its recipe
+	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_text_model
+
+curves: $(STAMP)  ## the tiny text model here and in TRL: docs/learning_curves.png
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench.learning_curves
 
 ui: $(STAMP)  ## Prefect's server and UI on this machine
 	$(RUN)/grpo ui

@@ -1,15 +1,27 @@
 """Combinations that cannot be: each field is allowed, together they are not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from configs.schema import RunConfig
+from configs.core_settings import advantage_settings, loss_settings, optimizer_settings, with_total_steps
+from configs.dataset_checks import dataset_contradictions
+from configs.schema import SCHEDULES_WITH_LENGTH, RunConfig
 from grpo_core.errors import InputError
+from grpo_core.policies.family import policy_family
 from grpo_core.rewards.registry import build_reward
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
     """Every impossible combination of a configuration; nothing is read or loaded."""
-    return [*_rewards(config), *_batches(config)]
+    return [
+        *dataset_contradictions(config),
+        *_rewards(config),
+        *_core_settings(config),
+        *_batches(config),
+        *_policy(config),
+        *_reference(config),
+        *_schedule(config),
+        *_placement(config),
+    ]
 
 
 def _rewards(config: RunConfig) -> Iterator[InputError]:
@@ -19,18 +31,41 @@ def _rewards(config: RunConfig) -> Iterator[InputError]:
     if not any(reward.weight for reward in config.rewards):
         weights = [reward.weight for reward in config.rewards]
         yield InputError("rewards", weights, "Every weight is 0, so nothing would be learned; give one a weight.")
+    medium = policy_family(config.policy.kind).medium
     for index, section in enumerate(config.rewards):
         try:
             reward = build_reward(section.reward, section.settings)
         except InputError as error:
             yield InputError(f"rewards.{index}: {error.place}", error.value, error.mend)
             continue
-        if not reward.needs_target:
-            continue
-        for part, data in (("data", config.data), ("evaluate", config.evaluate)):
-            if data.prompts and not (data.targets or data.target_column):
-                mend = f"It compares with a target picture: set {part}.targets or {part}.target_column."
+        if reward.medium != medium:
+            mend = f"It scores a {reward.medium}, and policy.kind {config.policy.kind} makes a {medium}."
+            yield InputError(f"rewards.{index}.reward", section.reward, mend)
+        elif reward.needs_target:
+            yield from _targets(config, index)
+
+
+def _targets(config: RunConfig, index: int) -> Iterator[InputError]:
+    section = config.rewards[index]
+    for part, data in (("data", config.data), ("evaluate", config.evaluate)):
+        for dataset in data.sets:
+            if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
+                where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
+                mend = f"It compares with a target picture: set {where}.targets or {where}.target_column."
                 yield InputError(f"rewards.{index}.reward", section.reward, mend)
+
+
+def _core_settings(config: RunConfig) -> Iterator[InputError]:
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: advantage_settings(config.advantages),
+        lambda: loss_settings(config.update),
+        lambda: optimizer_settings(with_total_steps(config)),
+    )
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            yield error
 
 
 def _batches(config: RunConfig) -> Iterator[InputError]:
@@ -38,9 +73,50 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
     if minibatch is not None and minibatch > rows:
         mend = f"An iteration has {rows} rows (rollout.prompts_per_iteration x rollout.group_size); use at most that."
         yield InputError("update.minibatch_size", minibatch, mend)
-    if config.policy.lora is None and config.policy.dtype != "float32":
+    if config.update.mask_truncated and policy_family(config.policy.kind).medium == "picture":
+        yield InputError("update.mask_truncated", True, "A picture always has all its tokens; leave it out.")
+
+
+def _policy(config: RunConfig) -> Iterator[InputError]:
+    policy = config.policy
+    if policy.lora is None and policy.dtype != "float32":
         mend = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
-        yield InputError("policy.dtype", config.policy.dtype, mend)
-    if config.update.warmup_steps and config.update.lr_scheduler == "constant":
-        mend = "It needs update.lr_scheduler: constant_with_warmup."
-        yield InputError("update.warmup_steps", config.update.warmup_steps, mend)
+        yield InputError("policy.dtype", policy.dtype, mend)
+    if policy.lora is not None and policy.frozen is not None:
+        mend = "Adapters leave every weight of the model alone; set policy.lora to null, or leave this out."
+        yield InputError("policy.frozen", policy.frozen, mend)
+    if policy.autocast is not None and policy.dtype != "float32":
+        mend = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
+        yield InputError("policy.autocast", policy.autocast, mend)
+
+
+def _reference(config: RunConfig) -> Iterator[InputError]:
+    reference = config.update.reference
+    coefficients = {"update.kl_coef": config.update.kl_coef, "advantages.kl_coef": config.advantages.kl_coef}
+    for place, value in coefficients.items():
+        if value > 0 and reference.placement == "none":
+            mend = "There is no KL without a reference; set update.reference.placement to auto, or this to 0."
+            yield InputError(place, value, mend)
+    if reference.refresh_every and not any(coefficients.values()):
+        mend = "Nothing is measured against the reference; set update.kl_coef above 0, or this to 0."
+        yield InputError("update.reference.refresh_every", reference.refresh_every, mend)
+    if config.policy.lora is not None and reference.placement == "cpu":
+        mend = "With adapters the reference is the model without them and takes no memory; set it to auto."
+        yield InputError("update.reference.placement", "cpu", mend)
+
+
+def _placement(config: RunConfig) -> Iterator[InputError]:
+    placement, optimizer = config.placement, config.update.optimizer
+    if placement.processes > 1 and placement.sharding == "fsdp2" and optimizer != "adamw":
+        mend = "Its state cannot be shared out between processes; use adamw, or placement.sharding ddp."
+        yield InputError("update.optimizer", optimizer, mend)
+
+
+def _schedule(config: RunConfig) -> Iterator[InputError]:
+    update = config.update
+    if update.warmup_steps and update.lr_scheduler == "constant":
+        mend = "It needs update.lr_scheduler: constant_with_warmup, or another that warms up."
+        yield InputError("update.warmup_steps", update.warmup_steps, mend)
+    if update.total_steps is not None and update.lr_scheduler not in SCHEDULES_WITH_LENGTH:
+        mend = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
+        yield InputError("update.total_steps", update.total_steps, mend)

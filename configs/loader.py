@@ -10,12 +10,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.checks import contradictions
-from configs.schema import RunConfig
+from configs.schema import RUN_CONFIGS, PolicySection, RunConfig
 from grpo_core.errors import InputError, InputErrors
 
 
 class _StrictLoader(yaml.SafeLoader):
     """YAML in which a key that stands twice is an error and 1e-5 is a number."""
+
+
+# Their keys are the reward's or the schedule's own, and so are their values.
+_FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs")
 
 
 def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -89,19 +93,28 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputErrors: as for read_config.
     """
+    model = _model_for(values)
     try:
         # From YAML, a tuple is a list.
-        config = RunConfig.model_validate(_tuples(values))
+        config = model.model_validate(_tuples(values))
     except ValidationError as error:
-        raise InputErrors([_explain(detail) for detail in _distinct(error.errors())]) from error
+        raise InputErrors([_explain(model, detail) for detail in _distinct(error.errors())]) from error
     if errors := contradictions(config):
         raise InputErrors(errors)
     return config
 
 
+def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
+    """What the rollout section may say depends on the policy; an unknown kind is told with all other mistakes."""
+    policy = values.get("policy")
+    default = PolicySection.model_fields["kind"].default
+    kind = policy.get("kind", default) if isinstance(policy, Mapping) else default
+    return RUN_CONFIGS[kind if isinstance(kind, str) and kind in RUN_CONFIGS else default]
+
+
 def _tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _tuples(item) if key != "settings" else item for key, item in value.items()}
+        return {key: item if key in _FREE_MAPPINGS else _tuples(item) for key, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
@@ -138,25 +151,22 @@ def _distinct(details: Sequence[Any]) -> list[Any]:
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
 
 
-def _explain(detail: Any) -> InputError:
+def _explain(model: type[RunConfig], detail: Any) -> InputError:
     location = [part for part in detail["loc"] if part != "tuple"]
     place = ".".join(str(part) for part in location) or "configuration"
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        known = _known_keys(location[:-1])
+        known = _known_keys(model, location[:-1])
         near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         return InputError(place, found, f"There is no such key: {hint}Known here: {', '.join(known)}.")
     if kind == "missing":
         return InputError(place, None, "It is missing and has no default; add it.")
-    if place in ("rollout.top_p", "rollout.top_k"):
-        mend = "Only the whole distribution is sampled (top_p 1.0, top_k 0): log-probs are taken over the same support."
-        return InputError(place, found, mend)
     return InputError(place, found, f"{detail['msg']}.")
 
 
-def _known_keys(location: Sequence[str | int]) -> list[str]:
-    model: Any = RunConfig
+def _known_keys(run: type[RunConfig], location: Sequence[str | int]) -> list[str]:
+    model: Any = run
     for part in location:
         if isinstance(part, int):
             continue

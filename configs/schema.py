@@ -1,5 +1,7 @@
 """What a configuration may say. Each section is what one stage sees; a stage's cache key sees its own alone."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,37 +38,102 @@ class LoraSection(Section):
 class PolicySection(Section):
     """The model that is trained."""
 
-    model: str = Field(min_length=1, description="folder of a saved pipeline, or a hub name")
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    lora: LoraSection | None = Field(LoraSection(), description="null trains every weight of the language model")
+    kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="which policy serves it")
+    model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    autocast: Literal["bfloat16"] | None = Field(
+        None, description="compute in 16 bits over float32 weights, while sampling and while training"
+    )
+    lora: LoraSection | None = Field(LoraSection(), description="null trains every weight that is not frozen")
+    frozen: str | None = Field(None, description="regular expression: parameters left alone when lora is null")
     gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
 
 
-class DataSection(Section):
-    """Prompts, and the pictures they ought to give."""
+class DatasetSection(Section):
+    """One prompt file among several."""
 
+    name: Name = Field(description="kept with every rollout; rewards may be limited to datasets by name")
     prompts: str = Field(min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
     prompt_column: str | None = None
     limit: Digits | None = Field(None, description="take the first so many prompts")
     targets: str | None = Field(None, description="folder of target pictures, paired by index or by target_column")
     target_column: str | None = None
+    weight: Positive = Field(1.0, description="share of an iteration's prompts, against the other datasets")
+
+
+class PromptsSection(Section):
+    """One prompt file, or several with names and weights."""
+
+    prompts: str | None = Field(None, min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
+    prompt_column: str | None = None
+    limit: Digits | None = Field(None, description="take the first so many prompts")
+    targets: str | None = Field(None, description="folder of target pictures, paired by index or by target_column")
+    target_column: str | None = None
+    datasets: tuple[DatasetSection, ...] = Field((), description="in place of the fields above")
+
+    @property
+    def sets(self) -> tuple[DatasetSection, ...]:
+        """The prompt files; one alone has the name `default`."""
+        if self.datasets or self.prompts is None:
+            return self.datasets
+        return (
+            DatasetSection(
+                name="default",
+                prompts=self.prompts,
+                prompt_column=self.prompt_column,
+                limit=self.limit,
+                targets=self.targets,
+                target_column=self.target_column,
+            ),
+        )
+
+
+class CurriculumSection(Section):
+    """Which prompts an iteration draws."""
+
+    kind: Literal["uniform", "difficulty"] = Field("uniform", description="every prompt equally often, or by reward")
+    target: float = Field(0.5, description="mean group reward that teaches most; prompts near it are drawn more often")
+    width: Positive = Field(0.25, description="how far from the target a prompt's mean still counts")
+    floor: float = Field(0.1, gt=0, le=1, description="weight of the least wanted prompt against the most wanted")
+    window: Digits = Field(20, description="iterations back that count")
+
+
+class DataSection(PromptsSection):
+    """Prompts, and the pictures they ought to give."""
+
+    curriculum: CurriculumSection = CurriculumSection()
 
 
 class RolloutSection(Section):
-    """How groups of pictures are drawn."""
+    """How groups are sampled, whatever the policy draws or writes."""
 
     prompts_per_iteration: Digits = 8
-    group_size: int = Field(8, ge=2, description="pictures a prompt; advantages compare siblings, so at least 2")
+    group_size: int = Field(8, ge=2, description="samples a prompt; advantages compare siblings, so at least 2")
     prompts_per_batch: Digits = Field(4, description="prompts sampled at once")
+    temperature: Positive = 1.0
+    top_p: float = Field(1.0, gt=0, le=1, description="1: off; the ids that could be drawn are stored")
+    top_k: int = Field(0, ge=0, description="0: off; the ids that could be drawn are stored")
+    min_p: float = Field(0.0, ge=0, lt=1, description="0: off; the ids that could be drawn are stored")
+
+
+class PictureRolloutSection(RolloutSection):
+    """How groups of pictures are drawn."""
+
     height: Digits
     width: Digits
-    temperature: Positive = 1.0
-    top_p: Annotated[float, Field(ge=1, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=0)] = 0
     num_inference_steps: Digits = Field(50, description="denoising steps of the decoder")
     guidance_scale: NotNegative = 1.5
     decode_batch_size: Digits = 16
     shared_noise: bool = Field(True, description="siblings share the decoder's noise, so that they differ by tokens")
+
+
+class TextRolloutSection(RolloutSection):
+    """How groups of texts are written."""
+
+    max_completion_length: Digits = Field(256, description="tokens, at most")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="texts that end a completion")
+    system_prompt: str | None = None
+    chat_template: bool | None = Field(None, description="null: when the tokenizer has one")
 
 
 class RewardSection(Section):
@@ -75,6 +142,7 @@ class RewardSection(Section):
     reward: str = Field(min_length=1, description="registered name")
     name: Name | None = Field(None, description="name in tables and plots; by default the reward's")
     weight: float = 1.0
+    datasets: tuple[str, ...] | None = Field(None, description="score these datasets alone; null: all")
     settings: dict[str, object] = Field(default_factory=dict)
 
     @property
@@ -82,12 +150,30 @@ class RewardSection(Section):
         """The name in tables and plots."""
         return self.name or self.reward
 
+    def scores(self, dataset: str) -> bool:
+        """Whether it is meant for the dataset."""
+        return self.datasets is None or dataset in self.datasets
+
 
 class AdvantagesSection(Section):
     """How rewards become advantages."""
 
-    scale: Literal["group", "none"] = Field("group", description="divide by the group's std, or not (Dr. GRPO)")
+    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="of the group, or of the others (RLOO)")
+    scale: Literal["group", "batch", "none"] = Field("group", description="whose std divides; none is Dr. GRPO")
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize", description="normalize_then_sum normalises each reward by itself first (GDPO)"
+    )
     eps: NotNegative = 1e-4
+    clip: Positive | None = Field(None, description="largest |advantage|")
+    missing: Literal["group_mean", "renormalize", "drop"] = Field(
+        "group_mean", description="what stands in where a reward is null for some siblings"
+    )
+    constant_groups: Literal["keep", "drop", "redraw"] = Field(
+        "keep", description="without spread: kept with advantage 0, left out, or replaced by other prompts (DAPO)"
+    )
+    max_draws: Digits = Field(4, description="collections an iteration, at most, with constant_groups: redraw")
+    kl_coef: NotNegative = Field(0.0, description="weight of the KL to the reference inside the reward")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
 
 
 class ParitySection(Section):
@@ -97,36 +183,96 @@ class ParitySection(Section):
     mean_difference: Positive | None = Field(None, description="null: by dtype, 1e-4 in float32 and 0.05 in 16 bits")
 
 
+class MismatchSection(Section):
+    """Correction by exp(old - rollout) where the sampler is not the policy that is trained (TIS, IcePop)."""
+
+    mode: Literal["none", "truncate", "mask"] = "none"
+    level: Literal["token", "sequence"] = "token"
+    cap: float = Field(3.0, ge=1)
+    floor: float = Field(0.0, ge=0, le=1)
+
+
+SCHEDULES_WITH_LENGTH = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+)
+"""Of transformers' schedules, those that depend on how many steps there will be."""
+
+
+class ReferenceSection(Section):
+    """The policy that the KL is measured against."""
+
+    placement: Literal["auto", "none", "device", "cpu"] = Field(
+        "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
+    )
+    refresh_every: int = Field(0, ge=0, description="iterations between refreshes; 0: never")
+    mix: float = Field(0.6, gt=0, le=1, description="share of the policy in a refreshed reference; the rest stays")
+
+
 class UpdateSection(Section):
     """How stored rollouts change the policy."""
 
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     learning_rate: Positive = 1e-5
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
-    lr_scheduler: Literal["constant", "constant_with_warmup"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    epochs: Digits = 1
+    lr_scheduler: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "warmup_stable_decay",
+    ] = "constant"
+    lr_scheduler_kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps")
+    total_steps: Digits | None = Field(None, description="length of the schedule; null: of run.iterations iterations")
+    epochs: Digits = Field(1, description="passes over an iteration's rows")
     minibatch_size: Digits | None = Field(None, description="rows an optimizer step; null: all rows of an iteration")
     micro_batch_size: Digits = Field(8, description="rows a forward and backward pass; no effect on the gradient")
+    loss: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo"] = "grpo"
+    importance_level: Literal["token", "sequence"] | None = Field(None, description="null: as the loss has it")
     clip_range: float = Field(0.2, gt=0, lt=1)
     clip_range_high: Positive | None = Field(None, description="null: the same as clip_range")
+    delta: Positive | None = Field(None, description="cap on the ratio of the unclipped branch")
+    ratio_cap: Positive = Field(5.0, description="cispo's cap on the ratio")
+    sapo_temperature_pos: Positive = 1.0
+    sapo_temperature_neg: Positive = 1.05
+    vespo_k_pos: Positive = 2.0
+    vespo_lambda_pos: Positive = 3.0
+    vespo_k_neg: Positive = 3.0
+    vespo_lambda_neg: Positive = 2.0
     kl_coef: NotNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_importance_correction: bool = Field(
+        True, description="multiply the KL by the importance ratio: its gradient is then that of the KL itself"
+    )
+    entropy_coef: NotNegative = Field(0.0, description="weight of the entropy bonus")
+    entropy_quantile: float = Field(1.0, gt=0, le=1, description="share of tokens, of highest entropy, that train")
+    mask_truncated: bool = Field(False, description="rows cut at their greatest length stay out of the loss")
+    mismatch: MismatchSection = MismatchSection()
+    off_policy_threshold: Positive | None = Field(
+        None, description="nats: rows with A < 0 whose policy moved further are left out (OPSM)"
+    )
     max_grad_norm: Positive = 1.0
+    reference: ReferenceSection = ReferenceSection()
     parity: ParitySection = ParitySection()
 
 
-class EvaluateSection(Section):
+class EvaluateSection(PromptsSection):
     """Held-out prompts, drawn with fixed seeds before, during and after training."""
 
-    prompts: str | None = Field(None, description="null: no held-out evaluation")
-    prompt_column: str | None = None
-    targets: str | None = None
-    target_column: str | None = None
-    limit: Digits | None = None
     every: int = Field(0, ge=0, description="iterations between evaluations; 0: before and after only")
     samples_per_prompt: Digits = 4
-    seed: int = Field(0, ge=0, description="of the held-out pictures; the same for every training seed")
+    seed: int = Field(0, ge=0, description="of the held-out samples; the same for every training seed")
 
 
 class PlacementSection(Section):
@@ -134,6 +280,8 @@ class PlacementSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: Digits = Field(1, description="measure before raising: on a small shared machine one is fastest")
+    processes: Digits = Field(1, description="of the update, started by accelerate on this machine")
+    sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="every process holds the weights, or a share of them")
 
 
 class StorageSection(Section):
@@ -158,5 +306,23 @@ class RunConfig(Section):
 
     @property
     def rows_per_iteration(self) -> int:
-        """Pictures drawn an iteration."""
+        """Samples an iteration trains on."""
         return self.rollout.prompts_per_iteration * self.rollout.group_size
+
+
+class PictureRunConfig(RunConfig):
+    """A run whose policy draws."""
+
+    rollout: PictureRolloutSection
+
+
+class TextRunConfig(RunConfig):
+    """A run whose policy writes."""
+
+    rollout: TextRolloutSection
+
+
+RUN_CONFIGS: Mapping[str, type[RunConfig]] = MappingProxyType(
+    {"glm_image": PictureRunConfig, "causal_lm": TextRunConfig}
+)
+"""By policy.kind."""

@@ -13,7 +13,11 @@ command_line       the program `grpo`
 tiny_model         makes the shipped tiny GLM-Image again
 """
 
+import logging
+
 from flows.prefect_settings import apply_settings
 
+# Where bitsandbytes is installed, transformers imports it, and on the CPU it tells of 4-bit kernels nobody asked for.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in str(record.msg))
 # Prefect reads its settings when it is imported, and everything that imports it here comes after this.
 apply_settings()

@@ -92,6 +92,43 @@ def train(config: Config, run: RunName = None, overrides: Overrides = None, as_j
 
 
 @application.command()
+def replay(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
+    advantages: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="stored, recomputed, or a rescoring; by default stored unless --set says so"),
+    ] = None,
+    iterations: Annotated[
+        str | None, typer.Option(metavar="A-B", help="of the source, one update each; by default all")
+    ] = None,
+    policy: Annotated[int, typer.Option(metavar="N", help="version of the source to start from; 0: the model")] = 0,
+    max_staleness: Annotated[
+        int, typer.Option(metavar="K", help="versions between a row's policy and the one that is trained, at most")
+    ] = 4,
+    run: Annotated[str | None, typer.Option("--run", help="name of the replay; by default RUN-replay")] = None,
+    overrides: Overrides = None,
+    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """Train a policy from another run's stored rollouts, off-policy corrected; nothing is sampled to train on."""
+    with told_in_one_message():
+        from flows.inputs import require_inputs
+        from flows.replay_request import ReplayRequest, plan_replay
+
+        asked = ReplayRequest(source, root, run, advantages, iterations, policy, max_staleness, tuple(overrides or ()))
+        plan = plan_replay(asked)
+        require_inputs(plan.config)
+        from flows.replay import replay as replay_flow
+        from flows.terminal import show_summary, training_progress
+
+        with training_progress():
+            summary = asyncio.run(replay_flow(plan))
+        show_summary(summary)
+        if as_json:
+            typer.echo(summary.model_dump_json())
+
+
+@application.command()
 def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check a configuration, weights, memory, storage and server: each finding with its mend."""
     with told_in_one_message():

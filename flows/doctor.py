@@ -10,13 +10,12 @@ import httpx
 import torch
 from PIL import features
 
-from configs.schema import RunConfig
+from configs.core_settings import reference_placement, training_choice
+from configs.schema import PictureRolloutSection, RunConfig
 from flows.inputs import input_problems
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.architecture import find_configs
-from grpo_core.policies.glm_image.memory import GIB, MemoryEstimate, checkpoint_bytes, estimate_memory
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
-from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
+from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload
+from grpo_core.policies.family import policy_family
 from tasks.storage.files import is_local
 from tasks.storage.store import ArtifactStore
 
@@ -62,10 +61,9 @@ def examine(config: RunConfig) -> Diagnosis:
     memory: MemoryEstimate | None = None
     checkpoint = 0
     try:
-        sizes = _sizes(config)
-        checkpoint = checkpoint_bytes(sizes, config.policy.dtype)
-        memory = memory_estimate(config, sizes)
-        findings += [_weights(config, sizes), _memory(config, memory)]
+        estimate = model_estimate(config)
+        memory, checkpoint = estimate.memory, estimate.checkpoint
+        findings += [_weights(config, estimate.counted), _memory(config, memory)]
     except InputError as error:
         if not any(finding.said.startswith(error.place) for finding in findings):
             findings.append(Finding("model", False, f"{error.place}: {error.value!r}", error.mend))
@@ -82,42 +80,25 @@ def _inputs(config: RunConfig) -> Iterator[Finding]:
         yield Finding("inputs", True, f"prompts, targets and picture size are usable; rewards ready: {labels}")
 
 
-def _sizes(config: RunConfig) -> ComponentSizes:
-    lora = config.policy.lora
-    return component_sizes(
-        find_configs(config.policy.model),
-        lora_rank=lora.rank if lora else None,
-        lora_targets=(lora.targets or LANGUAGE_MODEL_LINEARS) if lora else None,
-    )
-
-
-def memory_estimate(config: RunConfig, sizes: ComponentSizes) -> MemoryEstimate:
-    """What the configuration needs on one GPU."""
-    rollout, update = config.rollout, config.update
-    return estimate_memory(
-        sizes,
+def model_estimate(config: RunConfig) -> ModelEstimate:
+    """What the configuration needs of one GPU and of the disk."""
+    family, rollout = policy_family(config.policy.kind), config.rollout
+    workload = Workload(
         dtype=config.policy.dtype,
-        height=rollout.height,
-        width=rollout.width,
         group_size=rollout.group_size,
         prompts_per_batch=rollout.prompts_per_batch,
-        decode_batch_size=rollout.decode_batch_size,
-        micro_batch_size=update.micro_batch_size,
-        kl_coef=update.kl_coef,
-        gradient_checkpointing=config.policy.gradient_checkpointing,
+        micro_batch_size=config.update.micro_batch_size,
+        eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
     )
+    choice = training_choice(config.policy, reference=reference_placement(config), seed=0)
+    return family.estimate(config.policy.model, family.settings(rollout.model_dump()), choice, workload)
 
 
-def _weights(config: RunConfig, sizes: ComponentSizes) -> Finding:
+def _weights(config: RunConfig, counted: str) -> Finding:
     model = config.policy.model
-    counted = (
-        f"token model {sizes.autoregressive / 1e9:.3g} B parameters, decoder {sizes.decoder / 1e9:.3g} B"
-        + (f", adapters {sizes.adapter / 1e6:.3g} M" if sizes.adapter else "")
-        + f"; pictures in units of {sizes.unit} pixels"
-    )
     folder = Path(model).expanduser()
-    if folder.is_dir() and not any(folder.glob("vision_language_encoder/*.safetensors")):
-        return Finding("weights", False, f"{model}: {counted}", "The folder holds no weights; save the pipeline there.")
+    if folder.is_dir() and not any(folder.rglob("*.safetensors")):
+        return Finding("weights", False, f"{model}: {counted}", "The folder holds no weights; save the model there.")
     if folder.is_dir() or _cached(model):
         return Finding("weights", True, f"{model}: {counted}")
     mend = f"They are not on this machine: run `hf download {model}`, or set policy.model to a folder."
@@ -132,7 +113,7 @@ def _cached(model: str) -> bool:
         folder = Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return False
-    return any(folder.glob("vision_language_encoder/*.safetensors"))
+    return any(folder.rglob("*.safetensors"))
 
 
 def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
@@ -160,12 +141,17 @@ def _storage(config: RunConfig, checkpoint: int) -> Finding:
     if not os.access(nearest, os.W_OK):
         return Finding("storage", False, f"{nearest} cannot be written", "Set storage.root to a folder that can.")
     free = shutil.disk_usage(nearest).free / GIB
-    pictures = config.rows_per_iteration * config.run.iterations
-    # Uncompressed, so that a PNG of noise is covered too.
-    drawn = pictures * config.rollout.height * config.rollout.width * 3 / GIB
+    samples = config.rows_per_iteration * config.run.iterations
+    rollout = config.rollout
+    said = ""
+    drawn = 0.0
+    if isinstance(rollout, PictureRolloutSection):
+        # Uncompressed, so that a PNG of noise is covered too.
+        drawn = samples * rollout.height * rollout.width * 3 / GIB
+        said = f"{samples} pictures take at most {drawn:.2g} GiB, "
     policies = config.run.iterations * checkpoint / GIB
     said = (
-        f"{config.storage.root}: {free:.3g} GiB free; {pictures} pictures take at most {drawn:.2g} GiB, "
+        f"{config.storage.root}: {free:.3g} GiB free; {said}"
         f"{config.run.iterations} policies with their optimizer state {policies:.2g} GiB"
     )
     enough = free > drawn + policies

@@ -2,41 +2,44 @@
 
 import posixpath
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from configs.schema import DataSection, EvaluateSection, RunConfig
+from configs.schema import DatasetSection, PictureRolloutSection, PromptsSection, RunConfig
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_folder
-from grpo_core.policies.glm_image.geometry import token_grids
+from grpo_core.optimizer import refuse_unavailable
+from grpo_core.policies.family import policy_family
 from grpo_core.rewards.registry import build_reward
+from tasks.curriculum import PromptSet
 from tasks.model_files import model_digest
-from tasks.prompts import Prompt, read_prompts
+from tasks.models import torch_device
+from tasks.prompts import read_prompts
 from tasks.storage.store import ArtifactStore
 from tasks.targets import TargetReference, pair_targets
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts with the pictures they ought to give."""
-
-    prompts: tuple[Prompt, ...]
-    targets: tuple[TargetReference | None, ...]
-
-
-def compares_with_targets(config: RunConfig) -> bool:
-    """Whether any reward of the mix needs target pictures; where none does, none are read."""
-    return any(build_reward(section.reward, section.settings).needs_target for section in config.rewards)
+def compares_with_targets(config: RunConfig, dataset: str) -> bool:
+    """Whether any reward of the dataset needs target pictures; where none does, none are read."""
+    return any(
+        build_reward(section.reward, section.settings).needs_target
+        for section in config.rewards
+        if section.scores(dataset)
+    )
 
 
-def read_prompt_set(section: DataSection | EvaluateSection, place: str, *, with_targets: bool) -> PromptSet:
-    """The prompts of one section, with their targets if those are wanted.
+def read_prompt_sets(config: RunConfig, section: PromptsSection, place: str) -> tuple[PromptSet, ...]:
+    """The prompts of one section, set by set, with their targets where a reward needs those.
 
     Raises:
         InputError: a file or picture that is missing or cannot be used; `place` names the section.
     """
-    assert section.prompts is not None
+    return tuple(
+        _read_prompt_set(dataset, place, with_targets=compares_with_targets(config, dataset.name))
+        for dataset in section.sets
+    )
+
+
+def _read_prompt_set(section: DatasetSection, place: str, *, with_targets: bool) -> PromptSet:
     try:
         # Pictures of a folder pair with the whole file, so the limit comes last.
         prompts = read_prompts(section.prompts, column=section.prompt_column)
@@ -46,45 +49,53 @@ def read_prompt_set(section: DataSection | EvaluateSection, place: str, *, with_
             targets = pair_targets(prompts, folder=section.targets, column=section.target_column, base=base)
     except InputError as error:
         raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
-    return PromptSet(prompts[: section.limit], targets[: section.limit])
+    return PromptSet(section.name, section.weight, prompts[: section.limit], targets[: section.limit])
 
 
 def input_problems(config: RunConfig) -> Iterator[InputError]:
     """Everything that can be known to be wrong without loading a model or writing a file."""
     yield from _prompt_problems(config)
     try:
-        refuse_missing_folder(config.policy.model)
-        _require_drawable_size(config)
+        policy_family(config.policy.kind).refuse_missing(config.policy.model)
+        _require_usable_settings(config)
     except InputError as error:
         yield error
     yield from _reward_problems(config)
-    if config.placement.device == "cuda" and not torch.cuda.is_available():
+    yield from _device_problems(config)
+
+
+def _device_problems(config: RunConfig) -> Iterator[InputError]:
+    device = config.placement.device
+    if device == "cuda" and not torch.cuda.is_available():
         yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
+        return
+    try:
+        refuse_unavailable(config.update.optimizer, torch_device(config.placement))
+    except InputError as error:
+        yield error
 
 
-def _require_drawable_size(config: RunConfig) -> None:
-    unit = read_pixel_unit(config.policy.model)
-    if unit is not None:
-        token_grids(config.rollout.height, config.rollout.width, unit)
+def _require_usable_settings(config: RunConfig) -> None:
+    family = policy_family(config.policy.kind)
+    family.refuse_unusable(config.policy.model, family.settings(config.rollout.model_dump()))
 
 
 def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
-    sections: list[tuple[DataSection | EvaluateSection, str]] = [(config.data, "data")]
-    if config.evaluate.prompts is not None:
-        sections.append((config.evaluate, "evaluate"))
+    sections: tuple[tuple[PromptsSection, str], ...] = ((config.data, "data"), (config.evaluate, "evaluate"))
     for section, place in sections:
         try:
-            read_prompt_set(section, place, with_targets=compares_with_targets(config))
+            read_prompt_sets(config, section, place)
         except InputError as error:
             yield error
 
 
 def _reward_problems(config: RunConfig) -> Iterator[InputError]:
-    side = min(config.rollout.height, config.rollout.width)
+    rollout = config.rollout
+    side = min(rollout.height, rollout.width) if isinstance(rollout, PictureRolloutSection) else None
     for index, section in enumerate(config.rewards):
         place = f"rewards.{index}.{section.label}"
         reward = build_reward(section.reward, section.settings)
-        if side < reward.min_side:
+        if side is not None and side < reward.min_side:
             yield InputError(place, f"{side} pixels", f"It needs pictures of at least {reward.min_side} pixels a side.")
         for problem in reward.preflight():
             yield InputError(place, dict(section.settings), problem)
@@ -103,7 +114,7 @@ def require_inputs(config: RunConfig) -> None:
         # A hub name may be downloaded here, so everything else is known to be well by now.
         model_digest(config.policy.model)
         # What was downloaded can be read now, and it is not loaded yet.
-        _require_drawable_size(config)
+        _require_usable_settings(config)
         ArtifactStore(config.storage.root, config.run.name).require_writable()
     except InputError as error:
         raise InputErrors([error]) from error

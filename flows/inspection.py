@@ -1,4 +1,4 @@
-"""What `grpo inspect` shows: a run found, an iteration chosen, its figures, pictures and page. Nothing is changed."""
+"""What `grpo inspect` shows: a run found, an iteration chosen, its figures, samples and page. Nothing is changed."""
 
 import os
 import tempfile
@@ -12,15 +12,17 @@ from flows.run_figures import RunFigures
 from grpo_core.errors import InputError
 from tasks.input_files import nearest_names
 from tasks.reports.artifact_reader import ArtifactReader
-from tasks.reports.group_view import Groups, TargetReader, read_groups
+from tasks.reports.group_records import Groups
+from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.page import Heldout, pair_heldout, render_page
 from tasks.reports.run_records import RunView
 from tasks.reports.run_view import is_run, iteration_numbers, read_run
+from tasks.reports.target_reader import TargetReader
 from tasks.storage.files import write_whole
 from tasks.storage.store import ArtifactStore
 
 MOST_GROUPS = 60
-"""Groups with pictures in a page; an iteration may have thousands."""
+"""Groups with all their samples in a page; an iteration may have thousands."""
 
 
 class InspectSummary(RunFigures):
@@ -49,8 +51,8 @@ class Inspection:
 
     Attributes:
         run: figures of all iterations.
-        groups: pictures of the chosen iteration.
-        heldout: pictures of the first and the last policy that were evaluated.
+        groups: samples of the chosen iteration.
+        heldout: samples of the first and the last policy that were evaluated.
         warnings: what is damaged or missing, for people.
     """
 
@@ -87,7 +89,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     Args:
         name: a run under the root, or the path of its folder.
         root: a folder or any fsspec URL.
-        iteration: to show; by default the last one whose pictures have rewards.
+        iteration: to show; by default the last one whose samples have rewards.
         html: file for the page.
 
     Raises:
@@ -99,7 +101,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     if iteration is not None and iteration not in (held := iteration_numbers(reader)):
         raise InputError("--iteration", iteration, f"{_ranges(held)}. Choose one of these.")
     run = read_run(reader, iteration)
-    targets = TargetReader()
+    targets = TargetReader(LARGE)
     with tempfile.TemporaryDirectory() as fetched:
         stages = run.shown.stages if run.shown else {}
         groups = read_groups(reader, stages, Path(fetched), targets, limit=MOST_GROUPS)

@@ -1,4 +1,4 @@
-"""A run in the terminal: tables, sparklines, and small pictures where the terminal has the colours for them."""
+"""A run in the terminal: tables, sparklines, texts, and small pictures where the terminal has the colours for them."""
 
 import itertools
 import math
@@ -15,14 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.inspection import Inspection, change, heading
-from tasks.reports.group_view import GroupView, SampleView
+from tasks.reports.group_records import GroupView, SampleView
 from tasks.reports.metric_titles import metric_title
-from tasks.reports.page import CHARTED, metric_rows, number, progress, reward_means, signed, stage_shares
+from tasks.reports.page import CHARTED, counted, metric_rows, number, progress, reward_means, signed, stage_shares
+from tasks.reports.passages import shortened
 
 SPARK_WIDTH, WIDE = 32, 100
 MOST_ROWS = 24
 THUMBNAIL = 16
 """Characters across a picture; each character is two pixels, one above the other."""
+
+LETTERS = 400
+"""Of a text; the page has the whole of it."""
 
 _BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 
@@ -39,7 +43,7 @@ def report(inspection: Inspection, html: Path | None, *, to_stderr: bool) -> Non
 
 
 def show_inspection(inspection: Inspection, console: Console) -> None:
-    """Print everything: summary, curves, pictures, figures, what was set aside."""
+    """Print everything: summary, curves, samples, figures, what was set aside."""
     run = inspection.run
     show_warnings(inspection.warnings, console)
     show_heading(inspection, console)
@@ -106,14 +110,15 @@ def _curves(inspection: Inspection, console: Console) -> Table:
     for name in ("first", "last", *(("least", "most") if wide else ())):
         table.add_column(name, justify="right", no_wrap=True)
     series = {name: run.series(name) for name in ["reward", *reward_means(run), *CHARTED]}
-    drawn = {"reward": series.pop("reward"), "heldout_reward": run.heldout_series(), **series}
+    by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
+    drawn = {"reward": series.pop("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **series}
     blocks = _BLOCKS if console.encoding.lower().startswith("utf") else _PLAIN
     for name, points in drawn.items():
         values = [value for _, value in points]
         if values:
             figures = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
             line = sparkline(values, SPARK_WIDTH if wide else SPARK_WIDTH - 8, blocks)
-            table.add_row(plain(metric_title(name).title), line, *(f"{value:.4g}" for value in figures))
+            table.add_row(plain(metric_title(name, run.noun).title), line, *(f"{value:.4g}" for value in figures))
     return table
 
 
@@ -125,14 +130,15 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=_has_colours(console))
     table.add_column("prompt", overflow="fold", ratio=1)
     table.add_column("reward", no_wrap=True)
-    pictures = _has_colours(console)
-    if pictures:
-        table.add_column("before", no_wrap=True)
-        table.add_column("after", no_wrap=True)
+    texts, pictures = inspection.run.noun == "completion", _has_colours(console)
+    if texts or pictures:
+        table.add_column("before", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
+        table.add_column("after", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
     for pair in heldout.pairs[:MOST_ROWS]:
-        cells: list[RenderableType] = [plain(pair.before.prompt), change(pair.before.reward, pair.after.reward)]
-        if pictures:
-            cells += [thumbnail(pair.before.samples[0].image), thumbnail(pair.after.samples[0].image)]
+        asked = plain(shortened(pair.before.prompt, LETTERS)) if texts else plain(pair.before.prompt)
+        cells: list[RenderableType] = [asked, change(pair.before.reward, pair.after.reward)]
+        if texts or pictures:
+            cells += [_output(pair.before.samples[0]), _output(pair.after.samples[0])]
         table.add_row(*cells)
     table.caption = _left_out(len(heldout.pairs), heldout.total)
     return table
@@ -142,15 +148,18 @@ def _groups(inspection: Inspection, console: Console) -> Table:
     groups, shown = inspection.groups, inspection.run.shown
     assert shown is not None
     table = Table(
-        title=f"Iteration {shown.iteration}: best and worst picture a prompt", title_justify="left", box=box.SIMPLE_HEAD
+        title=f"Iteration {shown.iteration}: best and worst {inspection.run.noun} a prompt",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     table.show_lines = True
     table.add_column("prompt", overflow="fold", ratio=2)
     table.add_column("best", overflow="fold", ratio=3)
     table.add_column("worst", overflow="fold", ratio=3)
     for group in groups.shown[:MOST_ROWS]:
-        table.add_row(_about(group), *(_cell(sample, console) for sample in _ends(group)))
-    table.caption = _left_out(len(groups.shown), groups.total)
+        table.add_row(_about(group, groups.datasets), *(_cell(sample, console) for sample in _ends(group)))
+    replaced = counted(groups) if groups.draws > 1 or groups.dropped else None
+    table.caption = "\n".join(filter(None, (replaced, _left_out(len(groups.shown), groups.total)))) or None
     return table
 
 
@@ -159,8 +168,13 @@ def _ends(group: GroupView) -> Iterator[SampleView | None]:
     yield group.worst
 
 
-def _about(group: GroupView) -> Text:
-    return Text.assemble(plain(group.prompt), ("\nmean " + number(group.reward), "dim"))
+def _about(group: GroupView, datasets: Sequence[str]) -> Text:
+    texts = isinstance(group.samples[0].output, str)
+    about = Text.assemble(plain(shortened(group.prompt, LETTERS) if texts else group.prompt))
+    if len(datasets) > 1:
+        about.append_text(Text("\n")).append_text(plain(group.dataset))
+    about.append("\nmean " + number(group.reward), "dim")
+    return about.append(", left out of the update", "dim") if group.dropped else about
 
 
 def _cell(sample: SampleView | None, console: Console) -> RenderableType:
@@ -168,10 +182,19 @@ def _cell(sample: SampleView | None, console: Console) -> RenderableType:
         return ""
     lines = [plain(sample.sample_id), Text(f"reward {number(sample.reward)}, advantage {signed(sample.advantage)}")]
     lines += [plain(f"{label} {number(value)}") for label, value in sample.breakdown.items()]
-    lines.append(Text(f"log-prob {sample.logprob:.1f} over {sample.length} tokens", style="dim"))
-    if _has_colours(console):
-        lines.append(thumbnail(sample.image))
-    return Group(*lines)
+    cut = "" if sample.finished else ", cut there"
+    lines.append(Text(f"log-prob {sample.logprob:.1f} over {sample.length} tokens{cut}", style="dim"))
+    if isinstance(sample.output, str):
+        return Group(_output(sample), *lines)
+    return Group(*lines, *((_output(sample),) if _has_colours(console) else ()))
+
+
+def _output(sample: SampleView) -> Text:
+    if isinstance(sample.output, str):
+        shown = plain(shortened(sample.output, LETTERS) or "(empty)")
+        shown.stylize("bold")
+        return shown
+    return thumbnail(sample.output)
 
 
 def _left_out(read: int, total: int) -> str | None:
@@ -186,7 +209,7 @@ def _figures(inspection: Inspection) -> Table:
     table.add_column("figure", overflow="fold")
     table.add_column("name in metrics.parquet", overflow="fold", style="dim")
     table.add_column("value", justify="right", no_wrap=True)
-    for title, _, name, value in metric_rows(shown):
+    for title, _, name, value in metric_rows(shown, inspection.run.noun):
         table.add_row(plain(title), plain(name), f"{value:.6g}")
     return table
 

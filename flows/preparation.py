@@ -9,14 +9,15 @@ from typing import Any
 
 import yaml
 
-from configs.schema import RunConfig
-from flows.inputs import PromptSet, compares_with_targets, read_prompt_set, require_inputs
-from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
+from configs.core_settings import reference_placement, with_total_steps
+from configs.schema import SCHEDULES_WITH_LENGTH, PictureRolloutSection, RunConfig, UpdateSection
+from flows.inputs import read_prompt_sets, require_inputs
 from grpo_core.seeds import derive_seed
 from tasks.caching import code_digest, library_versions
+from tasks.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
-from tasks.plan import RolloutPlan, plan_evaluation, plan_iteration
+from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
 from tasks.storage.reference import PolicyRef
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import SET_ASIDE, ArtifactStore
@@ -35,46 +36,78 @@ class Run:
         store: the run's folder.
         model: what is trained.
         training: the prompts that are trained on.
-        heldout: the prompts of the evaluation, if there are any.
+        heldout: the prompts of the evaluation; empty without one.
     """
 
     config: RunConfig
     store: ArtifactStore
     model: ModelSpec
-    training: PromptSet
-    heldout: PromptSet | None
+    training: tuple[PromptSet, ...]
+    heldout: tuple[PromptSet, ...]
 
     @property
     def base_policy(self) -> PolicyRef:
         """Version 0: the model as it was given."""
         return PolicyRef(version=0, digest=self.model.digest)
 
-    def plan(self, iteration: int) -> RolloutPlan:
-        """What a training iteration draws."""
-        rollout = self.config.rollout
-        return plan_iteration(
-            self.training.prompts,
-            self.training.targets,
-            seed=self.config.run.seed,
+    @property
+    def needs_reference_while_sampling(self) -> bool:
+        """Whether the reward holds a KL to the reference."""
+        return self.config.advantages.kl_coef > 0
+
+    @property
+    def update(self) -> UpdateSection:
+        """The update section, the length of its schedule decided."""
+        return with_total_steps(self.config)
+
+    def plan(self, iteration: int, draw: int, count: int, statistics: PromptStatistics | None) -> RolloutPlan:
+        """What a draw of a training iteration samples.
+
+        Args:
+            iteration: from 1.
+            draw: from 1; later ones replace groups that taught nothing.
+            count: prompts.
+            statistics: of earlier iterations, where the curriculum asks for them.
+        """
+        config = self.config
+        drawn = draw_prompts(
+            self.training,
+            seed=config.run.seed,
             iteration=iteration,
-            count=rollout.prompts_per_iteration,
-            group_size=rollout.group_size,
-            shared_noise=rollout.shared_noise,
+            draw=draw,
+            count=count,
+            curriculum=config.data.curriculum,
+            statistics=statistics,
+        )
+        return plan_draw(
+            drawn,
+            seed=config.run.seed,
+            iteration=iteration,
+            draw=draw,
+            group_size=config.rollout.group_size,
+            shared_noise=_shares_noise(config),
         )
 
     def evaluation_plan(self, version: int) -> RolloutPlan | None:
-        """What the evaluation of a policy version draws; None without held-out prompts."""
-        if self.heldout is None:
+        """What the evaluation of a policy version samples; None without held-out prompts."""
+        if not self.heldout:
             return None
         evaluate = self.config.evaluate
         return plan_evaluation(
-            self.heldout.prompts,
-            self.heldout.targets,
+            [
+                DrawnPrompt(each.name, prompt, target)
+                for each in self.heldout
+                for prompt, target in zip(each.prompts, each.targets, strict=True)
+            ],
             seed=evaluate.seed,
             version=version,
             samples_per_prompt=evaluate.samples_per_prompt,
-            shared_noise=self.config.rollout.shared_noise,
+            shared_noise=_shares_noise(self.config),
         )
+
+
+def _shares_noise(config: RunConfig) -> bool:
+    return isinstance(config.rollout, PictureRolloutSection) and config.rollout.shared_noise
 
 
 def open_run(config: RunConfig) -> Run:
@@ -85,19 +118,17 @@ def open_run(config: RunConfig) -> Run:
     """
     require_inputs(config)
     store = ArtifactStore(config.storage.root, config.run.name)
-    with_targets = compares_with_targets(config)
-    training = read_prompt_set(config.data, "data", with_targets=with_targets)
-    heldout = None
-    if config.evaluate.prompts:
-        heldout = read_prompt_set(config.evaluate, "evaluate", with_targets=with_targets)
+    training = read_prompt_sets(config, config.data, "data")
+    heldout = read_prompt_sets(config, config.evaluate, "evaluate")
     model = ModelSpec(
         section=config.policy,
         digest=model_digest(config.policy.model),
         adapter_seed=derive_seed(config.run.seed, "adapter"),
-        keep_reference=config.update.kl_coef > 0,
+        reference=reference_placement(config),
     )
-    sets = [training] if heldout is None else [training, heldout]
-    refuse_unusable_prompts(config.policy.model, [prompt.text for each in sets for prompt in each.prompts])
+    prompts = [prompt.text for each in (*training, *heldout) for prompt in each.prompts]
+    family = model.family
+    family.refuse_prompts(config.policy.model, family.settings(config.rollout.model_dump()), prompts)
     run = Run(config, store, model, training, heldout)
     store.clear_abandoned()
     _set_other_lineage_aside(run)
@@ -109,15 +140,19 @@ def open_run(config: RunConfig) -> Run:
 def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
     """What determines the policies and rollouts of a run; more iterations only go on with it."""
     values = {section: content for section, content in config.items() if section not in _FREE_SECTIONS}
-    return {**values, "run": {"seed": config.get("run", {}).get("seed")}}
+    run = config.get("run", {})
+    # A schedule that ends with the run is another one when the run is longer.
+    update = config.get("update", {})
+    bound = update.get("total_steps") is None and update.get("lr_scheduler") in SCHEDULES_WITH_LENGTH
+    return {**values, "run": {"seed": run.get("seed"), **({"iterations": run.get("iterations")} if bound else {})}}
 
 
 def _lineage(run: Run) -> str:
     described = {
         "config": _determining(run.config.model_dump(mode="json")),
         "model": run.model.digest,
-        "prompts": [[prompt.prompt_id, dict(prompt.columns)] for prompt in run.training.prompts],
-        "targets": [target and target.sha256 for target in run.training.targets],
+        "prompts": [[p.prompt_id, dict(p.columns)] for each in run.training for p in each.prompts],
+        "targets": [target and target.sha256 for each in run.training for target in each.targets],
         "code": code_digest(),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
@@ -150,7 +185,7 @@ def _set_other_lineage_aside(run: Run) -> None:
 def _set_other_evaluations_aside(run: Run) -> None:
     """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
     held = run.store.filesystem.exists(run.store.path("evaluations"))
-    if held and run.heldout is not None and _former_evaluation(run) not in (None, _evaluation(run)):
+    if held and run.heldout and _former_evaluation(run) not in (None, _evaluation(run)):
         run.store.set_aside(["evaluations"], reason="the held-out prompts, their targets, number or seed changed")
 
 
@@ -201,7 +236,7 @@ def _write_description(run: Run) -> None:
         "model_digest": run.model.digest,
         "code": code_digest(),
         "versions": {"python": platform.python_version(), **library_versions()},
-        "prompts": len(run.training.prompts),
-        "heldout_prompts": len(run.heldout.prompts) if run.heldout else 0,
+        "prompts": sum(len(each.prompts) for each in run.training),
+        "heldout_prompts": sum(len(each.prompts) for each in run.heldout),
     }
     store.write_file(RUN_FILE, json.dumps(described, indent=1).encode())

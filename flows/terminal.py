@@ -103,6 +103,8 @@ def show_summary(summary: TrainSummary) -> None:
     table.add_row("kept in", _shown(summary.folder))
     if summary.contact_sheet:
         table.add_row("pictures before and after", _shown(summary.contact_sheet))
+    if summary.heldout_texts:
+        table.add_row("completions before and after", _shown(summary.heldout_texts))
     for reason in summary.set_aside:
         table.add_row("set aside", escape(reason))
     _console.print(table)

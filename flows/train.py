@@ -14,7 +14,8 @@ from configs.schema import RunConfig
 from flows.preparation import Run, open_run
 from flows.summary import TrainSummary, summarize
 from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import compute_advantages_task
+from tasks.compute_advantages import Draw, compute_advantages_task
+from tasks.curriculum import PromptStatistics, read_statistics
 from tasks.plan import RolloutPlan
 from tasks.progress import announce
 from tasks.record import gather_metrics, has_metrics, write_metrics
@@ -42,6 +43,13 @@ class TrainingHistory:
     iterations: list[IterationRecord] = field(default_factory=list)
     heldout: dict[int, ArtifactRef] = field(default_factory=dict)
 
+    def statistics(self, run: Run) -> PromptStatistics | None:
+        """How hard the prompts of the curriculum's window were; None where it does not ask."""
+        curriculum = run.config.data.curriculum
+        if curriculum.kind == "uniform":
+            return None
+        return read_statistics(run.store, [record.advantages for record in self.iterations[-curriculum.window :]])
+
 
 @flow(name="grpo train", flow_run_name="{config.run.name}", validate_parameters=False)
 async def train(config: RunConfig) -> TrainSummary:
@@ -59,24 +67,43 @@ async def train(config: RunConfig) -> TrainSummary:
 
 async def train_iteration(run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory) -> PolicyRef:
     """Four stages from one policy version to the next, and what people see of them."""
-    plan = run.plan(iteration)
-    rollouts = collect_rollouts(run, policy, plan)
-    rewards = score_rewards(run, rollouts, plan)
-    advantages = compute_advantages(run, rollouts, rewards, plan)
-    policy = update_policy(run, policy, rollouts, advantages, plan)
+    draws, advantages = draw_groups(run, policy, iteration, history)
+    policy = update_policy(run, policy, draws, advantages, iteration)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
-    await report(run, history, iteration, policy, (rollouts, rewards, advantages))
+    await report(run, history, iteration, policy, draws, advantages)
     return policy
 
 
+def draw_groups(
+    run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory
+) -> tuple[tuple[Draw, ...], ArtifactRef]:
+    """The first three stages; where asked, groups that teach nothing are replaced by others, a bounded number of times.
+
+    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.2, dynamic sampling.
+    """
+    section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
+    draws: tuple[Draw, ...] = ()
+    count, statistics = wanted, history.statistics(run)
+    for draw in range(1, section.max_draws + 1):
+        plan = run.plan(iteration, draw, count, statistics)
+        rollouts = collect_rollouts(run, policy, plan)
+        rewards = score_rewards(run, rollouts, plan)
+        draws = (*draws, (rollouts, rewards))
+        advantages = compute_advantages(run, draws, plan)
+        count = wanted - int(advantages.metrics["groups_kept"])
+        if section.constant_groups != "redraw" or count <= 0:
+            break
+    return draws, advantages
+
+
 def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
-    """Draw and score the held-out prompts with fixed seeds: the first three stages again."""
+    """Sample and score the held-out prompts with fixed seeds: the first three stages again."""
     plan = run.evaluation_plan(policy.version)
     if plan is not None:
         rollouts = collect_rollouts(run, policy, plan)
         rewards = score_rewards(run, rollouts, plan)
-        history.heldout[policy.version] = compute_advantages(run, rollouts, rewards, plan)
+        history.heldout[policy.version] = compute_advantages(run, ((rollouts, rewards),), plan)
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:
@@ -97,33 +124,35 @@ async def recording(run: Run) -> AsyncIterator[None]:
 
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
     """Stage 1."""
-    stage = named(collect_rollouts_task, plan)
-    return stage(policy, plan, run.model, run.config.rollout, run.config.placement)
+    config, stage = run.config, named(collect_rollouts_task, plan.title)
+    return stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
 
 
 def score_rewards(run: Run, rollouts: ArtifactRef, plan: RolloutPlan) -> ArtifactRef:
     """Stage 2."""
-    stage = named(score_rewards_task, plan)
+    stage = named(score_rewards_task, plan.title)
     return stage(rollouts, run.config.rewards, plan.folder, plan.title, run.config.placement)
 
 
-def compute_advantages(run: Run, rollouts: ArtifactRef, rewards: ArtifactRef, plan: RolloutPlan) -> ArtifactRef:
+def compute_advantages(run: Run, draws: tuple[Draw, ...], plan: RolloutPlan) -> ArtifactRef:
     """Stage 3."""
-    stage = named(compute_advantages_task, plan)
-    return stage(rollouts, rewards, run.config.rewards, run.config.advantages, plan.folder, plan.title)
+    stage = named(compute_advantages_task, plan.title)
+    return stage(draws, run.config.rewards, run.config.advantages, plan.folder, plan.title)
 
 
 def update_policy(
-    run: Run, policy: PolicyRef, rollouts: ArtifactRef, advantages: ArtifactRef, plan: RolloutPlan
+    run: Run, policy: PolicyRef, draws: tuple[Draw, ...], advantages: ArtifactRef, iteration: int
 ) -> PolicyRef:
     """Stage 4."""
-    config, stage = run.config, named(update_policy_task, plan)
-    return stage(policy, rollouts, advantages, run.model, config.update, config.run.seed, plan.title, config.placement)
+    config, title = run.config, f"iteration {iteration}"
+    stage = named(update_policy_task, title)
+    rollouts = tuple(rollouts for rollouts, _ in draws)
+    return stage(policy, rollouts, advantages, run.model, run.update, config.run.seed, 0, title, config.placement)
 
 
-def named(stage: Task[P, R], plan: RolloutPlan) -> Task[P, R]:
+def named(stage: Task[P, R], title: str) -> Task[P, R]:
     """The stage's task under a name that says which iteration it belongs to."""
-    return stage.with_options(task_run_name=f"{plan.title}: {stage.name}", result_storage=current_records())
+    return stage.with_options(task_run_name=f"{title}: {stage.name}", result_storage=current_records())
 
 
 async def report(
@@ -131,14 +160,19 @@ async def report(
     history: TrainingHistory,
     iteration: int,
     policy: PolicyRef,
-    stages: tuple[ArtifactRef, ArtifactRef, ArtifactRef],
+    draws: tuple[Draw, ...],
+    advantages: ArtifactRef,
 ) -> None:
     """Gather the iteration's figures, show them in Prefect's UI once, and keep them."""
     assert policy.checkpoint is not None
     heldout = history.heldout.get(iteration)
-    metrics = gather_metrics([*stages, policy.checkpoint], heldout)
+    metrics = gather_metrics(draws, advantages, policy.checkpoint, heldout)
     record = IterationRecord(
-        iteration, *stages, metrics=metrics, heldout=heldout.metrics.get("reward") if heldout else None
+        iteration=iteration,
+        draws=draws,
+        advantages=advantages,
+        metrics=metrics,
+        heldout=heldout.metrics.get("reward") if heldout else None,
     )
     history.iterations.append(record)
     announce(told(record, run.config.run.iterations))

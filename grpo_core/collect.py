@@ -1,16 +1,15 @@
-"""Groups of pictures for prompts, with everything that is needed to train on them later."""
+"""Groups of samples for prompts, with everything that is needed to train on them later."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from PIL import Image
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
 from grpo_core.policies.protocol import Policy
-from grpo_core.records import TokenBatch
+from grpo_core.records import Output, SampledTokens, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -18,10 +17,10 @@ class GroupRequest:
     """One prompt occurrence to be sampled.
 
     Attributes:
-        prompt: what to draw.
+        prompt: what to draw or to answer.
         sample_ids: one a sibling.
         seeds: of the token sampling, one a sibling.
-        noise_seeds: of the decoder's noise, one a sibling; siblings usually share it.
+        noise_seeds: of a decoder's noise, one a sibling; siblings usually share it.
     """
 
     prompt: str
@@ -38,19 +37,35 @@ class RolloutGroup:
         request: what was asked.
         tokens: sampled ids, one row a sibling.
         rollout_logprobs: as recorded while sampling.
-        images: the finished pictures.
+        finished: whether the row ended by itself.
+        ref_logprobs: of the same tokens under the reference; None where nothing asked for them.
+        outputs: the finished pictures or texts.
     """
 
     request: GroupRequest
     tokens: TokenBatch
     rollout_logprobs: Float[Tensor, "siblings time"]
-    images: tuple[Image.Image, ...]
+    finished: Bool[Tensor, " siblings"]
+    ref_logprobs: Float[Tensor, "siblings time"] | None
+    outputs: tuple[Output, ...]
 
 
 def collect_rollouts(
-    policy: Policy, requests: Sequence[GroupRequest], *, prompts_per_batch: int
+    policy: Policy,
+    requests: Sequence[GroupRequest],
+    *,
+    prompts_per_batch: int,
+    with_reference: bool = False,
+    rows_per_pass: int = 8,
 ) -> Iterator[RolloutGroup]:
     """Sample and render every group, in order; `prompts_per_batch` groups are sampled at once.
+
+    Args:
+        policy: at the weights that sample.
+        requests: groups of one size.
+        prompts_per_batch: groups sampled at once.
+        with_reference: record the reference's log-probs too, for a KL inside the reward.
+        rows_per_pass: rows of a forward pass of the reference.
 
     Raises:
         NonFiniteError: a log-prob is not finite; the samples are named.
@@ -65,12 +80,31 @@ def collect_rollouts(
             group_size=group_size,
             seeds=[seed for request in batch for seed in request.seeds],
         )
+        _require_finite(sampled, [sample_id for request in batch for sample_id in request.sample_ids])
         for index, request in enumerate(batch):
             rows = list(range(index * group_size, (index + 1) * group_size))
-            tokens, logprobs = sampled.tokens.select(rows), sampled.rollout_logprobs[rows]
-            finite = torch.isfinite(logprobs).all(-1).tolist()
-            if not all(finite):
-                broken = [sample for sample, good in zip(request.sample_ids, finite, strict=True) if not good]
-                raise NonFiniteError("rollout log-prob", broken, "The policy's weights are damaged; go back a version.")
-            images = policy.render(tokens, noise_seeds=request.noise_seeds)
-            yield RolloutGroup(request, tokens, logprobs, tuple(images))
+            tokens = sampled.tokens.select(rows).trimmed()
+            time = tokens.token_ids.shape[1]
+            yield RolloutGroup(
+                request=request,
+                tokens=tokens,
+                rollout_logprobs=sampled.rollout_logprobs[rows, :time],
+                finished=sampled.finished[rows],
+                ref_logprobs=_reference_logprobs(policy, tokens, rows_per_pass) if with_reference else None,
+                outputs=tuple(policy.render(tokens, noise_seeds=request.noise_seeds)),
+            )
+
+
+def _require_finite(sampled: SampledTokens, sample_ids: Sequence[str]) -> None:
+    finite = torch.isfinite(sampled.rollout_logprobs).all(-1).tolist()
+    broken = [sample_id for sample_id, good in zip(sample_ids, finite, strict=True) if not good]
+    if broken:
+        raise NonFiniteError("rollout log-prob", broken, "The policy's weights are damaged; go back a version.")
+
+
+def _reference_logprobs(policy: Policy, tokens: TokenBatch, rows_per_pass: int) -> Float[Tensor, "siblings time"]:
+    parts = []
+    for start in range(0, len(tokens), rows_per_pass):
+        chunk = tokens.select(range(start, min(start + rows_per_pass, len(tokens))))
+        parts.append(policy.reference_logprobs(chunk).cpu())
+    return torch.cat(parts)

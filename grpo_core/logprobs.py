@@ -1,54 +1,162 @@
-"""From logits to log-probs over the ids that can be sampled, and sampling with one random number a token."""
+"""Log-probs of given tokens over the ids that could be sampled, in fp32 and a chunk of tokens at a time."""
+
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from grpo_core.records import TokenLogprobs, TokenSupport
+
+CHUNK_TOKENS = 256
+
+Head = Callable[[Tensor], Tensor]
 
 
-def support_logprobs(
-    logits: Float[Tensor, "*batch vocab"], support: int, temperature: float
-) -> Float[Tensor, "*batch support"]:
-    """Log-probs of the first `support` ids, in fp32 whatever the logits are.
+def vocabulary_logprobs(
+    logits: Float[Tensor, "*batch ids"], vocabulary: int, temperature: float
+) -> Float[Tensor, "*batch vocabulary"]:
+    """Log-probs of the first `vocabulary` ids, in fp32 whatever the logits are.
 
     Sampling and scoring both go through here: the same temperature and the same restriction on both sides is
     what makes stored and recomputed log-probs agree.
 
     Args:
         logits: unnormalised scores.
-        support: ids [0, support) can be sampled; the others have probability zero.
+        vocabulary: ids [0, vocabulary) can be sampled; the others have probability zero.
         temperature: divides the logits.
     """
-    return torch.log_softmax(logits[..., :support].float() / temperature, dim=-1)
+    return torch.log_softmax(logits[..., :vocabulary].float() / temperature, dim=-1)
 
 
 def gather_logprobs(
-    logprobs: Float[Tensor, "batch time support"], token_ids: Int[Tensor, "batch time"]
-) -> Float[Tensor, "batch time"]:
+    logprobs: Float[Tensor, "*batch vocabulary"], token_ids: Int[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
     """The log-prob of each given token."""
     return logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
-def entropy_of(logprobs: Float[Tensor, "*batch support"]) -> Float[Tensor, "*batch"]:
-    """Entropy in nats of each distribution."""
-    # entr(0) is 0, where p * log p would be NaN.
-    terms: Tensor = torch.special.entr(logprobs.exp())
-    return terms.sum(-1)
+def entropy_of(logprobs: Float[Tensor, "*batch vocabulary"]) -> Float[Tensor, "*batch"]:
+    """Entropy in nats of each distribution; differentiable, ids of probability zero included."""
+    # At a log-prob of -inf, p * log p and its derivative would be NaN where both tend to 0.
+    finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
+    return -(logprobs.exp() * finite).sum(-1)
 
 
-def draw_tokens(logprobs: Float[Tensor, "batch support"], uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-    """Sample one id a row by inverting the cumulative distribution.
+def score_hidden(
+    hidden: Float[Tensor, "batch time dim"],
+    head: Head,
+    token_ids: Int[Tensor, "batch time"],
+    loss_mask: Bool[Tensor, "batch time"],
+    *,
+    vocabulary: int,
+    temperature: float,
+    support: TokenSupport | None = None,
+    entropy: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> TokenLogprobs:
+    """Log-probs of given tokens from the hidden states that predict them.
 
-    Each row's id depends on its own distribution and its own uniform number alone, so a sample does not change
-    with the rows that happen to be drawn beside it.
+    Logits exist for one chunk of trained tokens at a time: each chunk's are computed again in the backward pass
+    (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary.
 
     Args:
-        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller sees it there.
-        uniforms: in [0, 1), fp64.
+        hidden: hidden[b, t] predicts token_ids[b, t].
+        head: hidden states [tokens, dim] -> logits [tokens, ids], at least `vocabulary` of them; gradients reach
+            the parameters it uses.
+        token_ids: any ids where the mask is False.
+        loss_mask: only these tokens are computed.
+        vocabulary: ids [0, vocabulary) could be sampled.
+        temperature: divides the logits.
+        support: the ids each token was drawn from; None where nothing was cut.
+        entropy: compute entropies too, gradients included; else they are zero.
+        chunk_tokens: tokens whose logits are alive at once.
     """
-    probabilities = logprobs.double().exp()
-    cumulative = probabilities.cumsum(-1)
-    thresholds = uniforms.to(cumulative.device, torch.float64).unsqueeze(-1) * cumulative[:, -1:]
-    # `right=True` skips ids of probability zero at a threshold of exactly zero.
-    drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=drawn.device))
-    return torch.minimum(drawn, last_possible.amax(-1))
+    places = loss_mask.nonzero(as_tuple=True)
+    states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
+    possible = [None] * len(ids) if support is None else _by_chunk(support, loss_mask, chunk_tokens)
+    scored = [
+        _without_keeping(_score_chunk, head, *chunk, vocabulary, temperature, entropy)
+        for chunk in zip(states, ids, possible, strict=True)
+    ]
+    logprobs, entropies = torch.cat(scored, 1)
+    zeros = torch.zeros(loss_mask.shape, device=hidden.device)
+    return TokenLogprobs(zeros.index_put(places, logprobs), zeros.index_put(places, entropies))
+
+
+def _without_keeping(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """Call it; for the backward pass keep its arguments alone."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    # There is no dropout in a head, so no random state to bring back.
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def _score_chunk(
+    head: Head,
+    states: Float[Tensor, "tokens dim"],
+    ids: Int[Tensor, " tokens"],
+    possible: TokenSupport | None,
+    vocabulary: int,
+    temperature: float,
+    entropy: bool,
+) -> Float[Tensor, "2 tokens"]:
+    """Log-prob and entropy of each token.
+
+    As one tensor: what a loss leaves unused would be computed again in the backward pass and kept to its end.
+    """
+    logprobs = vocabulary_logprobs(head(states), vocabulary, temperature)
+    if possible is not None:
+        outside = ~_possible_ids(possible, vocabulary, logprobs.device)
+        logprobs = logprobs.masked_fill(outside, -torch.inf).log_softmax(-1)
+    chosen = gather_logprobs(logprobs, ids)
+    return torch.stack([chosen, entropy_of(logprobs) if entropy else torch.zeros_like(chosen)])
+
+
+def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chunk_tokens: int) -> list[TokenSupport]:
+    """The support of the trained tokens, one after another, as one row a chunk."""
+    trained = loss_mask.flatten().cpu()
+    counts = support.counts.flatten()
+    ids = support.ids[trained.repeat_interleave(counts)]
+    parts = counts[trained].split(chunk_tokens)
+    entries = ids.split([int(part.sum()) for part in parts])
+    return [TokenSupport(ids, part.unsqueeze(0)) for ids, part in zip(entries, parts, strict=True)]
+
+
+def _possible_ids(support: TokenSupport, vocabulary: int, device: torch.device) -> Bool[Tensor, "tokens vocabulary"]:
+    """True at the ids of each token of a support of one row."""
+    counts = support.counts[0]
+    tokens = torch.arange(len(counts)).repeat_interleave(counts)
+    possible = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=device)
+    possible[tokens.to(device), support.ids.to(device, torch.long)] = True
+    return possible
+
+
+def score_logits(
+    logits: Float[Tensor, "batch time ids"],
+    token_ids: Int[Tensor, "batch time"],
+    loss_mask: Bool[Tensor, "batch time"],
+    *,
+    vocabulary: int,
+    temperature: float,
+    support: TokenSupport | None = None,
+    entropy: bool = True,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> TokenLogprobs:
+    """`score_hidden` for a model whose logits come whole: logits[b, t] are of token_ids[b, t].
+
+    In fp32 there is one chunk of them at a time.
+    """
+    return score_hidden(
+        logits,
+        lambda part: part,
+        token_ids,
+        loss_mask,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        support=support,
+        entropy=entropy,
+        chunk_tokens=chunk_tokens,
+    )

@@ -2,10 +2,43 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from PIL import Image
 from torch import Tensor
+
+Output = Image.Image | str
+"""What a row of tokens becomes: a picture, or a text."""
+
+Medium = Literal["picture", "text"]
+"""Which of the two."""
+
+
+@dataclass(frozen=True)
+class TokenSupport:
+    """The ids that a truncated sampler could draw at each token; log-probs are over these alone.
+
+    Attributes:
+        ids: of all tokens one after another, row by row, ascending within a token.
+        counts: how many of them belong to each token; zero where the loss mask is False.
+    """
+
+    ids: Int[Tensor, " entries"]
+    counts: Int[Tensor, "batch time"]
+
+    def __post_init__(self) -> None:
+        assert int(self.counts.sum()) == len(self.ids), "every id belongs to a token"
+
+    def select(self, rows: Sequence[int]) -> "TokenSupport":
+        """The support of the rows with these indices, in this order."""
+        sizes = self.counts.sum(-1)
+        ends = sizes.cumsum(0).tolist()
+        starts = [end - size for end, size in zip(ends, sizes.tolist(), strict=True)]
+        parts = [self.ids[starts[row] : ends[row]] for row in rows]
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return TokenSupport(torch.cat(parts) if parts else self.ids[:0], self.counts[index])
 
 
 @dataclass(frozen=True)
@@ -17,12 +50,14 @@ class TokenBatch:
         token_ids: sampled ids, zero where loss_mask is False.
         loss_mask: True for a token that was sampled by the policy and is trained; False is padding.
         temperature: logits were divided by it before the softmax, for every row.
+        support: the ids that could be drawn, where top-k, top-p or min-p cut the distribution; None where all could.
     """
 
     prompts: tuple[str, ...]
     token_ids: Int[Tensor, "batch time"]
     loss_mask: Bool[Tensor, "batch time"]
     temperature: float
+    support: TokenSupport | None = None
 
     def __post_init__(self) -> None:
         assert len(self.prompts) == self.token_ids.shape[0], "one prompt a row"
@@ -40,6 +75,19 @@ class TokenBatch:
             token_ids=self.token_ids[index],
             loss_mask=self.loss_mask[index],
             temperature=self.temperature,
+            support=None if self.support is None else self.support.select(rows),
+        )
+
+    def trimmed(self) -> "TokenBatch":
+        """Without the places at the end that are padding in every row; at least one place stays."""
+        used = self.loss_mask.any(0).nonzero()
+        time = max(1, int(used.max()) + 1 if len(used) else 1)
+        support = self.support
+        return replace(
+            self,
+            token_ids=self.token_ids[:, :time],
+            loss_mask=self.loss_mask[:, :time],
+            support=None if support is None else replace(support, counts=support.counts[:, :time]),
         )
 
 
@@ -51,10 +99,12 @@ class SampledTokens:
         tokens: the sampled ids.
         rollout_logprobs: log-prob of each sampled id under the distribution it was drawn from, nats, fp32;
             zero where the loss mask is False.
+        finished: whether the row ended by itself; False where it was cut at its greatest length.
     """
 
     tokens: TokenBatch
     rollout_logprobs: Float[Tensor, "batch time"]
+    finished: Bool[Tensor, " batch"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +113,8 @@ class TokenLogprobs:
 
     Attributes:
         logprobs: nats, fp32; zero where the loss mask is False.
-        entropy: entropy of the distribution each token was drawn from, nats, fp32; zero where masked.
+        entropy: entropy of the distribution each token was drawn from, nats, fp32; zero where masked, and everywhere
+            where it was not asked for.
     """
 
     logprobs: Float[Tensor, "batch time"]
@@ -79,29 +130,41 @@ class TrainingRows:
         tokens: prompts, ids, loss mask and temperature as stored.
         rollout_logprobs: as recorded while sampling.
         advantages: one a row; finite.
+        finished: whether the row ended by itself.
+        on_policy: whether the weights before the update are those that sampled the row.
         old_logprobs: recomputed on the weights before the update; None until they are.
+        old_entropy: of the same distributions, nats; None until they are computed, or where nothing asks for it.
+        ref_logprobs: under the reference; None until they are computed, or without a reference.
     """
 
     sample_ids: tuple[str, ...]
     tokens: TokenBatch
     rollout_logprobs: Float[Tensor, "batch time"]
     advantages: Float[Tensor, " batch"]
+    finished: Bool[Tensor, " batch"]
+    on_policy: Bool[Tensor, " batch"]
     old_logprobs: Float[Tensor, "batch time"] | None = None
+    old_entropy: Float[Tensor, "batch time"] | None = None
+    ref_logprobs: Float[Tensor, "batch time"] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
-    def with_old_logprobs(self, old_logprobs: Float[Tensor, "batch time"]) -> "TrainingRows":
-        """The same rows, their old_logprobs known."""
-        return replace(self, old_logprobs=old_logprobs)
-
     def select(self, rows: Sequence[int]) -> "TrainingRows":
         """The rows with these indices, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
+
+        def chosen(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
         return TrainingRows(
             sample_ids=tuple(self.sample_ids[row] for row in rows),
             tokens=self.tokens.select(rows),
             rollout_logprobs=self.rollout_logprobs[index],
             advantages=self.advantages[index],
-            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[index],
+            finished=self.finished[index],
+            on_policy=self.on_policy[index],
+            old_logprobs=chosen(self.old_logprobs),
+            old_entropy=chosen(self.old_entropy),
+            ref_logprobs=chosen(self.ref_logprobs),
         )

@@ -24,9 +24,9 @@ P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
-_SOURCES = ("grpo_core", "tasks")
+_SOURCES = ("grpo_core", "tasks", "configs")
 # They say what was done and do nothing of it; a run is not to begin anew for another colour of its page.
-_WITHOUT_EFFECT = ("tasks/reports",)
+_WITHOUT_EFFECT = ("tasks/reports/", "configs/checks.py", "configs/dataset_checks.py", "configs/loader.py")
 _LIBRARIES = (
     "accelerate",
     "diffusers",
@@ -63,7 +63,7 @@ def determining_sources() -> list[str]:
     """The files that a result depends on, relative to the checkout."""
     top = Path(__file__).resolve().parent.parent
     names = (path.relative_to(top).as_posix() for package in _SOURCES for path in (top / package).rglob("*.py"))
-    return sorted(name for name in names if not name.startswith(tuple(f"{left}/" for left in _WITHOUT_EFFECT)))
+    return sorted(name for name in names if not name.startswith(_WITHOUT_EFFECT))
 
 
 def library_versions() -> dict[str, str]:

@@ -10,60 +10,66 @@ from typing import Any
 
 import polars as pl
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from configs.core_settings import advantage_settings
 from configs.schema import AdvantagesSection, RewardSection
-from grpo_core.advantages import GroupAdvantages, compute_advantages
-from grpo_core.rewards.combine import CombinedRewards, combine_rewards
+from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
 from tasks.caching import stage_task
 from tasks.progress import progress_of
+from tasks.rollout_rows import padded
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
-from tasks.storage.store import current_store
+from tasks.storage.store import ArtifactStore, current_store
 from tasks.storage.tables import write_table
 
 STAGE = "compute advantages"
+Draw = tuple[ArtifactRef, ArtifactRef]
+"""Rollouts and their rewards."""
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
-        "rollouts": inputs["rollouts"].digest,
-        "rewards": inputs["rewards"].digest,
-        "mix": [[section.label, section.weight] for section in inputs["mix"]],
+        "draws": [[rollouts.digest, rewards.digest] for rollouts, rewards in inputs["draws"]],
+        "mix": [[section.label, section.weight, section.datasets] for section in inputs["mix"]],
         "advantages": inputs["advantages"].model_dump(mode="json"),
     }
 
 
 @stage_task(STAGE, _describe)
 def compute_advantages_task(
-    rollouts: ArtifactRef,
-    rewards: ArtifactRef,
+    draws: tuple[Draw, ...],
     mix: tuple[RewardSection, ...],
     advantages: AdvantagesSection,
     folder: str,
     title: str,
 ) -> ArtifactRef:
-    """Combine the rewards of each sample and compare it with its siblings."""
+    """Combine the rewards of each sample of every draw and compare it with its siblings."""
     started = time.perf_counter()
     store = current_store()
-    tell = progress_of(f"{title}: {STAGE}", rewards.rows)
-    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
-        rollout_files = store.local_files(rollouts, Path(fetched) / "rollouts")
-        reward_files = store.local_files(rewards, Path(fetched) / "rewards")
-        samples = _read_samples(rollout_files, reward_files, [section.label for section in mix])
-        combined = combine_rewards(samples.values, [section.weight for section in mix])
-        result = compute_advantages(combined.rewards, normalize_std=advantages.scale == "group", eps=advantages.eps)
-        digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, combined, result))
-        tell(rewards.rows, rewards.rows)
+    settings = advantage_settings(advantages)
+    rows = sum(rewards.rows for _, rewards in draws)
+    tell = progress_of(f"{title}: {STAGE}", rows)
+    with store.staging() as staged:
+        samples = _read_samples(store, draws, mix, settings)
+        result = compute_advantages(
+            samples.values,
+            [section.weight for section in mix],
+            settings,
+            penalties=samples.penalties,
+            applies=samples.applies,
+        )
+        digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, result))
+        tell(rows, rows)
         return store.commit(
             staged,
             f"{folder}/advantages",
             digest=digest,
             schema_version=SCHEMA_VERSION,
-            rows=rewards.rows,
+            rows=rows,
             seconds=time.perf_counter() - started,
-            metrics=_metrics(combined, result),
+            metrics={**_metrics(result, samples), "draws": float(len(draws))},
         )
 
 
@@ -72,56 +78,104 @@ class _Samples:
     """Scores laid out by group and sibling.
 
     Attributes:
-        sample_ids: one list a group.
-        group_ids: in the order of the rollouts.
+        table: a row a group, in the order of the rollouts; lists of siblings.
         values: NaN where a reward is null.
+        applies: whether a reward is meant for the group's dataset.
+        penalties: KL to the reference in nats, one a sample; None where the reward holds no KL.
     """
 
-    sample_ids: tuple[tuple[str, ...], ...]
-    group_ids: tuple[str, ...]
+    table: pl.DataFrame
     values: Float[Tensor, "groups siblings rewards"]
+    applies: Bool[Tensor, "groups rewards"]
+    penalties: Float[Tensor, "groups siblings"] | None
 
 
-def _read_samples(rollouts: Path, rewards: Path, labels: Sequence[str]) -> _Samples:
-    table = pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=["sample_id", "group_id"])
-    for label in labels:
-        scores = pl.read_parquet(rewards / f"{label}.parquet", columns=["sample_id", "value"])
+def _read_samples(
+    store: ArtifactStore, draws: Sequence[Draw], mix: Sequence[RewardSection], settings: AdvantageSettings
+) -> _Samples:
+    with tempfile.TemporaryDirectory() as fetched:
+        parts = []
+        for number, (rollouts, rewards) in enumerate(draws):
+            place = Path(fetched) / str(number)
+            drawn = store.local_files(rollouts, place / "rollouts")
+            scored = store.local_files(rewards, place / "rewards")
+            parts.append(_read_draw(drawn, scored, mix, settings))
+    groups = pl.concat(parts).group_by("group_id", maintain_order=True).agg(pl.all())
+    sizes = {len(ids) for ids in groups["sample_id"]}
+    assert len(sizes) == 1, f"groups of one size, got {sizes}"
+    datasets = [names[0] for names in groups["dataset"].to_list()]
+    routed = [[section.scores(name) for section in mix] for name in datasets]
+    values = [torch.tensor(_with_nan(groups[_column(section)].to_list()), dtype=torch.float64) for section in mix]
+    return _Samples(
+        table=groups,
+        values=torch.stack(values, -1),
+        applies=torch.tensor(routed),
+        penalties=torch.tensor(groups["kl_penalty"].to_list(), dtype=torch.float64) if settings.kl_coef > 0 else None,
+    )
+
+
+def _column(section: RewardSection) -> str:
+    return f"reward:{section.label}"
+
+
+def _read_draw(
+    rollouts: Path, rewards: Path, mix: Sequence[RewardSection], settings: AdvantageSettings
+) -> pl.DataFrame:
+    files = sorted(rollouts.glob("*.parquet"))
+    table = pl.read_parquet(files, columns=["sample_id", "group_id", "prompt_id", "dataset"])
+    for section in mix:
+        scores = pl.read_parquet(rewards / f"{section.label}.parquet", columns=["sample_id", "value"])
         table = table.join(
-            scores.rename({"value": f"reward:{label}"}),
+            scores.rename({"value": _column(section)}),
             on="sample_id",
             how="left",
             validate="1:1",
             maintain_order="left",
         )
-    groups = table.group_by("group_id", maintain_order=True).agg(pl.all())
-    sizes = {len(ids) for ids in groups["sample_id"]}
-    assert len(sizes) == 1, f"groups of one size, got {sizes}"
-    values = [torch.tensor(_with_nan(groups[f"reward:{label}"].to_list()), dtype=torch.float64) for label in labels]
-    return _Samples(
-        sample_ids=tuple(tuple(ids) for ids in groups["sample_id"].to_list()),
-        group_ids=tuple(groups["group_id"].to_list()),
-        values=torch.stack(values, -1),
+    if settings.kl_coef > 0:
+        table = table.with_columns(pl.Series("kl_penalty", _penalties(files, settings)))
+    return table
+
+
+def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float]:
+    stored = pl.read_parquet(list(files), columns=["rollout_logprobs", "ref_logprobs", "loss_mask"])
+    if stored["ref_logprobs"].null_count():
+        raise ValueError(
+            "advantages.kl_coef needs the reference's log-probs, and these rollouts were collected without; collect "
+            "them with this configuration, or set advantages.kl_coef to 0"
+        )
+    penalties = kl_penalty(
+        padded(stored["rollout_logprobs"].to_list(), torch.float32),
+        padded(stored["ref_logprobs"].to_list(), torch.float32),
+        padded(stored["loss_mask"].to_list(), torch.bool),
+        estimator=settings.kl_estimator,
     )
+    return [float(value) for value in penalties]
 
 
 def _with_nan(values: list[list[float | None]]) -> list[list[float]]:
     return [[math.nan if value is None else value for value in row] for row in values]
 
 
-def _columns(samples: _Samples, combined: CombinedRewards, result: GroupAdvantages) -> dict[str, list[Any]]:
+def _columns(samples: _Samples, result: GroupAdvantages) -> dict[str, Any]:
+    flat = samples.table.select("sample_id", "group_id", "prompt_id", "dataset")
     siblings = samples.values.shape[1]
 
-    def each(values: Float[Tensor, " groups"]) -> list[float | None]:
-        return _with_null(values.repeat_interleave(siblings))
+    def each(values: Tensor) -> Tensor:
+        return values.repeat_interleave(siblings)
 
+    one_each = flat.explode("sample_id", "prompt_id", "dataset")
     return {
-        "sample_id": [sample_id for group in samples.sample_ids for sample_id in group],
-        "group_id": [group_id for group_id in samples.group_ids for _ in range(siblings)],
-        "reward": _with_null(combined.rewards.flatten()),
+        **{name: one_each[name].to_list() for name in ("sample_id", "group_id", "prompt_id", "dataset")},
+        "reward": _with_null(result.rewards.flatten()),
+        "kl_penalty": [None] * one_each.height
+        if samples.penalties is None
+        else _with_null(samples.penalties.flatten()),
         "advantage": _with_null(result.advantages.flatten()),
-        "group_mean": each(result.means),
-        "group_std": each(result.stds),
-        "imputed": combined.imputed.sum(-1).flatten().tolist(),
+        "group_mean": _with_null(each(result.means)),
+        "group_std": _with_null(each(result.stds)),
+        "dropped": each(result.dropped).tolist(),
+        "imputed": result.imputed.sum(-1).flatten().tolist(),
     }
 
 
@@ -129,13 +183,16 @@ def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _metrics(combined: CombinedRewards, result: GroupAdvantages) -> dict[str, float]:
-    metrics = {
-        "frac_reward_zero_std": float(result.constant.double().mean()),
-        "samples_without_reward": float((~combined.present).sum()),
-        "rewards_imputed": float(combined.imputed.sum()),
-    }
-    if combined.present.any():
-        metrics["reward"] = float(combined.rewards[combined.present].double().mean())
-        metrics["reward_std"] = float(result.stds.double().mean())
+def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
+    metrics = reward_metrics(result)
+    if samples.penalties is not None:
+        metrics["kl_penalty"] = float(samples.penalties.mean())
+    datasets = [names[0] for names in samples.table["dataset"].to_list()]
+    if len(set(datasets)) < 2:
+        return metrics
+    for name in sorted(set(datasets)):
+        chosen = torch.tensor([dataset == name for dataset in datasets])
+        rewards = result.rewards[chosen][result.present[chosen]]
+        if len(rewards):
+            metrics[f"datasets/{name}/reward"] = float(rewards.double().mean())
     return metrics

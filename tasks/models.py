@@ -1,21 +1,26 @@
 """The policy that this process holds. It is loaded once; afterwards only what an update changed is taken."""
 
+import gc
 import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from configs.core_settings import training_choice
 from configs.schema import PlacementSection, PolicySection
-from grpo_core.policies.adapters import LoraSettings
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, GlmImagePolicy, GlmImageSettings, TrainingChoice
+from grpo_core.policies.family import PolicyFamily, policy_family
+from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained import Reference, TrainingChoice
 from tasks.model_files import add_file
 from tasks.storage.reference import PolicyRef
 from tasks.storage.store import current_store
 
 WEIGHT_FILES = ("adapter_model*.safetensors", "model*.safetensors")
+REFERENCE_FOLDER = "reference"
 
 
 class ModelSpec(BaseModel):
@@ -25,7 +30,7 @@ class ModelSpec(BaseModel):
         section: the configuration's policy section.
         digest: of the model's files.
         adapter_seed: of the adapters' random half.
-        keep_reference: a reference is needed, for the KL.
+        reference: where the reference is kept when every weight is trained; `none` where nothing asks for it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -33,22 +38,25 @@ class ModelSpec(BaseModel):
     section: PolicySection
     digest: str
     adapter_seed: int
-    keep_reference: bool
+    reference: Reference
 
-    def lora(self) -> LoraSettings | None:
-        """The adapters' settings; None when every weight is trained."""
-        if self.section.lora is None:
-            return None
-        lora = self.section.lora
-        return LoraSettings(lora.rank, lora.alpha, lora.targets or LANGUAGE_MODEL_LINEARS)
+    @property
+    def family(self) -> PolicyFamily:
+        """The kind of policy that it is."""
+        return policy_family(self.section.kind)
+
+    def choice(self) -> TrainingChoice:
+        """What of the model is trained."""
+        return training_choice(self.section, reference=self.reference, seed=self.adapter_seed)
 
 
 @dataclass
 class _Held:
     spec: ModelSpec
     device: torch.device
-    policy: GlmImagePolicy
+    policy: Policy
     digest: str | None  # None while its weights are in between two versions
+    reference_digest: str | None
 
 
 _held: _Held | None = None
@@ -57,37 +65,57 @@ _held: _Held | None = None
 def configure_torch(placement: PlacementSection) -> torch.device:
     """Set the thread count, the one place where it is chosen, and name the device."""
     torch.set_num_threads(placement.torch_threads)
+    return torch_device(placement)
+
+
+def torch_device(placement: PlacementSection) -> torch.device:
+    """The device that the placement stands for on this machine."""
     if placement.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(placement.device)
 
 
-def policy_at(
-    reference: PolicyRef, spec: ModelSpec, drawing: GlmImageSettings, placement: PlacementSection
-) -> GlmImagePolicy:
-    """The policy at this version, drawing with these settings."""
+def policy_at(reference: PolicyRef, spec: ModelSpec, settings: Any, placement: PlacementSection) -> Policy:
+    """The policy at this version, sampling and scoring with these settings."""
     global _held
     device = configure_torch(placement)
     if _held is None or (_held.spec, _held.device) != (spec, device):
         _held = None  # the former model's memory is needed for this one
-        choice = TrainingChoice(
-            lora=spec.lora(),
-            keep_reference=spec.keep_reference,
-            gradient_checkpointing=spec.section.gradient_checkpointing,
-            seed=spec.adapter_seed,
-        )
-        dtype: torch.dtype = getattr(torch, spec.section.dtype)
-        policy = GlmImagePolicy.load(spec.section.model, drawing, choice, dtype=dtype, device=device)
-        _held = _Held(spec, device, policy, spec.digest)
-    if _held.digest != reference.digest:
-        _held.digest = None
-        with tempfile.TemporaryDirectory() as fetched:
-            checkpoint = reference.checkpoint
-            folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
-            _held.policy.load_weights(folder)
-        _held.digest = reference.digest
-    _held.policy.draw_with(drawing)
+        _held = _Held(spec, device, _load(spec, settings, device), spec.digest, None)
+    if (_held.digest, _held.reference_digest) != (reference.digest, reference.reference_digest):
+        _take_weights(_held, reference)
+    _held.policy.sample_with(settings)
     return _held.policy
+
+
+def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
+    section = spec.section
+    return spec.family.load(
+        section.model,
+        settings,
+        spec.choice(),
+        dtype=getattr(torch, section.dtype),
+        device=device,
+        autocast=None if section.autocast is None else getattr(torch, section.autocast),
+    )
+
+
+def _take_weights(held: _Held, reference: PolicyRef) -> None:
+    """What differs between the weights held and this version's is read and taken."""
+    checkpoint = reference.checkpoint
+    other_weights, other_reference = (
+        held.digest != reference.digest,
+        held.reference_digest != reference.reference_digest,
+    )
+    held.digest = held.reference_digest = None
+    with tempfile.TemporaryDirectory() as fetched:
+        folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
+        if other_weights:
+            held.policy.load_weights(folder)
+        if other_reference:
+            refreshed = folder is not None and reference.reference_digest is not None
+            held.policy.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)
+    held.digest, held.reference_digest = reference.digest, reference.reference_digest
 
 
 def weights_in_between() -> None:
@@ -96,10 +124,19 @@ def weights_in_between() -> None:
         _held.digest = None
 
 
-def weights_became(digest: str) -> None:
+def weights_became(digest: str, reference_digest: str | None) -> None:
     """The update is over: the weights held are this version's."""
     if _held is not None:
-        _held.digest = digest
+        _held.digest, _held.reference_digest = digest, reference_digest
+
+
+def release_policy() -> None:
+    """Give up the policy held and its memory; the next `policy_at` loads it again."""
+    global _held
+    _held = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def weights_digest(folder: Path) -> str:

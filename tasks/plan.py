@@ -1,13 +1,12 @@
 """Which prompts are drawn, with which names and seeds: for an iteration of training, or for an evaluation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
 from grpo_core.collect import GroupRequest
 from grpo_core.seeds import derive_seed
-from tasks.prompts import Prompt, select_prompts
-from tasks.targets import TargetReference
+from tasks.curriculum import DrawnPrompt
 
 
 class GroupPlan(BaseModel):
@@ -16,6 +15,7 @@ class GroupPlan(BaseModel):
     Attributes:
         group_id: unique in the run.
         prompt_id: the prompt's stable name.
+        dataset: the prompt set that it comes from.
         prompt: its text.
         columns: the prompt file's other columns.
         target_uri: picture that the prompt ought to give, if there is one.
@@ -26,6 +26,7 @@ class GroupPlan(BaseModel):
 
     group_id: str
     prompt_id: str
+    dataset: str
     prompt: str
     columns: dict[str, object]
     target_uri: str | None
@@ -65,10 +66,12 @@ class RolloutPlan(BaseModel):
         )
 
 
-def _group(group_id: str, prompt: Prompt, target: TargetReference | None) -> GroupPlan:
+def _group(group_id: str, drawn: DrawnPrompt) -> GroupPlan:
+    prompt, target = drawn.prompt, drawn.target
     return GroupPlan(
         group_id=group_id,
         prompt_id=prompt.prompt_id,
+        dataset=drawn.dataset,
         prompt=prompt.text,
         columns=dict(prompt.columns),
         target_uri=target.uri if target else None,
@@ -76,50 +79,34 @@ def _group(group_id: str, prompt: Prompt, target: TargetReference | None) -> Gro
     )
 
 
-def plan_iteration(
-    prompts: Sequence[Prompt],
-    targets: Sequence[TargetReference | None],
-    *,
-    seed: int,
-    iteration: int,
-    count: int,
-    group_size: int,
-    shared_noise: bool,
+def plan_draw(
+    drawn: Sequence[DrawnPrompt], *, seed: int, iteration: int, draw: int, group_size: int, shared_noise: bool
 ) -> RolloutPlan:
-    """The groups of one training iteration."""
-    by_prompt = dict(zip((prompt.prompt_id for prompt in prompts), targets, strict=True))
-    drawn = select_prompts(prompts, seed=seed, iteration=iteration, count=count)
+    """The groups of one draw of a training iteration; a later draw replaces groups that taught nothing."""
+    first = draw == 1
+    folder, name = f"iteration_{iteration:06d}", f"i{iteration:06d}"
     return RolloutPlan(
-        folder=f"iteration_{iteration:06d}",
-        title=f"iteration {iteration}",
+        folder=folder if first else f"{folder}/draw_{draw:02d}",
+        title=f"iteration {iteration}" if first else f"iteration {iteration}, draw {draw}",
         seed=seed,
         group_size=group_size,
         shared_noise=shared_noise,
         groups=tuple(
-            _group(f"i{iteration:06d}.p{item.occurrence:04d}", item.prompt, by_prompt[item.prompt.prompt_id])
-            for item in drawn
+            _group(f"{name}.p{place:04d}" if first else f"{name}.d{draw:02d}.p{place:04d}", prompt)
+            for place, prompt in enumerate(drawn)
         ),
     )
 
 
 def plan_evaluation(
-    prompts: Iterable[Prompt],
-    targets: Iterable[TargetReference | None],
-    *,
-    seed: int,
-    version: int,
-    samples_per_prompt: int,
-    shared_noise: bool,
+    prompts: Sequence[DrawnPrompt], *, seed: int, version: int, samples_per_prompt: int, shared_noise: bool
 ) -> RolloutPlan:
-    """The held-out groups: the same names and seeds for every policy version, so that pictures pair up."""
+    """The held-out groups: the same names and seeds for every policy version, so that samples pair up."""
     return RolloutPlan(
         folder=f"evaluations/{version:06d}",
         title=f"evaluation of policy {version}",
         seed=seed,
         group_size=samples_per_prompt,
         shared_noise=shared_noise,
-        groups=tuple(
-            _group(f"heldout.p{index:04d}", prompt, target)
-            for index, (prompt, target) in enumerate(zip(prompts, targets, strict=True))
-        ),
+        groups=tuple(_group(f"heldout.p{index:04d}", prompt) for index, prompt in enumerate(prompts)),
     )

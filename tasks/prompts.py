@@ -1,4 +1,4 @@
-"""Prompt sets, and which prompts an iteration draws from one."""
+"""Prompt files, read into prompts with stable names."""
 
 import hashlib
 import json
@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from grpo_core.errors import InputError
-from grpo_core.seeds import derive_seed
 from tasks.input_files import nearest_names, read_input_file
 from tasks.prompt_formats import PromptRow, read_rows
 
@@ -32,20 +29,6 @@ class Prompt:
     prompt_id: str
     text: str
     columns: Mapping[str, object] = field(hash=False)
-
-
-@dataclass(frozen=True)
-class PromptOccurrence:
-    """A prompt as one iteration draws it; the samples of one occurrence are one group.
-
-    Attributes:
-        prompt: what is drawn.
-        occurrence: index among the draws of the iteration, from 0. A prompt that an iteration draws twice, or two
-            prompts with the same text, are two groups.
-    """
-
-    prompt: Prompt
-    occurrence: int
 
 
 def read_prompts(source: str | Path, *, column: str | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
@@ -79,43 +62,6 @@ def read_prompts(source: str | Path, *, column: str | None = None, limit: int | 
         prompts.append(Prompt(_prompt_id(text, seen[text]), text, others))
         seen[text] += 1
     return tuple(prompts)
-
-
-def select_prompts(prompts: Sequence[Prompt], *, seed: int, iteration: int, count: int) -> tuple[PromptOccurrence, ...]:
-    """The prompts that an iteration draws.
-
-    An endless stream goes through the whole set again and again, each pass in its own shuffled order; iteration i takes
-    positions [(i - 1) * count, i * count) of it. So every prompt is drawn equally often, to within one, after any
-    number of iterations, an iteration needs nothing of the ones before it, and another count cuts the same stream.
-
-    Args:
-        prompts: the set; its order matters.
-        seed: the run's seed.
-        iteration: from 1.
-        count: draws in an iteration; may exceed the number of prompts.
-
-    Raises:
-        ValueError: no prompts, or iteration or count below 1.
-    """
-    if not prompts:
-        raise ValueError("select_prompts: got no prompts. Read at least one before drawing.")
-    if iteration < 1 or count < 1:
-        raise ValueError(f"select_prompts: got iteration={iteration}, count={count}. Both start at 1.")
-    first, size = (iteration - 1) * count, len(prompts)
-    passes = range(first // size, (first + count - 1) // size + 1)
-    orders = {number: _shuffled_indices(seed, number, size) for number in passes}
-    positions = (divmod(position, size) for position in range(first, first + count))
-    return tuple(
-        PromptOccurrence(prompts[orders[number][offset]], occurrence)
-        for occurrence, (number, offset) in enumerate(positions)
-    )
-
-
-def _shuffled_indices(seed: int, number: int, size: int) -> list[int]:
-    # numpy promises the raw stream of a bit generator to stay as it is, but not Generator.permutation's use of it
-    # (NEP 19): sorting raw 64-bit keys gives the same order on every platform and in every numpy release.
-    keys = np.random.PCG64(np.random.SeedSequence(derive_seed(seed, "prompts", number))).random_raw(size)
-    return [int(index) for index in np.argsort(keys, kind="stable")]
 
 
 def _prompt_id(text: str, earlier: int) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tasks.compute_advantages import Draw
+from tasks.draw_figures import over_draws
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import METRICS
 from tasks.storage.store import ArtifactStore
@@ -17,26 +19,33 @@ from tasks.storage.tables import write_table
 HELDOUT = "heldout_reward"
 
 
-def gather_metrics(stages: Sequence[ArtifactRef], heldout: ArtifactRef | None) -> dict[str, float]:
+def gather_metrics(
+    draws: Sequence[Draw], advantages: ArtifactRef, update: ArtifactRef, heldout: ArtifactRef | None
+) -> dict[str, float]:
     """The figures of all stages of an iteration, with the seconds that each took when it ran.
 
     Args:
-        stages: their artifacts.
+        draws: rollouts and rewards; figures of several draws are means over their samples, and tokens are summed.
+        advantages: of all draws.
+        update: the checkpoint.
         heldout: advantages of the evaluation of the policy that the iteration made, if there was one.
     """
     metrics: dict[str, float] = {}
-    for stage in stages:
+    for stages in (tuple(rollouts for rollouts, _ in draws), tuple(rewards for _, rewards in draws)):
+        metrics |= over_draws(stages)
+    for stage in (advantages, update):
         metrics |= stage.metrics
-        metrics[f"seconds/{_stage_name(stage)}"] = stage.seconds
-    metrics["step_time"] = sum(stage.seconds for stage in stages)
+    seconds = {
+        "rollouts": sum(rollouts.seconds for rollouts, _ in draws),
+        "rewards": sum(rewards.seconds for _, rewards in draws),
+        "advantages": advantages.seconds,
+        "update": update.seconds,
+    }
+    metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
+    metrics["step_time"] = sum(seconds.values())
     if heldout is not None and "reward" in heldout.metrics:
         metrics[HELDOUT] = heldout.metrics["reward"]
     return metrics
-
-
-def _stage_name(artifact: ArtifactRef) -> str:
-    first, last = artifact.folder.split("/")
-    return "update" if first == "policies" else last
 
 
 def _place(iteration: int) -> str:

@@ -1,4 +1,4 @@
-"""Stage 2: stored pictures -> scores, one table a reward. Weights are not applied here."""
+"""Stage 2: stored pictures or texts -> scores, one table a reward. Weights are not applied here."""
 
 import io
 import json
@@ -27,14 +27,16 @@ from tasks.targets import TargetReference, load_target
 
 STAGE = "score rewards"
 BATCH_SIZE = 32
-_READ = ["sample_id", "prompt", "columns", "target_uri", "target_sha256", "image"]
+_READ = ["sample_id", "dataset", "prompt", "columns"]
+_READ_OF_PICTURES = ["target_uri", "target_sha256", "image"]
+_READ_OF_TEXTS = ["completion"]
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     rewards: Sequence[RewardSection] = inputs["rewards"]
     return {
         "rollouts": inputs["rollouts"].digest,
-        "rewards": [[section.label, _provenance(_built(section))] for section in rewards],
+        "rewards": [[section.label, section.datasets, _provenance(_built(section))] for section in rewards],
     }
 
 
@@ -50,7 +52,7 @@ def _provenance(reward: Reward) -> dict[str, object]:
 def score_rewards_task(
     rollouts: ArtifactRef, rewards: tuple[RewardSection, ...], folder: str, title: str, placement: PlacementSection
 ) -> ArtifactRef:
-    """Score every stored picture with every reward."""
+    """Score every stored sample with every reward that is meant for its dataset."""
     started = time.perf_counter()
     configure_torch(placement)
     store = current_store()
@@ -63,8 +65,9 @@ def score_rewards_task(
             reward = _built(section)
             writer = TableWriter(staged / f"{section.label}.parquet", REWARDS)
             values = []
-            for batch in _batches(source):
-                values += _score_batch(reward, batch, writer)
+            for datasets, batch in _batches(source):
+                wanted = [row for row, name in enumerate(datasets) if section.scores(name)]
+                values += _score_batch(reward, batch, wanted, writer)
                 tell(index * rollouts.rows + len(values), len(rewards) * rollouts.rows)
             digests.append(writer.close())
             metrics |= _statistics(section.label, values)
@@ -79,36 +82,54 @@ def score_rewards_task(
         )
 
 
-def _batches(source: Path) -> Iterator[ScoringBatch]:
+def _batches(source: Path) -> Iterator[tuple[list[str], ScoringBatch]]:
+    """The dataset of each sample, and the samples."""
     targets: dict[str, Image.Image] = {}
     for path in sorted(source.glob("*.parquet")):
-        for record in pq.ParquetFile(path).iter_batches(BATCH_SIZE, columns=_READ):
+        file = pq.ParquetFile(path)
+        pictures = "image" in file.schema_arrow.names
+        for record in file.iter_batches(
+            BATCH_SIZE, columns=_READ + (_READ_OF_PICTURES if pictures else _READ_OF_TEXTS)
+        ):
             rows = record.to_pylist()
-            for row in rows:
-                uri = row["target_uri"]
-                if uri is not None and uri not in targets:
-                    targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
-            columns = [json.loads(row["columns"]) for row in rows]
-            yield ScoringBatch(
+            outputs = _pictures(rows, targets) if pictures else {"completions": [row["completion"] for row in rows]}
+            others = [json.loads(row["columns"]) for row in rows]
+            batch = ScoringBatch(
                 sample_ids=[row["sample_id"] for row in rows],
                 prompts=[row["prompt"] for row in rows],
-                images=[Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows],
-                targets=[targets.get(row["target_uri"]) for row in rows],
-                columns={name: [row.get(name) for row in columns] for name in sorted({n for c in columns for n in c})},
+                columns={name: [row.get(name) for row in others] for name in sorted({n for c in others for n in c})},
+                **outputs,
             )
+            yield [row["dataset"] for row in rows], batch
 
 
-def _score_batch(reward: Reward, batch: ScoringBatch, writer: TableWriter) -> list[float | None]:
+def _pictures(rows: Sequence[Mapping[str, Any]], targets: dict[str, Image.Image]) -> dict[str, Any]:
+    """Pictures with their targets; `targets` keeps those that were read."""
+    for row in rows:
+        uri = row["target_uri"]
+        if uri is not None and uri not in targets:
+            targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
+    return {
+        "images": [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows],
+        "targets": [targets.get(row["target_uri"]) for row in rows],
+    }
+
+
+def _score_batch(reward: Reward, batch: ScoringBatch, wanted: Sequence[int], writer: TableWriter) -> list[float | None]:
+    """Score the wanted samples; the others are null."""
     begun = time.perf_counter()
-    scores = list(reward.score(batch))
-    share = (time.perf_counter() - begun) / len(batch)
-    _require_one_each(reward, batch, scores)
+    scored = batch.select(wanted)
+    given = list(reward.score(scored)) if wanted else []
+    share = (time.perf_counter() - begun) / max(1, len(wanted))
+    _require_one_each(reward, scored, given)
+    by_row = dict(zip(wanted, given, strict=True))
+    scores = [by_row.get(row, Score(None, None)) for row in range(len(batch))]
     writer.write(
         {
             "sample_id": list(batch.sample_ids),
             "value": [score.value for score in scores],
             "raw": [score.raw for score in scores],
-            "seconds": [share] * len(batch),
+            "seconds": [share if row in by_row else 0.0 for row in range(len(batch))],
             "provenance": [json.dumps(_provenance(reward), sort_keys=True)] * len(batch),
         }
     )

@@ -6,10 +6,15 @@ from jaxtyping import install_import_hook
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
-_SHAPED = ("advantages", "logprobs", "losses", "parity", "records")
+_SHAPED = ("advantages", "logprobs", "losses", "parity", "records", "sampling")
 _SHAPED_GLM = ("decoding", "prompts", "sampling", "scoring")
+_SHAPED_CAUSAL_LM = ("prompts", "sampling", "scoring")
 install_import_hook(
-    [*(f"grpo_core.{name}" for name in _SHAPED), *(f"grpo_core.policies.glm_image.{name}" for name in _SHAPED_GLM)],
+    [
+        *(f"grpo_core.{name}" for name in _SHAPED),
+        *(f"grpo_core.policies.glm_image.{name}" for name in _SHAPED_GLM),
+        *(f"grpo_core.policies.causal_lm.{name}" for name in _SHAPED_CAUSAL_LM),
+    ],
     "beartype.beartype",
 )
 

@@ -1,6 +1,7 @@
 """Policies over the shipped tiny GLM-Image, each with a token model of its own."""
 
 import copy
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -8,9 +9,11 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 
 import data
-from grpo_core.policies.adapters import FullModel, LoraModel, LoraSettings, TrainedModel
 from grpo_core.policies.glm_image.loading import read_initial_state
-from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImagePolicy, GlmImageSettings
+from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
+from grpo_core.sampling import Truncation
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-glm-image"
 LORA = LoraSettings(rank=4, alpha=8.0, targets=LANGUAGE_MODEL_LINEARS)
@@ -29,6 +32,8 @@ def build_policy(
     height: int = 32,
     width: int = 32,
     temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    autocast: torch.dtype | None = None,
     decode_batch_size: int = 16,
     lora: LoraSettings | None = LORA,
     keep_reference: bool = False,
@@ -43,28 +48,26 @@ def build_policy(
     base = copy.deepcopy(pipeline.vision_language_encoder)
     parts = GlmImagePipeline(**{**pipeline.components, "vision_language_encoder": base})
     parts.set_progress_bar_config(disable=True)
-    trained: TrainedModel
-    if lora is not None:
-        trained = LoraModel(base, lora, base_name=str(MODEL), seed=0)
-    else:
-        trained = FullModel(
-            base,
-            frozen=lambda name: name.startswith(FROZEN_PARTS),
-            initial_state=lambda: read_initial_state(str(MODEL), torch.float32),
-            keep_reference=keep_reference,
-        )
+    choice = TrainingChoice(
+        lora=lora, reference="device" if keep_reference else "none", gradient_checkpointing=gradient_checkpointing
+    )
+    trained = train_model(
+        base,
+        choice,
+        base_name=str(MODEL),
+        own_frozen=FROZEN_PARTS,
+        initial_state=lambda: read_initial_state(str(MODEL), torch.float32),
+    )
     drawing = GlmImageSettings(
         height,
         width,
         temperature=temperature,
+        **({} if truncation is None else asdict(truncation)),
         num_inference_steps=2,
         guidance_scale=1.0,
         decode_batch_size=decode_batch_size,
     )
-    policy = GlmImagePolicy(parts, drawing, trained)
-    if gradient_checkpointing:
-        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        policy.gradient_checkpointing = True
+    policy = GlmImagePolicy(parts, drawing, trained, autocast=autocast)
     disturb(policy, disturbed)
     return policy
 

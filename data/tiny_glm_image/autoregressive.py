@@ -46,7 +46,13 @@ def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Te
     """Negative log-likelihood of the given tokens, float [pictures, tokens], in nats."""
     everything = torch.ones_like(tokens, dtype=torch.bool)
     scored = score_tokens(
-        pipeline.vision_language_encoder, encoded, tokens, everything, support=CODEBOOK_SIZE, temperature=1.0
+        pipeline.vision_language_encoder,
+        encoded,
+        tokens,
+        everything,
+        vocabulary=CODEBOOK_SIZE,
+        entropy=False,
+        temperature=1.0,
     )
     return -scored.logprobs
 

@@ -25,7 +25,9 @@ from data.shapes import (
     sprite_mask,
     sprite_origin,
 )
-from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageSettings, TrainingChoice
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import TrainingChoice
 from grpo_core.rewards.pictures import to_tensor
 from grpo_core.rewards.psnr import peak_signal_to_noise_ratio
 from grpo_core.rewards.ssim import structural_similarity

@@ -2,17 +2,30 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Float
-from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.policies.trained import TrainedModel
+from grpo_core.records import Output, SampledTokens, TokenBatch, TokenLogprobs
 
 
 class Policy(Protocol):
-    """A model that samples tokens for prompts and scores tokens that were sampled before."""
+    """A model that samples tokens for prompts and scores tokens that were sampled before.
+
+    Attributes:
+        trained: the model with what an update changes of it; processes that share an update cut it into shares.
+    """
+
+    trained: TrainedModel
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a row can have, at most, with the present settings."""
+
+    def sample_with(self, settings: Any) -> None:
+        """Sample, render and read prompts with these settings from now on; a frozen record of the policy's own kind."""
 
     def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
         """Draw `group_size` token sequences for each prompt, siblings side by side.
@@ -24,11 +37,16 @@ class Policy(Protocol):
                 not on the rows beside it.
         """
 
-    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
-        """The finished picture of each row; rows with one prompt and one noise seed share their noise."""
+    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> Sequence[Output]:
+        """The finished picture or text of each row; rows with one prompt and one noise seed share their noise."""
 
-    def logprobs(self, tokens: TokenBatch) -> TokenLogprobs:
-        """Log-probs and entropies of the given tokens under the current weights; gradients flow if enabled."""
+    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
+        """Log-probs of the given tokens under the current weights; gradients flow if enabled.
+
+        Args:
+            tokens: with the temperature and the support that they were sampled with.
+            entropy: compute the entropies too, gradients included; else they are zero.
+        """
 
     def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
         """Log-probs of the given tokens under the frozen reference; without gradients."""
@@ -47,3 +65,12 @@ class Policy(Protocol):
 
     def load_weights(self, folder: Path | None) -> None:
         """Take the weights of `folder`; None restores those the policy was built with."""
+
+    def refresh_reference(self, mix: float) -> None:
+        """Make the reference mix * policy + (1 - mix) * reference, weight by weight."""
+
+    def save_reference(self, folder: Path) -> None:
+        """Write a reference that is no longer the one the policy was built with."""
+
+    def load_reference(self, folder: Path | None) -> None:
+        """Take the reference of `folder`; None restores the one the policy was built with."""

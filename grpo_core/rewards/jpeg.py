@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from PIL import Image, features
 
+from grpo_core.records import Medium
 from grpo_core.rewards.pairs import clamp_unit
 from grpo_core.rewards.pictures import to_rgb
 from grpo_core.rewards.protocol import Score, ScoringBatch
@@ -36,6 +37,7 @@ class JpegReward:
     full_scale_kilobytes: float | None = None
 
     name: ClassVar[str] = "jpeg"
+    medium: ClassVar[Medium] = "picture"
     needs_target: ClassVar[bool] = False
     min_side: ClassVar[int] = 1
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 
 from grpo_core.errors import InputError
+from grpo_core.records import Medium
 from grpo_core.rewards.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
 from grpo_core.rewards.protocol import Score, ScoringBatch
@@ -65,6 +66,7 @@ class LpipsReward:
     device: str = "cpu"
 
     name: ClassVar[str] = "lpips"
+    medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
 

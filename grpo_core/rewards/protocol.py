@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from PIL import Image
 
+from grpo_core.records import Medium
+
 
 @dataclass(frozen=True)
 class ScoringBatch:
@@ -18,23 +20,38 @@ class ScoringBatch:
     Attributes:
         sample_ids: stable names of the samples.
         prompts: the prompt of each sample.
-        images: the picture of each sample (RGB, 8 bit).
-        targets: the target picture that belongs to the sample's prompt, None where there is none.
+        images: the picture of each sample (RGB, 8 bit); empty where samples are texts.
+        targets: the target picture that belongs to the sample's prompt, None where there is none; empty for texts.
         columns: every other column of the prompt file, by name, one value a sample.
+        completions: the text of each sample; empty where samples are pictures.
     """
 
     sample_ids: Sequence[str]
     prompts: Sequence[str]
-    images: Sequence[Image.Image]
-    targets: Sequence[Image.Image | None]
+    images: Sequence[Image.Image] = ()
+    targets: Sequence[Image.Image | None] = ()
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    completions: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        sizes = {len(self.prompts), len(self.images), len(self.targets), *map(len, self.columns.values())}
+        outputs = self.completions or self.images
+        sizes = {len(self.prompts), len(outputs), len(self.targets or outputs), *map(len, self.columns.values())}
         assert sizes <= {len(self.sample_ids)}, f"one entry a sample in every field, got {sizes}"
+        assert not (self.completions and self.images), "a sample is a picture or a text"
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def select(self, rows: Sequence[int]) -> "ScoringBatch":
+        """The samples with these indices, in this order."""
+        return ScoringBatch(
+            sample_ids=[self.sample_ids[row] for row in rows],
+            prompts=[self.prompts[row] for row in rows],
+            images=[self.images[row] for row in rows] if self.images else (),
+            targets=[self.targets[row] for row in rows] if self.targets else (),
+            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
+            completions=[self.completions[row] for row in rows] if self.completions else (),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,10 @@ class Reward(Protocol):
     @property
     def name(self) -> str:
         """The registered name."""
+
+    @property
+    def medium(self) -> Medium:
+        """What it scores."""
 
     @property
     def version(self) -> str:

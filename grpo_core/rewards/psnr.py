@@ -7,6 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
+from grpo_core.records import Medium
 from grpo_core.rewards.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
 from grpo_core.rewards.protocol import Score, ScoringBatch
@@ -27,6 +28,7 @@ class PsnrReward:
     full_scale_db: float = 50.0
 
     name: ClassVar[str] = "psnr"
+    medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
     min_side: ClassVar[int] = 1

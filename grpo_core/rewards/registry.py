@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.answer import AnswerReward
 from grpo_core.rewards.jpeg import JpegReward
 from grpo_core.rewards.lpips import LpipsReward
 from grpo_core.rewards.protocol import Reward
@@ -18,6 +19,7 @@ REWARDS: Mapping[str, type[Reward]] = MappingProxyType(
         PsnrReward.name: PsnrReward,
         LpipsReward.name: LpipsReward,
         JpegReward.name: JpegReward,
+        AnswerReward.name: AnswerReward,
     }
 )
 """Every reward that a configuration may name; the arguments of its class are its settings."""

@@ -12,6 +12,7 @@ import pytorch_msssim
 from jaxtyping import Float32
 from torch import Tensor
 
+from grpo_core.records import Medium
 from grpo_core.rewards.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
 from grpo_core.rewards.protocol import Score, ScoringBatch
@@ -25,6 +26,7 @@ class SsimReward:
     """Value max(SSIM, 0); raw SSIM in [-1, 1], 1 for identical pictures."""
 
     name: ClassVar[str] = "ssim"
+    medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
     min_side: ClassVar[int] = WINDOW

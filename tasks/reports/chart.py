@@ -68,6 +68,7 @@ class Chart:
         lines: in the order given; never empty.
         rows: ticks of the value axis, pixels from the top.
         columns: ticks of the iteration axis.
+        legend: the lines' names tell what the title does not.
     """
 
     title: str
@@ -77,6 +78,7 @@ class Chart:
     lines: tuple[Line, ...]
     rows: tuple[Tick, ...]
     columns: tuple[Tick, ...]
+    legend: bool
 
     @property
     def inner(self) -> tuple[float, float, float, float]:
@@ -85,7 +87,13 @@ class Chart:
 
 
 def line_chart(
-    title: str, meaning: str, series: Mapping[str, Points], *, width: float = 360.0, height: float = 170.0
+    title: str,
+    meaning: str,
+    series: Mapping[str, Points],
+    *,
+    width: float = 360.0,
+    height: float = 170.0,
+    legend: bool = False,
 ) -> Chart | None:
     """Lay out a chart; None without any point.
 
@@ -95,6 +103,7 @@ def line_chart(
         series: (iteration, value) points by name, in the order of the iterations; all finite.
         width: pixels.
         height: pixels.
+        legend: whether the lines' names are written out.
     """
     drawn = {name: points for name, points in series.items() if points}
     if not drawn:
@@ -125,6 +134,7 @@ def line_chart(
         lines=tuple(line(name, points) for name, points in drawn.items()),
         rows=tuple(Tick(up(tick), f"{tick:.4g}") for tick in rows),
         columns=tuple(Tick(across(tick), f"{tick:g}") for tick in columns or [xs[0]]),
+        legend=legend,
     )
 
 

@@ -1,21 +1,39 @@
 """The report and the table that each iteration leaves in Prefect's UI."""
 
 import tempfile
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 from PIL import Image
 
 from tasks.reports.curve import curve_svg
+from tasks.reports.passages import in_cell, shortened
 from tasks.reports.pictures import data_uri, read_pictures, thumbnail_uri
+from tasks.reports.run_records import dataset_of
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore
 
-SHOWN = 4
+SHOWN, SHOWN_GROUPS = 4, 8
 THUMBNAIL = 112
+PROMPT_LETTERS, TEXT_LETTERS = 160, 400
+
+_FIGURES = (
+    ("reward", "reward"),
+    ("spread within groups", "reward_std"),
+    ("groups without spread", "frac_reward_zero_std"),
+    ("KL to the reference", "kl"),
+    ("KL inside the reward", "kl_penalty"),
+    ("entropy", "entropy"),
+    ("clipped tokens", "clip_ratio/region_mean"),
+    ("largest stored-recomputed log-prob difference", "sampling/sampling_logp_difference/max"),
+)
+_TEXT_FIGURES = (
+    ("tokens a completion", "completions/mean_length"),
+    ("completions cut", "completions/clipped_ratio"),
+)
 
 
 @dataclass(frozen=True)
@@ -24,16 +42,14 @@ class IterationRecord:
 
     Attributes:
         iteration: its number.
-        rollouts: the pictures drawn.
-        rewards: their scores, a table a reward.
-        advantages: their rewards and advantages.
+        draws: rollouts and their rewards, a table a reward; more than one where groups without spread were replaced.
+        advantages: rewards and advantages of the samples of all draws.
         metrics: of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
     """
 
     iteration: int
-    rollouts: ArtifactRef
-    rewards: ArtifactRef
+    draws: tuple[tuple[ArtifactRef, ArtifactRef], ...]
     advantages: ArtifactRef
     metrics: Mapping[str, float]
     heldout: float | None = None
@@ -45,78 +61,157 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
 
 
 def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
-    """Figures, curve, and the best and worst pictures of the last iteration with their rewards."""
+    """Figures, curve, and the best and worst samples of the last iteration with their rewards."""
     record = history[-1]
-    metrics = record.metrics
-    series = {
-        "reward": [(float(past.iteration), past.metrics["reward"]) for past in history if "reward" in past.metrics],
-        "held-out": [(float(past.iteration), past.heldout) for past in history if past.heldout is not None],
-    }
-    figures = [
-        ("reward", "reward"),
-        ("spread within groups", "reward_std"),
-        ("groups without spread", "frac_reward_zero_std"),
-        ("KL to the reference", "kl"),
-        ("entropy", "entropy"),
-        ("clipped tokens", "clip_ratio/region_mean"),
-        ("largest stored-recomputed log-prob difference", "sampling/sampling_logp_difference/max"),
-    ]
-    lines = [f"# {run}: iteration {record.iteration}", "", "| figure | value |", "|---|---|"]
-    lines += [f"| {title} | {metrics[name]:.4g} |" for title, name in figures if name in metrics]
-    lines += ["", f"![reward over iterations]({data_uri(curve_svg(series).encode(), 'image/svg+xml')})", ""]
-    lines += _pictures(store, record)
-    lines += [f"Stored in `{record.rollouts.uri}`, `{record.rewards.uri}`, `{record.advantages.uri}`.", ""]
+    with tempfile.TemporaryDirectory() as fetched:
+        samples = _read_samples(store, record, Path(fetched))
+        figures = [*_FIGURES, *(() if samples.pictures else _TEXT_FIGURES)]
+        lines = [f"# {run}: iteration {record.iteration}", "", "| figure | value |", "|---|---|"]
+        lines += [f"| {title} | {record.metrics[name]:.4g} |" for title, name in figures if name in record.metrics]
+        lines += [f"| {in_cell(dataset)}: reward | {value:.4g} |" for dataset, value in _dataset_rewards(record)]
+        lines += _redrawn(record)
+        lines += ["", f"![reward over iterations]({data_uri(_curve(history).encode(), 'image/svg+xml')})", ""]
+        lines += _pictures(samples) if samples.pictures else _texts(samples)
+    stored = [reference.uri for draw in record.draws for reference in draw] + [record.advantages.uri]
+    lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
 
-def _pictures(store: ArtifactStore, record: IterationRecord) -> list[str]:
-    with tempfile.TemporaryDirectory() as fetched:
-        rollouts = store.local_files(record.rollouts, Path(fetched) / "rollouts")
-        rewards = store.local_files(record.rewards, Path(fetched) / "rewards")
-        advantages = store.local_files(record.advantages, Path(fetched) / "advantages")
-        prompts = pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=["sample_id", "prompt"])
-        ranked = (
-            pl.read_parquet(sorted(advantages.glob("*.parquet")), columns=["sample_id", "reward"])
-            .drop_nulls()
-            .sort("reward", descending=True, maintain_order=True)
-            .join(prompts, on="sample_id", maintain_order="left")
-        )
-        parts = {path.stem: pl.read_parquet(path) for path in sorted(rewards.glob("*.parquet"))}
-        best = ranked.head(SHOWN)
-        worst = ranked.tail(min(SHOWN, max(0, ranked.height - SHOWN))).reverse()
-        images = read_pictures(rollouts, [*best["sample_id"], *worst["sample_id"]])
+def _dataset_rewards(record: IterationRecord) -> list[tuple[str, float]]:
+    named = ((dataset_of(name), value) for name, value in sorted(record.metrics.items()))
+    return [(dataset, value) for dataset, value in named if dataset is not None]
+
+
+def _redrawn(record: IterationRecord) -> list[str]:
+    dropped = record.metrics.get("groups_dropped", 0.0)
+    lines = [f"| groups left out for lack of spread | {dropped:.0f} |"] if dropped else []
+    return [*lines, f"| draws | {len(record.draws)} |"] if len(record.draws) > 1 else lines
+
+
+def _curve(history: Sequence[IterationRecord]) -> str:
+    series: dict[str, list[tuple[float, float]]] = {
+        "reward": [(float(past.iteration), past.metrics["reward"]) for past in history if "reward" in past.metrics],
+        "held-out": [(float(past.iteration), past.heldout) for past in history if past.heldout is not None],
+    }
+    for past in history:
+        for dataset, value in _dataset_rewards(past):
+            series.setdefault(f"of {dataset}", []).append((float(past.iteration), value))
+    return curve_svg(series)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """An iteration's samples.
+
+    Attributes:
+        table: sample_id, group_id, dataset, prompt, completion where it is a text, reward and dropped; as drawn.
+        scores: value by reward and sample.
+        folders: where the rollouts lie on this machine.
+    """
+
+    table: pl.DataFrame
+    scores: Mapping[str, Mapping[str, float | None]]
+    folders: Sequence[Path]
+
+    @property
+    def pictures(self) -> bool:
+        return "completion" not in self.table.columns
+
+
+def _read_samples(store: ArtifactStore, record: IterationRecord, fetched: Path) -> _Samples:
+    parts, folders = [], []
+    scores: dict[str, dict[str, float | None]] = {}
+    for index, (drawn, scored) in enumerate(record.draws):
+        folder = store.local_files(drawn, fetched / str(index) / "rollouts")
+        folders.append(folder)
+        rows = pl.scan_parquet(sorted(folder.glob("*.parquet")))
+        wanted = ["sample_id", "group_id", "dataset", "prompt", "completion"]
+        names = rows.collect_schema().names()
+        parts.append(rows.select([name for name in wanted if name in names]).collect())
+        for path in sorted(store.local_files(scored, fetched / str(index) / "rewards").glob("*.parquet")):
+            table = pl.read_parquet(path, columns=["sample_id", "value"])
+            scores.setdefault(path.stem, {}).update(zip(table["sample_id"], table["value"], strict=True))
+    folder = store.local_files(record.advantages, fetched / "advantages")
+    rated = pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "reward", "dropped"])
+    return _Samples(pl.concat(parts).join(rated, on="sample_id", how="left", maintain_order="left"), scores, folders)
+
+
+def _ranked(table: pl.DataFrame) -> pl.DataFrame:
+    """What has a reward, best first; in the order drawn where rewards are equal."""
+    return table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
+
+
+def _pictures(samples: _Samples) -> list[str]:
+    ranked = _ranked(samples.table)
+    best = ranked.head(SHOWN)
+    worst = ranked.tail(min(SHOWN, max(0, ranked.height - SHOWN))).reverse()
+    names = [*best["sample_id"], *worst["sample_id"]]
+    images: dict[str, Image.Image] = {}
+    for folder in samples.folders:
+        images |= read_pictures(folder, names)
     lines = []
     for title, chosen in (("Best", best), ("Worst", worst)):
         if not chosen.is_empty():
-            lines += _ranking(title, chosen, parts, images)
+            lines += [f"## {title}", "", *_ranking(samples, chosen, images), ""]
     return lines
 
 
-def _ranking(
-    title: str, chosen: pl.DataFrame, parts: Mapping[str, pl.DataFrame], images: Mapping[str, Image.Image]
-) -> list[str]:
+def _ranking(samples: _Samples, chosen: pl.DataFrame, images: Mapping[str, Image.Image]) -> list[str]:
     """A table with a row a picture: itself, its reward, each part of it, its prompt."""
-    scores = {label: dict(zip(table["sample_id"], table["value"], strict=True)) for label, table in parts.items()}
-    header = ["picture", "reward", *scores, "prompt", "sample"]
-    lines = [f"## {title}", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    several = samples.table["dataset"].n_unique() > 1
+    rows = []
     for row in chosen.iter_rows(named=True):
         sample_id = row["sample_id"]
         cells = [
             f"![{sample_id}]({thumbnail_uri(images[sample_id], THUMBNAIL)})",
             f"**{row['reward']:.3f}**",
-            *(_number(values.get(sample_id)) for values in scores.values()),
-            _as_text(row["prompt"]),
+            *(_number(values.get(sample_id)) for values in samples.scores.values()),
+            in_cell(shortened(row["prompt"], PROMPT_LETTERS)),
+            *((in_cell(row["dataset"]),) if several else ()),
             f"`{sample_id}`",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+        rows.append(cells)
+    dataset = ["dataset"] if several else []
+    return _table(["picture", "reward", *samples.scores, "prompt", *dataset, "sample"], rows)
+
+
+def _texts(samples: _Samples) -> list[str]:
+    """A table with a row a group: its prompt, its best and its worst completion."""
+    groups = samples.table.partition_by("group_id", maintain_order=True)
+    several = samples.table["dataset"].n_unique() > 1
+    rows = []
+    for group in groups[:SHOWN_GROUPS]:
+        ranked, first = _ranked(group), group.row(0, named=True)
+        ends = [ranked.row(0, named=True)] if ranked.height else []
+        ends += [ranked.row(-1, named=True)] if ranked.height > 1 else []
+        cells = [
+            in_cell(shortened(first["prompt"], PROMPT_LETTERS)),
+            *((in_cell(first["dataset"]),) if several else ()),
+            *(_completion(samples, end) for end in ends),
+            *[""] * (2 - len(ends)),
+            "left out" if first["dropped"] else "",
+        ]
+        rows.append(cells)
+    header = ["prompt", *(["dataset"] if several else []), "best", "worst", ""]
+    shown = f"The first {SHOWN_GROUPS} of {len(groups)} prompts." if len(groups) > SHOWN_GROUPS else ""
+    return [
+        "## Best and worst completion of each prompt",
+        "",
+        *_table(header, rows),
+        "",
+        *([shown, ""] if shown else []),
+    ]
+
+
+def _completion(samples: _Samples, row: Mapping[str, Any]) -> str:
+    parts = [f"{label} {_number(values.get(row['sample_id']))}" for label, values in samples.scores.items()]
+    text = in_cell(shortened(row["completion"], TEXT_LETTERS)) or "*empty*"
+    return f"**{row['reward']:.3f}** ({', '.join(parts)}): {text}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def _number(value: float | None) -> str:
     return "null" if value is None else f"{value:.3f}"
-
-
-def _as_text(prompt: str) -> str:
-    """A prompt that cannot break out of its cell: no markup, no column, no line end."""
-    shortened = textwrap.shorten(prompt, 160, placeholder=" ...")
-    return "".join(f"&#{ord(letter)};" if letter in "|<>&*_`[]()!#\\" else letter for letter in shortened)

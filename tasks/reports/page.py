@@ -1,5 +1,6 @@
 """A run as one HTML file: pictures embedded, no script, and nothing is asked of any server."""
 
+import dataclasses
 import functools
 import io
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,12 @@ import jinja2
 from PIL import Image
 
 from tasks.reports.chart import Chart, line_chart
-from tasks.reports.group_view import SMALL, Groups, GroupView
+from tasks.reports.group_records import Groups, GroupView
+from tasks.reports.group_view import SMALL
 from tasks.reports.metric_titles import metric_title
-from tasks.reports.pictures import data_uri
-from tasks.reports.run_records import IterationView, RunView
+from tasks.reports.passages import ends
+from tasks.reports.pictures import data_uri, shrunk
+from tasks.reports.run_records import IterationView, Noun, RunView
 
 CHARTED = (
     "reward_std",
@@ -51,7 +54,7 @@ class Heldout:
         last: version of the later policy.
         pairs: by prompt.
         total: prompts that there are.
-        same_seeds: every pair of pictures was sampled with the same seed.
+        same_seeds: every pair of samples was drawn with the same seed.
     """
 
     first: int
@@ -77,7 +80,7 @@ def pair_heldout(first: int, before: Groups, last: int, after: Groups) -> Heldou
 def in_drawn_order(group: GroupView) -> GroupView:
     """The group with its samples by name, so that two evaluations stand side by side."""
     ordered = tuple(sorted(group.samples, key=lambda sample: sample.sample_id))
-    return GroupView(group.group_id, group.prompt, group.target, ordered)
+    return dataclasses.replace(group, samples=ordered)
 
 
 def render_page(
@@ -103,7 +106,9 @@ def render_page(
         main_chart=_reward_chart(run, 1120, 250),
         narrow_chart=_reward_chart(run, 360, 200),
         charts=list(_charts(run)),
-        metrics=metric_rows(run.shown) if run.shown else [],
+        metrics=metric_rows(run.shown, run.noun) if run.shown else [],
+        datasets=set(groups.datasets) | {pair.before.dataset for pair in heldout.pairs} if heldout else groups.datasets,
+        counted=counted,
     )
 
 
@@ -119,6 +124,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {
         "picture": picture_uri,
         "small_picture": small_picture_uri,
+        "ends": ends,
         "number": number,
         "signed": signed,
     }
@@ -133,8 +139,15 @@ def progress(run: RunView) -> str:
     begun = next((view for view in reversed(run.iterations) if not view.complete), None)
     text = f"unfinished, or still running: {run.policy_version}{planned} iterations"
     if begun is not None and begun.iteration > run.policy_version:
-        text += f"; iteration {begun.iteration} has {', '.join(begun.stages)}"
+        draw = f", draw {begun.draws}," if begun.draws > 1 else ""
+        text += f"; iteration {begun.iteration}{draw} has {', '.join(begun.stages)}"
     return text
+
+
+def counted(groups: Groups) -> str:
+    """How many groups were drawn, how often, and how many of them teach nothing."""
+    times = "1 draw" if groups.draws == 1 else f"{groups.draws} draws"
+    return f"{groups.total} groups in {times}, {groups.dropped} without spread left out of the update"
 
 
 def stage_shares(run: RunView) -> list[tuple[str, float, float]]:
@@ -144,12 +157,12 @@ def stage_shares(run: RunView) -> list[tuple[str, float, float]]:
     return [(stage, spent, spent / total) for stage, spent in seconds.items()]
 
 
-def metric_rows(view: IterationView) -> list[tuple[str, str, str, float]]:
+def metric_rows(view: IterationView, noun: Noun) -> list[tuple[str, str, str, float]]:
     """Title, meaning, name and value of each figure: those that are charted first, then by name."""
     first = ["reward", "heldout_reward", *CHARTED]
     names = [name for name in first if name in view.metrics]
     names += [name for name in sorted(view.metrics) if name not in first]
-    titles = [metric_title(name) for name in names]
+    titles = [metric_title(name, noun) for name in names]
     return [(title.title, title.meaning, name, view.metrics[name]) for name, title in zip(names, titles, strict=True)]
 
 
@@ -161,13 +174,23 @@ def reward_means(run: RunView) -> list[str]:
 
 def _reward_chart(run: RunView, width: float, height: float) -> Chart | None:
     series = {"reward": run.series("reward"), "held-out reward": run.heldout_series()}
-    return line_chart("Reward", metric_title("reward").meaning, series, width=width, height=height)
+    return line_chart("Reward", metric_title("reward", run.noun).meaning, series, width=width, height=height)
 
 
 def _charts(run: RunView) -> Iterator[Chart]:
+    yield from _dataset_charts(run)
     for name in [*reward_means(run), *CHARTED]:
-        title = metric_title(name)
+        title = metric_title(name, run.noun)
         if chart := line_chart(title.title, title.meaning, {title.title: run.series(name)}):
+            yield chart
+
+
+def _dataset_charts(run: RunView) -> Iterator[Chart]:
+    rewards = run.dataset_rewards
+    trained = {dataset: run.series(name) for dataset, name in rewards.items()}
+    heldout = {dataset: run.heldout_series(name) for dataset, name in rewards.items()}
+    for title, series in (("Reward by dataset", trained), ("Held-out reward by dataset", heldout)):
+        if chart := line_chart(title, "mean of the weighted rewards, each dataset by itself", series, legend=True):
             yield chart
 
 
@@ -186,9 +209,7 @@ def picture_uri(image: Image.Image) -> str:
 
 def small_picture_uri(image: Image.Image) -> str:
     """The same, for a row of small ones."""
-    small = image.copy()
-    small.thumbnail((SMALL, SMALL), Image.Resampling.LANCZOS)
-    return picture_uri(small)
+    return picture_uri(shrunk(image, SMALL))
 
 
 def number(value: float | None, digits: int = 3) -> str:

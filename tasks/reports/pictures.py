@@ -35,6 +35,13 @@ def fitted(image: Image.Image, side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS)
 
 
+def shrunk(image: Image.Image, side: int) -> Image.Image:
+    """The picture at most this many pixels a side, as it is where it is smaller."""
+    small = image.copy()
+    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return small
+
+
 def data_uri(content: bytes, kind: str) -> str:
     """Bytes as a link that a page can show without a server."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tasks.reports.artifact_reader import Damage
 from tasks.storage.reference import ArtifactRef
 
+Noun = Literal["picture", "completion"]
+
 STAGES = ("rollouts", "rewards", "advantages", "update")
 """An iteration's stages in their order; the last one's artifact is the policy that it makes."""
+
+Stages = Mapping[str, tuple[ArtifactRef, ...]]
+"""Whole artifacts by stage; of rollouts and rewards one a draw, where groups without spread were drawn again."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class IterationView:
     """
 
     iteration: int
-    stages: Mapping[str, ArtifactRef]
+    stages: Stages
     metrics: Mapping[str, float]
     heldout: float | None
 
@@ -31,6 +36,11 @@ class IterationView:
     def complete(self) -> bool:
         """Whether every stage is there."""
         return all(stage in self.stages for stage in STAGES)
+
+    @property
+    def draws(self) -> int:
+        """Collections of rollouts, begun or done."""
+        return len(self.stages.get("rollouts", ()))
 
 
 @dataclass(frozen=True)
@@ -43,13 +53,17 @@ class EvaluationView:
     """
 
     version: int
-    stages: Mapping[str, ArtifactRef]
+    stages: Stages
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Figures of its rewards; empty where it was not scored."""
+        return self.stages["advantages"][0].metrics if "advantages" in self.stages else {}
 
     @property
     def reward(self) -> float | None:
         """Mean held-out reward, if it was scored."""
-        scored = self.stages.get("advantages")
-        return scored.metrics.get("reward") if scored else None
+        return self.metrics.get("reward")
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class SetAside:
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything about a run but its pictures.
+    """Everything about a run but its samples.
 
     Attributes:
         name: of the run.
@@ -107,6 +121,13 @@ class RunView:
         return planned if isinstance(planned, int) else None
 
     @property
+    def noun(self) -> Noun:
+        """What people call one of its samples."""
+        section = self.config.get("policy")
+        kind = section.get("kind") if isinstance(section, Mapping) else None
+        return "completion" if kind == "causal_lm" else "picture"
+
+    @property
     def finished(self) -> bool:
         """Whether every iteration that the configuration asks for is made."""
         return self.planned is not None and self.policy_version >= self.planned
@@ -120,10 +141,10 @@ class RunView:
     def seconds(self) -> dict[str, float]:
         """Measured seconds by stage over all iterations, of the evaluations, and in all."""
         by_stage = {
-            stage: sum(view.stages[stage].seconds for view in self.iterations if stage in view.stages)
+            stage: sum(part.seconds for view in self.iterations for part in view.stages.get(stage, ()))
             for stage in STAGES
         }
-        evaluations = sum(stage.seconds for view in self.evaluations for stage in view.stages.values())
+        evaluations = sum(part.seconds for view in self.evaluations for parts in view.stages.values() for part in parts)
         by_stage |= {"evaluation": evaluations} if self.evaluations else {}
         return {"total": sum(by_stage.values()), **by_stage}
 
@@ -131,6 +152,21 @@ class RunView:
         """(iteration, value) of a metric, where it was measured."""
         return [(float(view.iteration), view.metrics[metric]) for view in self.iterations if metric in view.metrics]
 
-    def heldout_series(self) -> list[tuple[float, float]]:
-        """(policy version, held-out reward); version 0 is before training."""
-        return [(float(view.version), view.reward) for view in self.evaluations if view.reward is not None]
+    def heldout_series(self, metric: str = "reward") -> list[tuple[float, float]]:
+        """(policy version, held-out reward or another figure of it); version 0 is before training."""
+        return [(float(view.version), view.metrics[metric]) for view in self.evaluations if metric in view.metrics]
+
+    @property
+    def dataset_rewards(self) -> dict[str, str]:
+        """Name of the reward's figure by dataset, sorted; empty where there is one dataset alone."""
+        seen = [*(view.metrics for view in self.iterations), *(view.metrics for view in self.evaluations)]
+        names = {name for metrics in seen for name in metrics}
+        found = {dataset: name for name in names if (dataset := dataset_of(name)) is not None}
+        return dict(sorted(found.items()))
+
+
+def dataset_of(metric: str) -> str | None:
+    """The dataset whose reward this figure is; None for any other figure."""
+    if metric.startswith("datasets/") and metric.endswith("/reward"):
+        return metric.removeprefix("datasets/").removesuffix("/reward")
+    return None

@@ -9,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from tasks.draw_figures import over_draws
 from tasks.reports.artifact_reader import ArtifactReader, StoredArtifact
-from tasks.reports.run_records import STAGES, EvaluationView, IterationView, RunView, SetAside
-from tasks.storage.reference import ArtifactRef
+from tasks.reports.run_records import STAGES, EvaluationView, IterationView, RunView, SetAside, Stages
 from tasks.storage.store import SET_ASIDE
 
 _ITERATION = re.compile(r"iteration_(\d{6,})")
+_DRAW = re.compile(r"draw_(\d{2,})")
 _VERSION = re.compile(r"(\d{6,})\.manifest\.json")
 _STATE_FILE = "training_state.json"
 
@@ -35,16 +36,16 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
 
     Args:
         reader: at the run.
-        shown: the iteration to show; by default the last one whose pictures have rewards.
+        shown: the iteration to show; by default the last one whose samples have rewards.
     """
-    iterations = {number: _find_stages(reader, f"iteration_{number:06d}") for number in iteration_numbers(reader)}
+    iterations = {number: _find_draws(reader, f"iteration_{number:06d}") for number in iteration_numbers(reader)}
     versions = _versions(reader, "policies")
     policies = {version: found for version in versions if (found := reader.find(f"policies/{version:06d}"))}
     for version, found in policies.items():
         if version > 0:
-            iterations.setdefault(version, {})["update"] = found
+            iterations.setdefault(version, {})["update"] = {1: found}
     evaluated = sorted({int(name) for name in reader.names("evaluations") if name.isdigit()})
-    evaluations = {version: _find_stages(reader, f"evaluations/{version:06d}") for version in evaluated}
+    evaluations = {version: _find_draws(reader, f"evaluations/{version:06d}") for version in evaluated}
     chosen = _default(iterations) if shown is None else shown
     scored = [version for version, stages in evaluations.items() if "advantages" in stages]
     _keep_whole(reader, [iterations.get(chosen or 0, {})], always=True)
@@ -75,41 +76,58 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
     )
 
 
-Stages = dict[str, StoredArtifact]
+Found = dict[str, dict[int, StoredArtifact]]
+"""By stage, and by draw from 1; of the advantages the last draw's alone, which cover the samples of all."""
 
 
-def _find_stages(reader: ArtifactReader, folder: str) -> Stages:
-    return {stage: found for stage in STAGES[:-1] if (found := reader.find(f"{folder}/{stage}"))}
+def _find_draws(reader: ArtifactReader, place: str) -> Found:
+    """The first draw's stages lie in the place itself, those of later ones in folders of it."""
+    names = reader.names(place)
+    later = {int(match[1]): f"{place}/{name}" for name in names if (match := _DRAW.fullmatch(name))}
+    folders = {1: place, **later}
+    stages: Found = {}
+    for draw, folder in sorted(folders.items()):
+        for stage in STAGES[:-2]:
+            if found := reader.find(f"{folder}/{stage}"):
+                stages.setdefault(stage, {})[draw] = found
+    for draw, folder in sorted(folders.items(), reverse=True):
+        if "advantages.manifest.json" in (names if draw == 1 else reader.names(folder)):
+            if found := reader.find(f"{folder}/advantages"):
+                stages["advantages"] = {draw: found}
+            break
+    return stages
 
 
 def _versions(reader: ArtifactReader, folder: str) -> list[int]:
     return sorted(int(found[1]) for name in reader.names(folder) if (found := _VERSION.fullmatch(name)))
 
 
-def _references(stages: Stages) -> dict[str, ArtifactRef]:
-    return {stage: stages[stage].reference for stage in STAGES if stage in stages}
+def _references(stages: Found) -> Stages:
+    return {stage: tuple(part.reference for part in stages[stage].values()) for stage in STAGES if stages.get(stage)}
 
 
-def _default(iterations: Mapping[int, Stages]) -> int | None:
+def _default(iterations: Mapping[int, Found]) -> int | None:
     """The last iteration with rewards; without one, the last with anything."""
     begun = [number for number in sorted(iterations) if iterations[number]]
     rated = [number for number in begun if "advantages" in iterations[number]]
     return next(reversed(rated or begun), None)
 
 
-def _keep_whole(reader: ArtifactReader, groups: Sequence[Stages], *, always: bool) -> None:
+def _keep_whole(reader: ArtifactReader, groups: Sequence[Found], *, always: bool) -> None:
     """Drop what does not verify; a checkpoint's weights are large and never shown, so they wait for the budget."""
     for stages in groups:
-        for stage, artifact in list(stages.items()):
-            large = stage == "update"
-            if always and large:
+        for stage, parts in list(stages.items()):
+            if always and stage == "update":
                 continue
-            if not (reader.verify(artifact) if always else reader.verify_within_budget(artifact)):
+            for draw, artifact in list(parts.items()):
+                if not (reader.verify(artifact) if always else reader.verify_within_budget(artifact)):
+                    del parts[draw]
+            if not parts:
                 del stages[stage]
 
 
 def _last_policy(
-    reader: ArtifactReader, policies: Mapping[int, StoredArtifact], iterations: Mapping[int, Stages]
+    reader: ArtifactReader, policies: Mapping[int, StoredArtifact], iterations: Mapping[int, Found]
 ) -> tuple[int, str | None]:
     """Version and digest of the last whole policy; of the given model where there is none."""
     for version in sorted(policies, reverse=True):
@@ -120,18 +138,28 @@ def _last_policy(
     return 0, _read_json(reader, "run.json").get("model_digest")
 
 
-def _iteration_view(
-    reader: ArtifactReader, number: int, stages: Mapping[str, ArtifactRef], heldout: float | None
-) -> IterationView:
+def _iteration_view(reader: ArtifactReader, number: int, stages: Stages, heldout: float | None) -> IterationView:
     metrics: dict[str, float] = {}
-    for reference in stages.values():
-        metrics |= reference.metrics
+    whole = _with_every_draw(stages)
+    for parts in whole.values():
+        metrics |= over_draws(parts)
     _compare_with_table(reader, number, metrics)
-    metrics |= {f"seconds/{stage}": reference.seconds for stage, reference in stages.items()}
-    metrics["step_time"] = sum(reference.seconds for reference in stages.values())
+    seconds = {stage: sum(part.seconds for part in parts) for stage, parts in whole.items()}
+    metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
+    metrics["step_time"] = sum(seconds.values())
     if heldout is not None:
         metrics["heldout_reward"] = heldout
     return IterationView(number, stages, metrics, heldout)
+
+
+def _with_every_draw(stages: Stages) -> Stages:
+    """What has figures of the whole iteration: nothing of a later draw that is still at work, and no torn stage."""
+    scored = stages.get("advantages")
+    if scored is None:
+        return stages
+    covered = int(scored[0].metrics.get("draws", 1))
+    parts = {stage: stages[stage][:covered] if stage in STAGES[:2] else stages[stage] for stage in stages}
+    return {stage: kept for stage, kept in parts.items() if stage not in STAGES[:2] or len(kept) == covered}
 
 
 def _compare_with_table(reader: ArtifactReader, number: int, metrics: Mapping[str, float]) -> None:

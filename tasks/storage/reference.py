@@ -44,6 +44,7 @@ class PolicyRef(BaseModel):
         version: updates made so far; 0 is the model as it was given.
         digest: of the weights that sample: the given model's for version 0, the trained part's afterwards.
         checkpoint: weights, optimizer and schedule; None for version 0.
+        reference_digest: of the reference's weights; None while it is the model as it was given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +52,7 @@ class PolicyRef(BaseModel):
     version: int
     digest: str
     checkpoint: ArtifactRef | None = None
+    reference_digest: str | None = None
 
 
 class StaleReferenceError(ValueError):

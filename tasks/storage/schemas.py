@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -26,32 +26,62 @@ def _feature(kind: pa.DataType) -> dict[str, Any]:
     return {"dtype": names.get(kind, str(kind)), "_type": "Value"}
 
 
-ROLLOUTS = _described(
+_SAMPLE = [
+    ("sample_id", pa.string()),
+    ("group_id", pa.string()),
+    ("prompt_id", pa.string()),
+    ("dataset", pa.string()),
+    ("sibling", pa.int32()),
+    ("prompt", pa.string()),
+    ("columns", pa.string()),  # JSON of the prompt file's other columns
+]
+_TOKENS = [
+    ("token_ids", pa.list_(pa.int32())),
+    ("rollout_logprobs", pa.list_(pa.float32())),
+    ("ref_logprobs", pa.list_(pa.float32())),  # null: no reward needed the reference's
+    ("loss_mask", pa.list_(pa.bool_())),
+    ("support_ids", pa.list_(pa.int32())),  # of all tokens one after another; null: every id could be drawn
+    ("support_counts", pa.list_(pa.int32())),  # how many of them belong to each token
+    ("length", pa.int32()),
+    ("max_length", pa.int32()),  # of any row that was sampled like this one
+    ("finished", pa.bool_()),  # False: cut at max_length
+    ("temperature", pa.float64()),
+    ("top_p", pa.float64()),
+    ("top_k", pa.int32()),
+    ("min_p", pa.float64()),
+]
+_ORIGIN = [
+    ("seed", pa.int64()),
+    ("policy_version", pa.int32()),
+    ("policy_digest", pa.string()),
+]
+
+PICTURE_ROLLOUTS = _described(
     [
-        ("sample_id", pa.string()),
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("sibling", pa.int32()),
-        ("prompt", pa.string()),
-        ("columns", pa.string()),  # JSON of the prompt file's other columns
+        *_SAMPLE,
         ("target_uri", pa.string()),
         ("target_sha256", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("rollout_logprobs", pa.list_(pa.float32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("length", pa.int32()),
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int32()),
+        *_TOKENS,
         ("height", pa.int32()),
         ("width", pa.int32()),
         ("num_inference_steps", pa.int32()),
         ("guidance_scale", pa.float64()),
-        ("seed", pa.int64()),
         ("noise_seed", pa.int64()),
-        ("policy_version", pa.int32()),
-        ("policy_digest", pa.string()),
+        *_ORIGIN,
         ("image", _IMAGE),
+    ]
+)
+
+TEXT_ROLLOUTS = _described(
+    [
+        *_SAMPLE,
+        *_TOKENS,
+        ("max_completion_length", pa.int32()),
+        ("stop", pa.string()),  # JSON list
+        ("system_prompt", pa.string()),
+        ("chat_template", pa.bool_()),  # null: as the tokenizer has it
+        *_ORIGIN,
+        ("completion", pa.string()),
     ]
 )
 
@@ -69,10 +99,14 @@ ADVANTAGES = _described(
     [
         ("sample_id", pa.string()),
         ("group_id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("dataset", pa.string()),
         ("reward", pa.float64()),
-        ("advantage", pa.float64()),
+        ("kl_penalty", pa.float64()),  # what the KL to the reference took from the reward; null: none was taken
+        ("advantage", pa.float64()),  # null: the sample has no reward, or its group was dropped
         ("group_mean", pa.float64()),
         ("group_std", pa.float64()),
+        ("dropped", pa.bool_()),  # its group has no spread and was left out
         ("imputed", pa.int32()),  # rewards of the sample that were filled with the group's mean
     ]
 )
@@ -89,6 +123,10 @@ UPDATE_STEPS = _described(
         ("entropy", pa.float64()),
         ("clip_low", pa.float64()),
         ("clip_high", pa.float64()),
+        ("clip_low_min", pa.float64()),  # over rows
+        ("clip_high_max", pa.float64()),
         ("ratio_mean", pa.float64()),
+        ("mismatch_weight", pa.float64()),
+        ("trained_tokens", pa.float64()),
     ]
 )

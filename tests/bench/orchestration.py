@@ -17,24 +17,21 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
+from configs.core_settings import advantage_settings, optimizer_settings, update_settings
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.preparation import Run, open_run
 from flows.train import TrainingHistory, recording, train_iteration
 from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
-from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
-from grpo_core.policies.glm_image.policy import GlmImagePolicy, TrainingChoice
+from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.records import TokenBatch, TrainingRows
-from grpo_core.rewards.combine import combine_rewards
 from grpo_core.rewards.protocol import ScoringBatch
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
 from grpo_core.update import update_policy
-from tasks.collect_rollouts import drawing_settings
 from tasks.plan import RolloutPlan
 from tasks.targets import TargetReference, load_target
-from tasks.update_policy import update_settings
 
 LIMIT_SECONDS = 0.3
 
@@ -56,13 +53,18 @@ class PlainLoop:
 
     def __init__(self, config: RunConfig, run: Run) -> None:
         """Load a policy of its own."""
-        choice = TrainingChoice(run.model.lora(), keep_reference=run.model.keep_reference, seed=run.model.adapter_seed)
         dtype: torch.dtype = getattr(torch, config.policy.dtype)
-        drawing = drawing_settings(config.rollout)
+        family = run.model.family
         self.config = config
-        self.policy = GlmImagePolicy.load(config.policy.model, drawing, choice, dtype=dtype, device=torch.device("cpu"))
-        settings = OptimizerSettings(config.update.learning_rate, config.update.betas, config.update.eps)
-        self.optimizer = PolicyOptimizer(self.policy.trainable_parameters(), settings)
+        self.policy = family.load(
+            config.policy.model,
+            family.settings(config.rollout.model_dump()),
+            run.model.choice(),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            autocast=None,
+        )
+        self.optimizer = PolicyOptimizer(self.policy.trainable_parameters(), optimizer_settings(config.update))
 
     def iterate(self, plan: RolloutPlan) -> None:
         """One iteration."""
@@ -75,12 +77,12 @@ class PlainLoop:
         for group, planned in zip(groups, plan.groups, strict=True):
             assert planned.target_uri is not None
             assert planned.target_sha256 is not None
-            count = len(group.images)
+            count = len(group.outputs)
             target = load_target(TargetReference(planned.target_uri, planned.target_sha256))
-            batch = ScoringBatch(group.request.sample_ids, [planned.prompt] * count, group.images, [target] * count)
+            batch = ScoringBatch(group.request.sample_ids, [planned.prompt] * count, group.outputs, [target] * count)
             values.append([[score.value for score in reward.score(batch)] for reward in rewards])
-        combined = combine_rewards(torch.tensor(values, dtype=torch.float64).transpose(1, 2), weights)
-        advantages = compute_advantages(combined.rewards, eps=config.advantages.eps)
+        scores = torch.tensor(values, dtype=torch.float64).transpose(1, 2)
+        advantages = compute_advantages(scores, weights, advantage_settings(config.advantages))
         rows = TrainingRows(
             sample_ids=tuple(name for request in requests for name in request.sample_ids),
             tokens=TokenBatch(
@@ -91,8 +93,10 @@ class PlainLoop:
             ),
             rollout_logprobs=torch.cat([group.rollout_logprobs for group in groups]),
             advantages=advantages.advantages.flatten(),
+            finished=torch.cat([group.finished for group in groups]),
+            on_policy=torch.ones(config.rows_per_iteration, dtype=torch.bool),
         )
-        settings = update_settings(config.update, len(rows), config.policy.dtype)
+        settings = update_settings(config.update, len(rows), self.policy.max_length, config.policy)
         update_policy(self.policy, self.optimizer, rows, settings, seed=derive_seed(0, plan.folder))
 
 
@@ -104,7 +108,7 @@ async def compare(config: RunConfig) -> Timings:
     async with recording(run):
         for iteration in range(1, config.run.iterations + 1):
             begun = time.perf_counter()
-            plain.iterate(run.plan(iteration))
+            plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration, None))
             between = time.perf_counter()
             policy = await train_iteration(run, policy, iteration, history)
             timings.plain.append(between - begun)

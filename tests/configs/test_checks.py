@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.checks import contradictions
-from configs.schema import RunConfig
+from configs.schema import RUN_CONFIGS
 from grpo_core.errors import InputError
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
@@ -19,7 +19,13 @@ def found(**sections: Any) -> list[InputError]:
         "rollout": {"height": 64, "width": 64, "prompts_per_iteration": 2, "group_size": 4},
         "rewards": (JPEG,),
     }
-    return contradictions(RunConfig.model_validate({**values, **sections}))
+    values |= sections
+    kind = values["policy"].get("kind", "glm_image")
+    return contradictions(RUN_CONFIGS[kind].model_validate(values))
+
+
+def places(**sections: Any) -> list[str]:
+    return [error.place for error in found(**sections)]
 
 
 def test_nothing_is_wrong_with_a_plain_configuration() -> None:
@@ -73,3 +79,68 @@ def test_warm_up_needs_its_schedule() -> None:
 def test_every_contradiction_is_told() -> None:
     wrong = found(rewards=({"reward": "ssim", "weight": 0.0},), update={"minibatch_size": 9, "warmup_steps": 5})
     assert len(wrong) == 4
+
+
+KL_WITHOUT_A_REFERENCE = {"kl_coef": 0.1, "reference": {"placement": "none"}}
+SCHEDULED = {"lr_scheduler": "linear", "warmup_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("sections", "place"),
+    [
+        ({"update": KL_WITHOUT_A_REFERENCE}, "update.kl_coef"),
+        (
+            {"advantages": {"kl_coef": 0.1}, "update": {"reference": {"placement": "none"}}},
+            "advantages.kl_coef",
+        ),
+        ({"update": {"loss": "cispo", "importance_level": "sequence"}}, "update.importance_level"),
+        ({"update": {"loss": "gspo", "importance_level": "token"}}, "update.importance_level"),
+        ({"update": {"loss": "sapo", "delta": 3.0}}, "update.delta"),
+        ({"update": {"delta": 1.1}}, "update.delta"),
+        ({"update": {"loss": "cispo", "ratio_cap": 0.5}}, "update.ratio_cap"),
+        ({"update": {"reference": {"refresh_every": 2}}}, "update.reference.refresh_every"),
+        ({"update": {"kl_coef": 0.1, "reference": {"placement": "cpu"}}}, "update.reference.placement"),
+        ({"update": {"mask_truncated": True}}, "update.mask_truncated"),
+        ({"update": {"total_steps": 9}}, "update.total_steps"),
+        ({"advantages": {"aggregation": "normalize_then_sum", "baseline": "leave_one_out"}}, "advantages.baseline"),
+        ({"advantages": {"aggregation": "normalize_then_sum", "scale": "none"}}, "advantages.scale"),
+        ({"policy": {"model": "m", "lora": None}}, "policy.dtype"),
+        ({"policy": {"model": "m", "frozen": ".*embed.*"}}, "policy.frozen"),
+        ({"policy": {"model": "m", "autocast": "bfloat16"}}, "policy.autocast"),
+        ({"rewards": ({"reward": "answer"},)}, "rewards.0.reward"),
+        (
+            {
+                "policy": {"kind": "causal_lm", "model": "m"},
+                "rollout": {"max_completion_length": 8},
+            },
+            "rewards.0.reward",
+        ),
+    ],
+)
+def test_what_cannot_be_names_the_field_to_change(sections: dict[str, Any], place: str) -> None:
+    assert places(**sections) == [place]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"update": {"kl_coef": 0.1, "reference": {"refresh_every": 2, "mix": 0.5}}},
+        {"update": {"loss": "gspo"}},
+        {"update": {"loss": "cispo", "ratio_cap": 3.0}},
+        {"update": {"delta": 1.5}},
+        {"update": {**SCHEDULED, "total_steps": 6}},
+        {"update": SCHEDULED},
+        {"advantages": {"kl_coef": 0.1}},
+        {"advantages": {"aggregation": "normalize_then_sum"}},
+        {"policy": {"model": "m", "dtype": "float32", "lora": None, "frozen": "x"}},
+        {"policy": {"model": "m", "dtype": "float32", "autocast": "bfloat16"}},
+        {
+            "policy": {"kind": "causal_lm", "model": "m"},
+            "rollout": {"max_completion_length": 8},
+            "rewards": ({"reward": "answer"},),
+            "update": {"mask_truncated": True},
+        },
+    ],
+)
+def test_neighbours_of_these_are_fine(sections: dict[str, Any]) -> None:
+    assert found(**sections) == []

@@ -4,9 +4,10 @@ import pytest
 
 import configs
 from configs.loader import read_config
-from configs.schema import RunConfig
+from configs.schema import PictureRolloutSection, RunConfig
+from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.geometry import token_grids
-from grpo_core.policies.glm_image.memory import MemoryEstimate, estimate_memory
+from grpo_core.policies.glm_image.memory import estimate_memory
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
 from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
@@ -21,8 +22,8 @@ GPUS = {"glm_image_80gb": 80 * GIGABYTE, "glm_image_141gb": 141 * GIGABYTE}
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_is_whole(path: Path) -> None:
     config = read_config(path)
-    for prompts in (config.data.prompts, config.evaluate.prompts):
-        assert prompts is None or (ROOT / prompts).is_file()
+    for dataset in (*config.data.sets, *config.evaluate.sets):
+        assert (ROOT / dataset.prompts).is_file()
     rows, minibatch = config.rows_per_iteration, config.update.minibatch_size or config.rows_per_iteration
     # A last minibatch or microbatch of a few rows would weigh as much as a whole one.
     assert rows % minibatch == 0
@@ -42,6 +43,7 @@ def sizes_of(config: RunConfig) -> ComponentSizes:
 
 
 def estimate_of(config: RunConfig) -> MemoryEstimate:
+    assert isinstance(config.rollout, PictureRolloutSection)
     return estimate_memory(
         sizes_of(config),
         dtype=config.policy.dtype,
@@ -51,7 +53,6 @@ def estimate_of(config: RunConfig) -> MemoryEstimate:
         prompts_per_batch=config.rollout.prompts_per_batch,
         decode_batch_size=config.rollout.decode_batch_size,
         micro_batch_size=config.update.micro_batch_size,
-        kl_coef=config.update.kl_coef,
         gradient_checkpointing=config.policy.gradient_checkpointing,
     )
 

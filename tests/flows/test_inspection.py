@@ -48,7 +48,7 @@ def test_json_is_the_last_line_alone_on_stdout(tmp_path: Path) -> None:
 def test_the_names_are_those_of_a_training_summary() -> None:
     from flows.summary import TrainSummary
 
-    assert set(TrainSummary.model_fields) - {"contact_sheet"} <= set(InspectSummary.model_fields)
+    assert set(TrainSummary.model_fields) - {"contact_sheet", "heldout_texts"} <= set(InspectSummary.model_fields)
 
 
 def test_a_name_under_the_root_and_a_path_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +142,51 @@ def test_the_terminal_shows_curves_pictures_and_figures(tmp_path: Path) -> None:
         "iterations: 2",
     ):
         assert said in text
+
+
+def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "poems"))
+    maker.evaluation(0, shift=0.0)
+    maker.written = {(0, 2): "first line\nlast line", (0, 1): "x" * 5000 + "\nfinis", (0, 0): ""}
+    maker.iteration(1, draws=2)
+    maker.evaluation(2, shift=0.25)
+    text = shown(tmp_path)
+    for said in (
+        "best and worst completion a prompt",
+        "first line ⏎ last line",
+        "finis",
+        "log-prob -0.8 over 2 tokens, cut there",
+        "4 groups in 2 draws, 2 without spread left out of the update",
+        "left out of the update",
+        "poems: reward",
+        "answer 0 of group 0",  # held-out, before
+        "(empty)",  # and after
+        "tokens trained on",
+    ):
+        assert said in text
+    assert "picture" not in text.replace(str(tmp_path), "")
+    assert text.count("x" * 20) < 100  # the page has the whole of it
+
+
+def test_texts_cannot_command_the_terminal(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text")
+    maker.written = {(0, 2): "\x1b[2J[red]a[/red]\x07 \x9b31m\r", (0, 1): "[/]"}
+    maker.iteration(1)
+    text = shown(tmp_path)
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
+    assert "[red]a[/red]" in text
+
+
+def test_the_page_of_a_text_run_holds_every_text(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, medium="text")
+    page = tmp_path / "page.html"
+    code, _, err = invoke("made", "--root", str(tmp_path), "--html", str(page))
+    assert (code, "warning" in err) == (0, False)
+    content = page.read_text()
+    for group in range(len(maker.prompts)):
+        for sibling in range(4):
+            assert f"answer {sibling} of group {group}" in content
+    assert "<img" not in content
 
 
 def test_prompts_cannot_command_the_terminal(tmp_path: Path) -> None:

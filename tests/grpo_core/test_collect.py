@@ -30,7 +30,7 @@ def same(first: RolloutGroup, second: RolloutGroup) -> bool:
     return (
         torch.equal(first.tokens.token_ids, second.tokens.token_ids)
         and torch.equal(first.rollout_logprobs, second.rollout_logprobs)
-        and [image.tobytes() for image in first.images] == [image.tobytes() for image in second.images]
+        and [output.tobytes() for output in first.outputs] == [output.tobytes() for output in second.outputs]
     )
 
 
@@ -49,7 +49,7 @@ def test_pictures_are_of_their_tokens_and_noise() -> None:
         expected = [
             (*ids[:2], seed) for ids, seed in zip(group.tokens.token_ids.tolist(), request.noise_seeds, strict=True)
         ]
-        assert [image.getpixel((0, 0)) for image in group.images] == expected
+        assert [image.getpixel((0, 0)) for image in group.outputs] == expected
 
 
 def test_occurrences_of_one_prompt_are_groups_of_their_own() -> None:
@@ -79,15 +79,24 @@ def test_the_first_group_is_there_before_the_last_is_sampled() -> None:
         next(groups)
 
 
-def test_samples_that_are_not_finite_are_named() -> None:
+def test_samples_that_are_not_finite_are_named_before_any_of_their_batch_is_given_out() -> None:
     policy = TablePolicy(3)
     with torch.no_grad():
         policy.table[0, 3] = math.nan
-    groups = collect_rollouts(policy, REQUESTS, prompts_per_batch=5)
-    next(groups)
     with pytest.raises(NonFiniteError, match="rollout log-prob is not finite for 3 sample") as caught:
-        next(groups)
+        next(collect_rollouts(policy, REQUESTS, prompts_per_batch=5))
     assert caught.value.sample_ids == ("s10", "s11", "s12")
+
+
+def test_the_reference_is_asked_where_the_reward_needs_it() -> None:
+    policy = TablePolicy(3)
+    with torch.no_grad():
+        policy.table.mul_(2)
+    for group in collect_rollouts(policy, REQUESTS, prompts_per_batch=2, with_reference=True, rows_per_pass=2):
+        assert group.ref_logprobs is not None
+        torch.testing.assert_close(group.ref_logprobs, policy.reference_logprobs(group.tokens))
+        assert not torch.allclose(group.ref_logprobs, group.rollout_logprobs)
+    assert all(group.ref_logprobs is None for group in collected(REQUESTS, 2))
 
 
 def test_damaged_glm_image_weights_are_told_by_sample(shipped_pipeline: GlmImagePipeline) -> None:
@@ -107,4 +116,4 @@ def test_glm_image_groups_do_not_depend_on_the_batch(shipped_pipeline: GlmImageP
     for first, second in zip(together, alone, strict=True):
         assert torch.equal(first.tokens.token_ids, second.tokens.token_ids)
         torch.testing.assert_close(first.rollout_logprobs, second.rollout_logprobs, rtol=0, atol=1e-5)
-        assert [image.tobytes() for image in first.images] == [image.tobytes() for image in second.images]
+        assert [output.tobytes() for output in first.outputs] == [output.tobytes() for output in second.outputs]

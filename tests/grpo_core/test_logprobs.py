@@ -1,32 +1,34 @@
-"""Log-probs by hand, and a sampler whose frequencies are the probabilities."""
+"""Log-probs by hand, and in chunks against all at once: values, gradients and bytes."""
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.logprobs import draw_tokens, entropy_of, gather_logprobs, support_logprobs
+from grpo_core.logprobs import entropy_of, gather_logprobs, score_hidden, score_logits, vocabulary_logprobs
+from grpo_core.records import TokenSupport
 
-LARGEST_UNIFORM = 1.0 - 2.0**-53
+from .policies.glm_image.live_bytes import PeakBytes, saved_storages
 
 
 def log(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities]).log()
 
 
-def test_support_logprobs_by_hand() -> None:
+def test_vocabulary_logprobs_by_hand() -> None:
     """exp(logit / .5) over the first three ids: e^0, e^2, e^4; the fourth, far larger, does not count."""
-    found = support_logprobs(torch.tensor([0.0, 1.0, 2.0, 50.0]), 3, 0.5)
+    found = vocabulary_logprobs(torch.tensor([0.0, 1.0, 2.0, 50.0]), 3, 0.5)
     total = math.log(1 + math.exp(2) + math.exp(4))
     assert found.tolist() == pytest.approx([-total, 2 - total, 4 - total], abs=1e-6)
 
 
-def test_support_logprobs_are_computed_in_fp32_from_half_precision() -> None:
+def test_vocabulary_logprobs_are_computed_in_fp32_from_half_precision() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0], dtype=torch.bfloat16)
-    found = support_logprobs(logits, 3, 0.7)
+    found = vocabulary_logprobs(logits, 3, 0.7)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.log_softmax(logits.double() / 0.7, -1).float(), atol=1e-6, rtol=0)
 
@@ -43,59 +45,188 @@ def test_entropy_by_hand() -> None:
     assert entropy_of(log(0.0, 1.0, 0.0)).tolist() == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("uniform", "expected"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.99, 2), (LARGEST_UNIFORM, 2)]
+def test_entropy_has_a_gradient_where_ids_are_impossible() -> None:
+    """dH/dx = -p (log p + H) for a logit x: by hand for 1/3, 2/3 and an id that was cut."""
+    logits = torch.tensor([0.0, math.log(2), 5.0], requires_grad=True)
+    cut = torch.tensor([False, False, True])
+    entropy = entropy_of(logits.masked_fill(cut, -torch.inf).log_softmax(-1))
+    entropy.backward()
+    expected = -1 / 3 * (math.log(1 / 3) + float(entropy.detach()))
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([expected, -expected, 0.0], abs=1e-7)
+
+
+# --- in chunks
+
+ROWS, TIME, DIM, IDS, VOCABULARY = 3, 6, 8, 15, 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hidden states and a head with gradients, and tokens to score."""
+
+    hidden: Tensor
+    weight: Tensor
+    token_ids: Tensor
+    loss_mask: Tensor
+    support: TokenSupport | None
+
+    def head(self, states: Tensor) -> Tensor:
+        return states @ self.weight.T
+
+
+def drawn_case(seed: int, *, truncated: bool) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(ROWS, TIME, DIM, generator=generator, requires_grad=True)
+    weight = torch.randn(IDS, DIM, generator=generator, requires_grad=True)
+    loss_mask = torch.rand(ROWS, TIME, generator=generator) < 0.7
+    ids = torch.randint(VOCABULARY, (ROWS, TIME), generator=generator)
+    support = None
+    if truncated:
+        possible = torch.rand(ROWS, TIME, VOCABULARY, generator=generator) < 0.4
+        possible.scatter_(-1, ids.unsqueeze(-1), True)
+        # Supports of tokens that are not trained any more are passed over.
+        support = TokenSupport(possible.nonzero()[:, 2].int(), possible.sum(-1))
+    return Case(hidden, weight, torch.where(loss_mask, ids, -1), loss_mask, support)
+
+
+def all_at_once(case: Case, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies in fp64, token by token."""
+    logprobs = torch.zeros(ROWS, TIME, dtype=torch.float64)
+    entropies = torch.zeros(ROWS, TIME, dtype=torch.float64)
+    ends = [0] * ROWS * TIME if case.support is None else case.support.counts.flatten().cumsum(0).tolist()
+    for row, time in case.loss_mask.nonzero().tolist():
+        logits = case.head(case.hidden[row, time]).double() / temperature
+        possible = list(range(VOCABULARY))
+        if case.support is not None:
+            place = row * TIME + time
+            possible = case.support.ids[ends[place] - int(case.support.counts[row, time]) : ends[place]].tolist()
+        probabilities = logits[possible].softmax(-1)
+        logprobs[row, time] = probabilities[possible.index(int(case.token_ids[row, time]))].log()
+        entropies[row, time] = -(probabilities * probabilities.log()).sum()
+    return logprobs, entropies
+
+
+def gradients(case: Case, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, ...]:
+    """Of a loss that weighs every token and its entropy otherwise."""
+    weights = torch.linspace(-1, 2, ROWS * TIME).reshape(ROWS, TIME)
+    return torch.autograd.grad((logprobs * weights + entropies * weights.flip(0)).sum(), [case.hidden, case.weight])
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    truncated=st.booleans(),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    chunk_tokens=st.sampled_from([1, 4, 7, 100]),
+    whole=st.booleans(),
 )
-def test_draw_inverts_the_cumulative_distribution(uniform: float, expected: int) -> None:
-    assert draw_tokens(log(0.2, 0.3, 0.5), torch.tensor([uniform], dtype=torch.float64)).tolist() == [expected]
+def test_chunks_give_the_values_and_gradients_of_all_at_once(
+    seed: int, truncated: bool, temperature: float, chunk_tokens: int, whole: bool
+) -> None:
+    case = drawn_case(seed, truncated=truncated)
+    tokens = {"token_ids": case.token_ids, "loss_mask": case.loss_mask, "support": case.support}
+    sizes = {"vocabulary": VOCABULARY, "temperature": temperature, "chunk_tokens": chunk_tokens}
+    if whole:
+        scored = score_logits(case.head(case.hidden), **tokens, **sizes)
+    else:
+        scored = score_hidden(case.hidden, case.head, **tokens, **sizes)
+    logprobs, entropies = all_at_once(case, temperature)
+    torch.testing.assert_close(scored.logprobs, logprobs.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scored.entropy, entropies.float(), rtol=1e-5, atol=1e-5)
+    assume(case.loss_mask.any())
+    expected = gradients(case, logprobs, entropies)
+    for found, wanted in zip(gradients(case, scored.logprobs, scored.entropy), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, LARGEST_UNIFORM, 1.0])
-def test_impossible_ids_are_never_drawn_at_the_edges(uniform: float) -> None:
-    drawn = draw_tokens(log(0.0, 0.0, 0.4, 0.0, 0.6, 0.0), torch.tensor([uniform], dtype=torch.float64))
-    assert drawn.tolist() in ([2], [4])
+def test_a_batch_without_a_trained_token_has_zeros_and_a_gradient_of_zeros() -> None:
+    case = replace(drawn_case(0, truncated=True), loss_mask=torch.zeros(ROWS, TIME, dtype=torch.bool))
+    scored = score_hidden(
+        case.hidden, case.head, case.token_ids, case.loss_mask, vocabulary=IDS, temperature=1.0, support=case.support
+    )
+    assert not scored.logprobs.any()
+    assert not any(gradient.any() for gradient in gradients(case, scored.logprobs, scored.entropy))
 
 
-@pytest.mark.parametrize("uniform", [0.0, LARGEST_UNIFORM, 1.0])
-def test_an_id_whose_probability_underflows_is_not_drawn(uniform: float) -> None:
-    drawn = draw_tokens(torch.tensor([[-2000.0, 0.0, -2000.0]]), torch.tensor([uniform], dtype=torch.float64))
-    assert drawn.tolist() == [1]
+def test_a_token_outside_its_support_is_impossible() -> None:
+    """Never a silent mismatch: minus infinity is refused by the gate."""
+    case = replace(drawn_case(1, truncated=False), loss_mask=torch.ones(ROWS, TIME, dtype=torch.bool))
+    support = TokenSupport(torch.tensor([3, 4], dtype=torch.int32).repeat(ROWS * TIME), torch.full((ROWS, TIME), 2))
+    token_ids = torch.full((ROWS, TIME), 4)
+    token_ids[1, 2] = 5
+    scored = score_hidden(
+        case.hidden, case.head, token_ids, case.loss_mask, vocabulary=IDS, temperature=1.0, support=support
+    )
+    assert (scored.logprobs == -torch.inf).nonzero().tolist() == [[1, 2]]
 
 
-def test_frequencies_follow_the_probabilities() -> None:
-    """Chi-square over 20000 draws, three degrees of freedom: above 16.27 with probability 0.001."""
-    probabilities = [0.5, 0.0, 0.25, 0.2, 0.05, 0.0]
-    uniforms = torch.rand(20_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    counts = torch.bincount(draw_tokens(log(*probabilities).expand(20_000, -1), uniforms), minlength=6)
-    assert counts[1] == counts[5] == 0
-    expected = torch.tensor([0.5, 0.25, 0.2, 0.05]) * 20_000
-    assert float(((counts[[0, 2, 3, 4]] - expected) ** 2 / expected).sum()) < 16.27
+@pytest.mark.parametrize("gradient", [True, False])
+def test_logits_are_made_of_trained_tokens_and_again_for_gradients_alone(gradient: bool) -> None:
+    case = drawn_case(2, truncated=False)
+    count = int(case.loss_mask.sum())
+    seen: list[int] = []
+
+    def head(states: Tensor) -> Tensor:
+        seen.append(len(states))
+        return case.head(states)
+
+    with torch.set_grad_enabled(gradient):
+        scored = score_hidden(
+            case.hidden, head, case.token_ids, case.loss_mask, vocabulary=IDS, temperature=1.0, chunk_tokens=4
+        )
+    assert sum(seen) == count
+    assert max(seen) == 4
+    if gradient:
+        scored.logprobs.sum().backward()
+        assert sum(seen) == 2 * count
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(2, 100))
-def test_a_row_is_drawn_alike_alone_and_beside_others(seed: int, support: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logprobs = torch.log_softmax(4 * torch.randn(6, support, generator=generator), -1)
-    uniforms = torch.rand(6, generator=generator, dtype=torch.float64)
-    alone = [draw_tokens(logprobs[row : row + 1], uniforms[row : row + 1]).item() for row in range(6)]
-    assert draw_tokens(logprobs, uniforms).tolist() == alone
+def test_entropies_that_nobody_asks_for_are_zero() -> None:
+    case = drawn_case(3, truncated=True)
+    tokens = {"token_ids": case.token_ids, "loss_mask": case.loss_mask, "support": case.support}
+    plain = score_hidden(case.hidden, case.head, **tokens, vocabulary=VOCABULARY, temperature=1.0, entropy=False)
+    full = score_hidden(case.hidden, case.head, **tokens, vocabulary=VOCABULARY, temperature=1.0)
+    assert torch.equal(plain.logprobs, full.logprobs)
+    assert not plain.entropy.any()
+    assert (full.entropy > 0)[case.loss_mask].any()
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_draw_agrees_with_a_loop_over_the_ids(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logprobs = torch.log_softmax(3 * torch.randn(1, 9, generator=generator), -1)
-    uniform = torch.rand(1, generator=generator, dtype=torch.float64)
-    remaining, expected = float(uniform) * math.fsum(logprobs.double().exp().flatten().tolist()), 0
-    for probability in logprobs.double().exp().flatten().tolist():
-        remaining -= probability
-        if remaining < 0:
-            break
-        expected += 1
-    assert draw_tokens(logprobs, uniform).tolist() == [expected]
+# --- bytes
 
 
-def test_a_row_of_nan_gives_an_id_that_exists() -> None:
-    """The NaN then stands in the recorded log-prob, where collection refuses it by name."""
-    logprobs = torch.cat([torch.full((1, 3), torch.nan), log(0.2, 0.3, 0.5)])
-    assert draw_tokens(logprobs, torch.tensor([0.9, 0.9], dtype=torch.float64)).tolist() == [0, 2]
+def peak_of(*, tokens: int, chunk_tokens: int, entropy: bool, used: bool, truncated: bool = False) -> tuple[int, int]:
+    """Most bytes alive in a forward and backward pass over a vocabulary of 3000, and the largest tensor kept."""
+    hidden = torch.randn(1, tokens, DIM, requires_grad=True)
+    weight = torch.randn(3000, DIM)
+    ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.bool)
+    support = None
+    if truncated:
+        support = TokenSupport(torch.arange(5, dtype=torch.int32).repeat(tokens), torch.full((1, tokens), 5))
+    with PeakBytes([hidden, weight, ids, mask]) as watched, saved_storages([hidden, weight, ids, mask]) as saved:
+        scored = score_hidden(
+            hidden,
+            lambda states: states @ weight.T,
+            ids,
+            mask,
+            vocabulary=3000,
+            temperature=0.9,
+            support=support,
+            entropy=entropy,
+            chunk_tokens=chunk_tokens,
+        )
+        loss = scored.logprobs.sum()
+        (loss + scored.entropy.sum() if used else loss).backward()
+    return watched.peak, max(saved.values())
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+@pytest.mark.parametrize(("entropy", "used"), [(False, False), (True, False), (True, True)])
+def test_one_chunk_of_logits_is_alive_at_a_time(entropy: bool, used: bool, truncated: bool) -> None:
+    """26 bytes an id of 16 tokens, at most; all of 256 tokens are one fp32 tensor of 3 MB."""
+    peak, largest = peak_of(tokens=256, chunk_tokens=16, entropy=entropy, used=used, truncated=truncated)
+    assert peak < 30 * 16 * 3000
+    assert largest < 0.02 * 4 * 256 * 3000
+    twice, _ = peak_of(tokens=512, chunk_tokens=16, entropy=entropy, used=used, truncated=truncated)
+    assert twice < 1.1 * peak
+    together, _ = peak_of(tokens=256, chunk_tokens=256, entropy=entropy, used=used, truncated=truncated)
+    assert together > 12 * peak

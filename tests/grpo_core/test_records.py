@@ -1,24 +1,35 @@
 """Records keep their rows together and refuse what does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from grpo_core.advantages import compute_advantages
-from grpo_core.losses import k3_kl
-from grpo_core.records import SampledTokens, TokenBatch, TrainingRows
+from grpo_core.losses.kl import k3_kl
+from grpo_core.records import SampledTokens, TokenBatch, TokenSupport, TrainingRows
 
 IDS = torch.arange(6).reshape(3, 2)
 MASK = torch.tensor([[True, True], [True, False], [True, True]])
+# Of row 0 the ids 5, 6 and 7; of row 1 the id 8; of row 2 the ids 9 and 10.
+SUPPORT = TokenSupport(torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([[2, 1], [1, 0], [1, 1]]))
 
 
 def rows() -> TrainingRows:
     batch = TokenBatch(("a", "b", "c"), IDS, MASK, 0.9)
-    return TrainingRows(("s0", "s1", "s2"), batch, -IDS.float(), torch.tensor([1.0, 2.0, 3.0]))
+    return TrainingRows(
+        ("s0", "s1", "s2"),
+        batch,
+        -IDS.float(),
+        torch.tensor([1.0, 2.0, 3.0]),
+        finished=torch.tensor([True, False, True]),
+        on_policy=torch.tensor([False, True, True]),
+    )
 
 
 def test_selected_rows_stay_together_in_the_order_asked_for() -> None:
-    chosen = rows().with_old_logprobs(IDS.float() * 2).select([2, 0, 2])
+    known = replace(rows(), old_logprobs=IDS.float() * 2, old_entropy=IDS.float() * 3, ref_logprobs=IDS.float() * 4)
+    chosen = known.select([2, 0, 2])
     assert chosen.sample_ids == ("s2", "s0", "s2")
     assert chosen.tokens.prompts == ("c", "a", "c")
     assert chosen.tokens.token_ids.tolist() == [[4, 5], [0, 1], [4, 5]]
@@ -26,8 +37,39 @@ def test_selected_rows_stay_together_in_the_order_asked_for() -> None:
     assert chosen.tokens.temperature == 0.9
     assert chosen.rollout_logprobs.tolist() == [[-4.0, -5.0], [0.0, -1.0], [-4.0, -5.0]]
     assert chosen.advantages.tolist() == [3.0, 1.0, 3.0]
-    assert chosen.old_logprobs is not None
-    assert chosen.old_logprobs.tolist() == [[8.0, 10.0], [0.0, 2.0], [8.0, 10.0]]
+    assert chosen.finished.tolist() == [True, True, True]
+    assert chosen.on_policy.tolist() == [True, False, True]
+    quantities = (chosen.old_logprobs, chosen.old_entropy, chosen.ref_logprobs)
+    for factor, values in zip((2, 3, 4), quantities, strict=True):
+        assert values is not None
+        assert values.tolist() == [[4.0 * factor, 5.0 * factor], [0.0, 1.0 * factor], [4.0 * factor, 5.0 * factor]]
+
+
+def test_the_support_of_a_row_goes_with_it() -> None:
+    batch = TokenBatch(("a", "b", "c"), IDS, MASK, 1.0, SUPPORT).select([2, 1, 2])
+    assert batch.support is not None
+    assert batch.support.ids.tolist() == [9, 10, 8, 9, 10]
+    assert batch.support.counts.tolist() == [[1, 1], [1, 0], [1, 1]]
+    nobody = batch.select([]).support
+    assert nobody is not None
+    assert len(nobody.ids) == 0
+
+
+def test_ids_that_belong_to_no_token_are_refused() -> None:
+    with pytest.raises(AssertionError, match="every id belongs to a token"):
+        TokenSupport(torch.tensor([1, 2]), torch.tensor([[1, 0]]))
+
+
+def test_padding_at_the_end_of_every_row_is_cut_off() -> None:
+    mask = torch.tensor([[True, False, False], [True, True, False]])
+    support = TokenSupport(torch.tensor([3, 4, 5]), torch.tensor([[1, 0, 0], [1, 1, 0]]))
+    trimmed = TokenBatch(("a", "b"), torch.arange(6).reshape(2, 3), mask, 1.0, support).trimmed()
+    assert trimmed.token_ids.tolist() == [[0, 1], [3, 4]]
+    assert trimmed.loss_mask.tolist() == [[True, False], [True, True]]
+    assert trimmed.support is not None
+    assert trimmed.support.counts.tolist() == [[1, 0], [1, 1]]
+    nothing = TokenBatch(("a",), torch.ones(1, 3).long(), torch.zeros(1, 3).bool(), 1.0).trimmed()
+    assert nothing.token_ids.tolist() == [[1]]
 
 
 def test_no_rows_can_be_selected() -> None:
@@ -55,6 +97,4 @@ def test_shapes_and_dtypes_of_signatures_are_checked_in_tests() -> None:
     with pytest.raises(TypeCheckError):
         k3_kl(torch.zeros(3, 2), torch.zeros(1, 2), MASK)
     with pytest.raises(TypeCheckError):
-        compute_advantages(torch.zeros(2, 2, dtype=torch.long))
-    with pytest.raises(TypeCheckError):
-        SampledTokens(TokenBatch(("a", "b", "c"), IDS, MASK, 1.0), IDS)
+        SampledTokens(TokenBatch(("a", "b", "c"), IDS, MASK, 1.0), IDS, torch.ones(3).bool())

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_core.logprobs import draw_tokens, entropy_of, gather_logprobs
-from grpo_core.policies.glm_image.sampling import uniform_numbers
+from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs, TrainingRows
+from grpo_core.sampling import draw_tokens, uniform_numbers
 
 
 class TablePolicy:
@@ -18,8 +20,16 @@ class TablePolicy:
     def __init__(self, prompts: int, time: int = 5, support: int = 4, seed: int = 0) -> None:
         logits = torch.randn(prompts, time, support, generator=torch.Generator().manual_seed(seed))
         self.table = nn.Parameter(logits)
+        self.start = logits.clone()
         self.reference = logits.clone()
         self.seen: list[tuple[str, ...]] = []  # the prompts of every pass with gradients
+
+    @property
+    def max_length(self) -> int:
+        return self.table.shape[1]
+
+    def sample_with(self, settings: Any) -> None:
+        """A table samples in one way."""
 
     def _distributions(self, table: Tensor, prompts: Sequence[str], temperature: float) -> Tensor:
         return torch.log_softmax(table[[int(prompt) for prompt in prompts]] / temperature, -1)
@@ -28,11 +38,12 @@ class TablePolicy:
     def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         distributions = self._distributions(self.table, rows, 1.0)
-        time = distributions.shape[1]
-        uniforms = uniform_numbers(seeds, time)
-        ids = torch.stack([draw_tokens(distributions[:, place], uniforms[:, place]) for place in range(time)], 1)
+        uniforms = uniform_numbers(seeds, self.max_length)
+        places = range(self.max_length)
+        ids = torch.stack([draw_tokens(distributions[:, place], uniforms[:, place]) for place in places], 1)
         mask = torch.ones_like(ids, dtype=torch.bool)
-        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), gather_logprobs(distributions, ids))
+        finished = torch.ones(len(rows), dtype=torch.bool)
+        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), gather_logprobs(distributions, ids), finished)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
         assert len(noise_seeds) == len(tokens)
@@ -41,17 +52,21 @@ class TablePolicy:
             for ids, seed in zip(tokens.token_ids.tolist(), noise_seeds, strict=True)
         ]
 
-    def logprobs(self, tokens: TokenBatch) -> TokenLogprobs:
+    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
         if torch.is_grad_enabled():
             self.seen.append(tokens.prompts)
-        distributions = self._distributions(self.table, tokens.prompts, tokens.temperature)
-        scored = gather_logprobs(distributions, tokens.token_ids)
-        entropy = entropy_of(distributions.detach())
-        return TokenLogprobs(torch.where(tokens.loss_mask, scored, 0.0), torch.where(tokens.loss_mask, entropy, 0.0))
+        return self._score(self.table, tokens, entropy=entropy)
 
+    def _score(self, table: Tensor, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
+        time = tokens.token_ids.shape[1]
+        distributions = self._distributions(table, tokens.prompts, tokens.temperature)[:, :time]
+        scored = gather_logprobs(distributions, tokens.token_ids)
+        entropies = entropy_of(distributions) if entropy else torch.zeros_like(scored)
+        return TokenLogprobs(torch.where(tokens.loss_mask, scored, 0.0), torch.where(tokens.loss_mask, entropies, 0.0))
+
+    @torch.no_grad()
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
-        distributions = self._distributions(self.reference, tokens.prompts, tokens.temperature)
-        return torch.where(tokens.loss_mask, gather_logprobs(distributions, tokens.token_ids), 0.0)
+        return self._score(self.reference, tokens, entropy=False).logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return {"table": self.table}
@@ -63,10 +78,21 @@ class TablePolicy:
         """A table has no modes."""
 
     def save_weights(self, folder: Path) -> None:
-        raise NotImplementedError
+        save_file({"table": self.table.detach()}, folder / "table.safetensors")
 
+    @torch.no_grad()
     def load_weights(self, folder: Path | None) -> None:
-        raise NotImplementedError
+        self.table.copy_(self.start if folder is None else load_file(folder / "table.safetensors")["table"])
+
+    @torch.no_grad()
+    def refresh_reference(self, mix: float) -> None:
+        self.reference = mix * self.table + (1 - mix) * self.reference
+
+    def save_reference(self, folder: Path) -> None:
+        save_file({"table": self.reference}, folder / "reference.safetensors")
+
+    def load_reference(self, folder: Path | None) -> None:
+        self.reference = self.start if folder is None else load_file(folder / "reference.safetensors")["table"]
 
 
 def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int = 0) -> TrainingRows:
@@ -78,4 +104,6 @@ def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int 
         tokens=sampled.tokens,
         rollout_logprobs=sampled.rollout_logprobs,
         advantages=torch.tensor(advantages),
+        finished=sampled.finished,
+        on_policy=torch.ones(len(advantages), dtype=torch.bool),
     )

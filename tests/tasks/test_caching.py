@@ -5,20 +5,24 @@ from typing import Any
 import pytest
 
 from configs.schema import AdvantagesSection, LoraSection, PlacementSection, PolicySection, RewardSection
-from configs.schema import RolloutSection as Rollout
+from configs.schema import PictureRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
 from tasks import caching
 from tasks.caching import StageKey, code_digest
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import compute_advantages_task
+from tasks.curriculum import DrawnPrompt
 from tasks.models import ModelSpec
-from tasks.plan import plan_iteration
+from tasks.plan import plan_draw
 from tasks.prompts import Prompt
 from tasks.score_rewards import score_rewards_task
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.update_policy import update_policy_task
 
-PROMPTS = (Prompt("id0", "a red circle", {"colour": "red"}), Prompt("id1", "a blue cross", {"colour": "blue"}))
+PROMPTS = tuple(
+    DrawnPrompt("default", Prompt(f"id{place}", f"a {colour} circle", {"colour": colour}), None)
+    for place, colour in enumerate(("red", "blue"))
+)
 
 
 def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
@@ -27,13 +31,13 @@ def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
 
 
 def plan(**changes: Any) -> object:
-    values: dict[str, Any] = {"seed": 0, "iteration": 1, "count": 2, "group_size": 2, "shared_noise": True}
-    return plan_iteration(PROMPTS, (None, None), **{**values, **changes})
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "draw": 1, "group_size": 2, "shared_noise": True}
+    return plan_draw(PROMPTS, **{**values, **changes})
 
 
 def model(**changes: Any) -> ModelSpec:
     values = {"section": PolicySection(model="folder", dtype="float32"), "digest": "m", "adapter_seed": 1}
-    return ModelSpec.model_validate({**values, "keep_reference": True, **changes})
+    return ModelSpec.model_validate({**values, "reference": "device", **changes})
 
 
 POLICY = PolicyRef(version=1, digest="p", checkpoint=artifact("c"))
@@ -43,6 +47,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "plan": plan(),
         "model": model(),
         "rollout": Rollout(height=64, width=64),
+        "with_reference": False,
         "placement": PlacementSection(),
     },
     "rewards": {
@@ -53,8 +58,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "placement": PlacementSection(),
     },
     "advantages": {
-        "rollouts": artifact("r"),
-        "rewards": artifact("s"),
+        "draws": ((artifact("r"), artifact("s")),),
         "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
         "advantages": AdvantagesSection(),
         "folder": "iteration_000001",
@@ -62,8 +66,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "update": {
         "policy": POLICY,
-        "rollouts": artifact("r"),
+        "rollouts": (artifact("r"),),
         "advantages": artifact("a"),
+        "max_staleness": 0,
         "model": model(),
         "update": Update(),
         "seed": 0,
@@ -95,22 +100,36 @@ DETERMINING = [
     ("rollouts", {"plan": plan(seed=1)}),
     ("rollouts", {"plan": plan(iteration=2)}),
     ("rollouts", {"plan": plan(shared_noise=False)}),
+    ("rollouts", {"plan": plan(draw=2)}),
+    ("rollouts", {"with_reference": True}),
+    ("rollouts", {"rollout": Rollout(height=64, width=64, top_k=5)}),
+    (
+        "rollouts",
+        {"with_reference": True, "policy": POLICY.model_copy(update={"reference_digest": "other"})},
+    ),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", autocast="bfloat16"))}),
     ("rollouts", {"rollout": Rollout(height=64, width=32)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
     ("rewards", {"rollouts": artifact("other")}),
     ("rewards", {"rewards": (RewardSection(reward="ssim"),)}),
+    ("rewards", {"rewards": (RewardSection(reward="ssim", datasets=("a",)), RewardSection(reward="psnr"))}),
     ("rewards", {"rewards": (RewardSection(reward="ssim", name="mine"), RewardSection(reward="psnr"))}),
     (
         "rewards",
         {"rewards": (RewardSection(reward="ssim"), RewardSection(reward="psnr", settings={"full_scale_db": 40.0}))},
     ),
-    ("advantages", {"rollouts": artifact("other")}),
-    ("advantages", {"rewards": artifact("other")}),
+    ("advantages", {"draws": ((artifact("other"), artifact("s")),)}),
+    ("advantages", {"draws": ((artifact("r"), artifact("other")),)}),
+    ("advantages", {"draws": ((artifact("r"), artifact("s")), (artifact("r2"), artifact("s2")))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", datasets=("a",)), RewardSection(reward="psnr"))}),
     ("advantages", {"mix": (RewardSection(reward="ssim", weight=0.5), RewardSection(reward="psnr"))}),
     ("advantages", {"advantages": AdvantagesSection(scale="none")}),
     ("update", {"policy": POLICY.model_copy(update={"checkpoint": artifact("other")})}),
-    ("update", {"rollouts": artifact("other")}),
+    ("update", {"rollouts": (artifact("other"),)}),
+    ("update", {"rollouts": (artifact("r"), artifact("r2"))}),
+    ("update", {"max_staleness": 3}),
+    ("update", {"policy": POLICY.model_copy(update={"reference_digest": "other"})}),
     ("update", {"advantages": artifact("other")}),
     ("update", {"update": Update(learning_rate=2e-5)}),
     ("update", {"update": Update(kl_coef=0.1)}),
@@ -125,9 +144,11 @@ WITHOUT_EFFECT = [
     ("rewards", {"rollouts": artifact(uri="other/x/y", sha256="t", seconds=9.0)}),
     ("rewards", {"placement": PlacementSection(torch_threads=2)}),
     ("rewards", {"rewards": (RewardSection(reward="ssim", weight=0.1), RewardSection(reward="psnr"))}),
-    ("advantages", {"rewards": artifact("s", uri="other/x/y", seconds=9.0)}),
+    ("advantages", {"draws": ((artifact("r"), artifact("s", uri="other/x/y", seconds=9.0)),)}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"reference_digest": "unread"})}),
+    ("update", {"placement": PlacementSection(processes=2)}),
     ("update", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
-    ("update", {"rollouts": artifact("r", uri="other/x/y", seconds=9.0)}),
+    ("update", {"rollouts": (artifact("r", uri="other/x/y", seconds=9.0),)}),
     ("update", {"title": "another title"}),
     ("update", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
 ]
@@ -167,7 +188,7 @@ def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
 
 def test_reports_are_no_part_of_the_code() -> None:
     names = caching.determining_sources()
-    assert {"grpo_core/update.py", "tasks/storage/tables.py"} <= set(names)
+    assert {"grpo_core/update/step.py", "tasks/storage/tables.py", "configs/core_settings.py"} <= set(names)
     assert not [name for name in names if name.startswith("tasks/reports/")]
 
 

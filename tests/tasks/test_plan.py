@@ -1,19 +1,25 @@
 """Names and seeds of what is drawn: unique, stable, and a function of the place alone."""
 
-from tasks.plan import RolloutPlan, plan_evaluation, plan_iteration
+from tasks.curriculum import DrawnPrompt
+from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
 from tasks.prompts import Prompt
 from tasks.targets import TargetReference
 
-PROMPTS = tuple(Prompt(f"id{i}", f"prompt {i}", {"n": i}) for i in range(5))
-TARGETS = tuple(TargetReference(f"{i}.png", f"{i:064d}") if i % 2 else None for i in range(5))
+PROMPTS = tuple(
+    DrawnPrompt(
+        "shapes" if i < 3 else "signs",
+        Prompt(f"id{i}", f"prompt {i}", {"n": i}),
+        TargetReference(f"{i}.png", f"{i:064d}") if i % 2 else None,
+    )
+    for i in range(5)
+)
 
 
 def iteration(
-    number: int = 1, *, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
+    number: int = 1, *, draw: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
 ) -> RolloutPlan:
-    return plan_iteration(
-        PROMPTS, TARGETS, seed=seed, iteration=number, count=count, group_size=group_size, shared_noise=noise
-    )
+    drawn = [PROMPTS[place % 5] for place in range(count)]
+    return plan_draw(drawn, seed=seed, iteration=number, draw=draw, group_size=group_size, shared_noise=noise)
 
 
 def seeds(plan: RolloutPlan) -> list[int]:
@@ -32,13 +38,15 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
         "i000007.p0001.s01",
     ]
     assert iteration(7).folder == "iteration_000007"
+    assert names(iteration(7, draw=2, count=1)) == ["i000007.d02.p0000.s00", "i000007.d02.p0000.s01"]
+    assert iteration(7, draw=2).folder == "iteration_000007/draw_02"
 
 
 def test_every_sample_of_a_run_has_a_name_and_a_seed_of_its_own() -> None:
-    plans = [iteration(number, count=7, group_size=4) for number in range(1, 6)]
+    plans = [iteration(number, draw=draw, count=7, group_size=4) for number in range(1, 6) for draw in (1, 2, 3)]
     drawn_names = [name for plan in plans for name in names(plan)]
     drawn_seeds = [seed for plan in plans for seed in seeds(plan)]
-    assert len(set(drawn_names)) == len(set(drawn_seeds)) == 5 * 7 * 4
+    assert len(set(drawn_names)) == len(set(drawn_seeds)) == 5 * 3 * 7 * 4
 
 
 def test_seeds_depend_on_the_place_alone() -> None:
@@ -62,13 +70,14 @@ def test_prompts_come_with_their_columns_and_targets() -> None:
         index = int(group.prompt_id.removeprefix("id"))
         assert group.prompt == f"prompt {index}"
         assert group.columns == {"n": index}
+        assert group.dataset == ("shapes" if index < 3 else "signs")
         assert group.target_uri == (f"{index}.png" if index % 2 else None)
         assert group.target_sha256 == (f"{index:064d}" if index % 2 else None)
 
 
 def test_evaluations_of_two_versions_differ_in_their_place_only() -> None:
     first, second = (
-        plan_evaluation(PROMPTS, TARGETS, seed=5, version=v, samples_per_prompt=3, shared_noise=True) for v in (0, 12)
+        plan_evaluation(PROMPTS, seed=5, version=v, samples_per_prompt=3, shared_noise=True) for v in (0, 12)
     )
     assert (first.folder, second.folder) == ("evaluations/000000", "evaluations/000012")
     assert first.groups == second.groups

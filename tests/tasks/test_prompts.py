@@ -1,18 +1,15 @@
-"""Which column holds the prompts, files that are refused, prompt ids, and the stream that iterations draw from."""
+"""Which column holds the prompts, files that are refused, and prompt ids."""
 
 import dataclasses
 import io
 import json
 import pickle
-from collections import Counter
 
 import fsspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
-from tasks.prompts import Prompt, PromptOccurrence, read_prompts, select_prompts
+from tasks.prompts import read_prompts
 
 from .reading import Write, refusal, texts
 
@@ -118,62 +115,3 @@ class TestPromptId:
         assert len({prompt, dataclasses.replace(prompt)}) == 1
         with pytest.raises(dataclasses.FrozenInstanceError):
             prompt.text = "b"  # type: ignore[misc]
-
-
-def prompt_set(size: int) -> tuple[Prompt, ...]:
-    return tuple(Prompt(f"{index:016x}", f"prompt {index}", {}) for index in range(size))
-
-
-def stream(size: int, seed: int, count: int, iterations: int) -> list[Prompt]:
-    prompts = prompt_set(size)
-    drawn: list[PromptOccurrence] = []
-    for iteration in range(1, iterations + 1):
-        occurrences = select_prompts(prompts, seed=seed, iteration=iteration, count=count)
-        assert [occurrence.occurrence for occurrence in occurrences] == list(range(count))
-        drawn.extend(occurrences)
-    return [occurrence.prompt for occurrence in drawn]
-
-
-class TestSelection:
-    @given(st.integers(1, 12), st.integers(0, 2**63), st.integers(1, 30), st.integers(1, 6))
-    def test_each_pass_draws_every_prompt_once(self, size: int, seed: int, count: int, iterations: int) -> None:
-        drawn = stream(size, seed, count, iterations)
-        for start in range(0, len(drawn), size):
-            part = drawn[start : start + size]
-            assert len(set(part)) == len(part)
-        seen = Counter(drawn)
-        assert max(seen.values()) - min(seen[prompt] for prompt in prompt_set(size)) <= 1
-
-    @given(st.integers(1, 12), st.integers(0, 2**63), st.integers(1, 9), st.integers(1, 9))
-    def test_another_count_cuts_the_same_stream(self, size: int, seed: int, one: int, other: int) -> None:
-        first, second = stream(size, seed, one, other), stream(size, seed, other, one)
-        assert first == second
-
-    def test_passes_and_seeds_shuffle_differently(self) -> None:
-        orders = [tuple(stream(30, seed, 30, 3)[start : start + 30]) for seed in range(3) for start in (0, 30, 60)]
-        assert len(set(orders)) == 9
-        assert prompt_set(30) not in orders
-
-    def test_every_order_is_equally_likely(self) -> None:
-        orders = Counter(tuple(p.text for p in stream(3, seed, 3, 1)) for seed in range(3000))
-        # 500 of each of the 6 orders are expected; 4.5 standard deviations (20.4) either side.
-        assert len(orders) == 6
-        assert all(abs(times - 500) < 92 for times in orders.values())
-
-    def test_does_not_change_between_releases(self) -> None:
-        # For pass p: keys = numpy.random.PCG64(derive_seed(7, "prompts", p)).random_raw(5).tolist(), then
-        # sorted(range(5), key=keys.__getitem__); a finished run cannot be done again once this changes.
-        assert [prompt.text for prompt in stream(5, 7, 5, 2)] == [
-            f"prompt {index}" for index in (4, 2, 3, 0, 1, 2, 1, 0, 3, 4)
-        ]
-
-    def test_duplicates_of_a_text_stay_apart(self) -> None:
-        twins = (Prompt("1", "same", {}), Prompt("2", "same", {}))
-        drawn = select_prompts(twins, seed=0, iteration=1, count=4)
-        assert Counter(occurrence.prompt.prompt_id for occurrence in drawn) == {"1": 2, "2": 2}
-        assert len(set(drawn)) == 4
-
-    @pytest.mark.parametrize(("size", "iteration", "count"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-    def test_refuses_what_draws_nothing(self, size: int, iteration: int, count: int) -> None:
-        with pytest.raises(ValueError, match="select_prompts: got"):
-            select_prompts(prompt_set(size), seed=0, iteration=iteration, count=count)

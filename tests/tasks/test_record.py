@@ -11,9 +11,9 @@ from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore
 
 
-def artifact(folder: str, seconds: float, **metrics: float) -> ArtifactRef:
+def artifact(folder: str, seconds: float, rows: int = 1, **metrics: float) -> ArtifactRef:
     return ArtifactRef(
-        uri=f"run/{folder}", sha256="a", digest="b", schema_version=1, rows=1, seconds=seconds, metrics=metrics
+        uri=f"run/{folder}", sha256="a", digest="b", schema_version=2, rows=rows, seconds=seconds, metrics=metrics
     )
 
 
@@ -29,17 +29,45 @@ def store(tmp_path: Path) -> ArtifactStore:
     return ArtifactStore(str(tmp_path), "run")
 
 
+UPDATE = artifact("policies/000001", 0.5, kl=0.1)
+ADVANTAGES = artifact("iteration_000001/advantages", 0.25, reward=0.4)
+
+
 def test_figures_of_all_stages_with_their_seconds() -> None:
-    stages = [artifact("iteration_000001/rollouts", 2.0, tokens=80.0), artifact("policies/000001", 0.5, kl=0.1)]
+    draws = [
+        (artifact("iteration_000001/rollouts", 2.0, tokens=80.0), artifact("iteration_000001/rewards", 1.0, a=1.0))
+    ]
     heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
-    assert gather_metrics(stages, heldout) == {
+    assert gather_metrics(draws, ADVANTAGES, UPDATE, heldout) == {
         "tokens": 80.0,
+        "a": 1.0,
+        "reward": 0.4,
         "kl": 0.1,
         "seconds/rollouts": 2.0,
+        "seconds/rewards": 1.0,
+        "seconds/advantages": 0.25,
         "seconds/update": 0.5,
-        "step_time": 2.5,
+        "step_time": 3.75,
         "heldout_reward": 0.7,
     }
+
+
+def test_figures_of_several_draws_are_joined_by_what_they_are() -> None:
+    first, second = {"rewards/x/mean": 0.5, "rewards/x/null": 1.0}, {"rewards/x/mean": 0.8, "rewards/x/null": 2.0}
+    lengths = [
+        {"num_tokens": 10.0, "completions/min_length": 3.0, "completions/max_length": 7.0},
+        {"num_tokens": 4.0, "completions/min_length": 2.0, "completions/max_length": 4.0},
+    ]
+    draws = [
+        (artifact("a", 2.0, rows=2, **lengths[0]), artifact("b", 1.0, rows=2, **first)),
+        (artifact("c", 3.0, rows=1, **lengths[1]), artifact("d", 0.5, rows=1, **second)),
+    ]
+    metrics = gather_metrics(draws, ADVANTAGES, UPDATE, None)
+    assert metrics["rewards/x/mean"] == pytest.approx((2 * 0.5 + 0.8) / 3)
+    assert metrics["rewards/x/null"] == 3.0
+    assert metrics["num_tokens"] == 14.0
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (2.0, 7.0)
+    assert (metrics["seconds/rollouts"], metrics["seconds/rewards"]) == (5.0, 1.5)
 
 
 def test_a_heldout_reward_of_an_earlier_start_stays(store: ArtifactStore) -> None:

@@ -3,36 +3,41 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 
+from configs.core_settings import update_settings
 from configs.schema import (
     AdvantagesSection,
     LoraSection,
+    MismatchSection,
     ParitySection,
+    PictureRolloutSection,
     PlacementSection,
     PolicySection,
+    ReferenceSection,
     RewardSection,
-    RolloutSection,
     UpdateSection,
 )
 from grpo_core.errors import NonFiniteError
 from grpo_core.rewards.jpeg import JpegReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
 from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import compute_advantages_task
+from tasks.compute_advantages import Draw, compute_advantages_task
+from tasks.curriculum import DrawnPrompt
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
-from tasks.plan import RolloutPlan, plan_iteration
+from tasks.plan import RolloutPlan, plan_draw
 from tasks.prompts import Prompt
 from tasks.score_rewards import score_rewards_task
 from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore, use_store
-from tasks.update_policy import update_policy_task, update_settings
+from tasks.update_policy import update_policy_task
 from tests.tiny_policy import MODEL
 
-ROLLOUT = RolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
+ROLLOUT = PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
 PLACEMENT = PlacementSection(device="cpu")
 MIX = (RewardSection(reward="jpeg", settings={"direction": "compressible"}),)
 UPDATE = UpdateSection(learning_rate=1e-3, minibatch_size=2)
@@ -40,32 +45,56 @@ SECTION = PolicySection(model=str(MODEL), dtype="float32", lora=LoraSection(rank
 
 
 def spec() -> ModelSpec:
-    return ModelSpec(section=SECTION, digest=model_digest(str(MODEL)), adapter_seed=3, keep_reference=False)
+    return ModelSpec(section=SECTION, digest=model_digest(str(MODEL)), adapter_seed=3, reference="none")
 
 
 def base() -> PolicyRef:
     return PolicyRef(version=0, digest=spec().digest)
 
 
-def plan(iteration: int = 1) -> RolloutPlan:
-    prompts = [Prompt(f"id{i}", text, {"note": i}) for i, text in enumerate(["a red circle", "a blue cross"])]
-    return plan_iteration(prompts, [None] * 2, seed=11, iteration=iteration, count=2, group_size=2, shared_noise=True)
+def plan(iteration: int = 1, draw: int = 1, datasets: tuple[str, str] = ("default", "default")) -> RolloutPlan:
+    texts = ("a red circle", "a blue cross")
+    prompts = [
+        DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), None)
+        for i, (dataset, text) in enumerate(zip(datasets, texts, strict=True))
+    ]
+    return plan_draw(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
 
 
-def collect(policy: PolicyRef, drawn: RolloutPlan) -> ArtifactRef:
-    return collect_rollouts_task.fn(policy, drawn, spec(), ROLLOUT, PLACEMENT)
+def collect(
+    policy: PolicyRef, drawn: RolloutPlan, rollout: PictureRolloutSection = ROLLOUT, *, with_reference: bool = False
+) -> ArtifactRef:
+    return collect_rollouts_task.fn(policy, drawn, spec(), rollout, with_reference, PLACEMENT)
 
 
-def score(rollouts: ArtifactRef, folder: str = "iteration_000001") -> ArtifactRef:
-    return score_rewards_task.fn(rollouts, MIX, folder, "iteration 1", PLACEMENT)
+def score(rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX) -> ArtifactRef:
+    return score_rewards_task.fn(rollouts, mix, folder, "iteration 1", PLACEMENT)
 
 
-def compare(rollouts: ArtifactRef, rewards: ArtifactRef) -> ArtifactRef:
-    return compute_advantages_task.fn(rollouts, rewards, MIX, AdvantagesSection(), "iteration_000001", "iteration 1")
+def compare(rollouts: ArtifactRef, rewards: ArtifactRef, **settings: Any) -> ArtifactRef:
+    return compare_draws(((rollouts, rewards),), **settings)
 
 
-def update(policy: PolicyRef, rollouts: ArtifactRef, advantages: ArtifactRef) -> PolicyRef:
-    return update_policy_task.fn(policy, rollouts, advantages, spec(), UPDATE, 11, "iteration 1", PLACEMENT)
+def compare_draws(
+    draws: tuple[Draw, ...],
+    folder: str = "iteration_000001",
+    mix: tuple[RewardSection, ...] = MIX,
+    **settings: Any,
+) -> ArtifactRef:
+    return compute_advantages_task.fn(draws, mix, AdvantagesSection(**settings), folder, "iteration 1")
+
+
+def update(
+    policy: PolicyRef,
+    rollouts: ArtifactRef | tuple[ArtifactRef, ...],
+    advantages: ArtifactRef,
+    section: UpdateSection = UPDATE,
+    max_staleness: int = 0,
+) -> PolicyRef:
+    drawn = rollouts if isinstance(rollouts, tuple) else (rollouts,)
+    return update_policy_task.fn(
+        policy, drawn, advantages, spec(), section, 11, max_staleness, "iteration 1", PLACEMENT
+    )
 
 
 @pytest.fixture
@@ -202,11 +231,135 @@ def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
     assert store.find("policies/000001") == policy.checkpoint
 
 
-@pytest.mark.parametrize(("dtype", "largest", "mean"), [("float32", 1e-3, 1e-4), ("bfloat16", 1.0, 0.05)])
-def test_the_parity_gate_allows_what_the_dtype_needs_unless_told_otherwise(
-    dtype: str, largest: float, mean: float
+@pytest.mark.parametrize(
+    ("policy", "largest", "mean"),
+    [
+        ({"dtype": "float32"}, 1e-3, 1e-4),
+        ({"dtype": "bfloat16"}, 1.0, 0.05),
+        ({"dtype": "float32", "autocast": "bfloat16"}, 1.0, 0.05),
+    ],
+)
+def test_the_parity_gate_allows_what_the_precision_needs_unless_told_otherwise(
+    policy: dict[str, Any], largest: float, mean: float
 ) -> None:
-    left_open = update_settings(UpdateSection(), 8, dtype).parity
+    section = PolicySection(model="m", **policy)
+    left_open = update_settings(UpdateSection(), 8, 5, section).parity
     assert (left_open.max_difference, left_open.mean_difference) == (largest, mean)
-    told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), 8, dtype).parity
+    told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), 8, 5, section).parity
     assert (told.max_difference, told.mean_difference) == (0.5, mean)
+
+
+# --- what a row may carry besides
+
+
+def table_of(store: ArtifactStore, reference: ArtifactRef) -> pl.DataFrame:
+    return pl.read_parquet(store.local_files(reference) / "*.parquet")
+
+
+def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: ArtifactStore) -> None:
+    cut = ROLLOUT.model_copy(update={"top_k": 3, "top_p": 0.9})
+    rollouts = collect(base(), plan(), cut)
+    for row in table_of(store, rollouts).iter_rows(named=True):
+        assert len(row["support_ids"]) == sum(row["support_counts"])
+        assert max(row["support_counts"]) <= 3
+        start = 0
+        for token, count in zip(row["token_ids"], row["support_counts"], strict=True):
+            assert token in row["support_ids"][start : start + count]
+            start += count
+    policy = update(base(), rollouts, compare(rollouts, score(rollouts)))
+    assert policy.checkpoint is not None
+    assert policy.checkpoint.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_a_kl_in_the_reward_needs_the_reference_beside_the_rollouts(store: ArtifactStore) -> None:
+    without = collect(base(), plan())
+    with pytest.raises(ValueError, match=r"advantages\.kl_coef needs the reference's log-probs"):
+        compare(without, score(without), kl_coef=0.5)
+    first = update(base(), without, compare(without, score(without)))
+    rollouts = collect(first, plan(2), with_reference=True)
+    rewards = score(rollouts)
+    table = table_of(store, compare(rollouts, rewards, kl_coef=0.5))
+    drawn = table_of(store, rollouts)
+    scores = pl.read_parquet(store.local_files(rewards) / "jpeg.parquet")["value"].to_list()
+    for row, penalty, reward, value in zip(
+        drawn.iter_rows(named=True), table["kl_penalty"], table["reward"], scores, strict=True
+    ):
+        by_hand = sum(a - b for a, b in zip(row["rollout_logprobs"], row["ref_logprobs"], strict=True))
+        assert penalty == pytest.approx(by_hand, abs=1e-4)
+        assert penalty != 0
+        assert reward == pytest.approx(value - 0.5 * penalty, abs=1e-6)
+
+
+def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
+    first, second = collect(base(), plan()), collect(base(), plan(draw=2))
+    draws = ((first, score(first)), (second, score(second, "iteration_000001/draw_02")))
+    dropped = compare_draws(draws, "iteration_000001/draw_02", constant_groups="redraw")
+    assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
+    table = table_of(store, dropped)
+    assert table.filter(pl.col("advantage").is_null())["group_id"].unique().sort().to_list() == [
+        "i000001.d02.p0000",
+        "i000001.p0001",
+    ]
+    policy = update(base(), (first, second), dropped)
+    assert policy.checkpoint is not None
+    assert policy.checkpoint.rows == 4
+
+
+def test_where_every_group_is_dropped_the_policy_stays_as_it_is(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
+    rollouts = collect(base(), plan())
+    policy = update(base(), rollouts, compare(rollouts, score(rollouts), constant_groups="drop"))
+    assert policy.checkpoint is not None
+    assert (policy.version, policy.checkpoint.metrics["optimizer_steps"]) == (1, 0.0)
+    following = collect(policy, plan(2))
+    assert update(policy, following, compare(following, score(following))).version == 2
+
+
+def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: ArtifactStore) -> None:
+    mix = (
+        RewardSection(reward="jpeg", name="a", datasets=("shapes",)),
+        RewardSection(reward="jpeg", name="b", datasets=("signs",), weight=3.0),
+    )
+    rollouts = collect(base(), plan(datasets=("shapes", "signs")))
+    rewards = score(rollouts, mix=mix)
+    values = {label: pl.read_parquet(store.local_files(rewards) / f"{label}.parquet")["value"] for label in "ab"}
+    assert [value is None for value in values["a"]] == [False, False, True, True]
+    assert [value is None for value in values["b"]] == [True, True, False, False]
+    advantages = compare_draws(((rollouts, rewards),), mix=mix)
+    expected = [*values["a"][:2], *(3.0 * value for value in values["b"][2:])]
+    assert table_of(store, advantages)["reward"].to_list() == pytest.approx(expected)
+    assert {"datasets/shapes/reward", "datasets/signs/reward"} <= set(advantages.metrics)
+
+
+def test_rows_of_an_earlier_version_train_within_the_staleness(store: ArtifactStore) -> None:
+    rollouts = collect(base(), plan())
+    advantages = compare(rollouts, score(rollouts))
+    first = update(base(), rollouts, advantages)
+    corrected = UPDATE.model_copy(update={"mismatch": MismatchSection(mode="truncate")})
+    second = update(first, rollouts, advantages, corrected, max_staleness=1)
+    assert second.checkpoint is not None
+    assert second.checkpoint.metrics["staleness/max"] == 1.0
+    third = update(second, rollouts, advantages, corrected, max_staleness=2)
+    with pytest.raises(ValueError, match="all 4 rows are further than 1 versions from version 3"):
+        update(third, rollouts, advantages, corrected, max_staleness=1)
+
+
+def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore) -> None:
+    section = UPDATE.model_copy(update={"kl_coef": 0.1, "reference": ReferenceSection(refresh_every=2, mix=1.0)})
+    policy, versions = base(), []
+    for iteration in (1, 2, 3):
+        rollouts = collect(policy, plan(iteration))
+        policy = update(policy, rollouts, compare(rollouts, score(rollouts)), section)
+        versions.append(policy)
+    assert [version.reference_digest is None for version in versions] == [True, False, False]
+    assert versions[1].reference_digest == versions[1].digest
+    assert versions[2].reference_digest == versions[1].digest
+    # Its weights were swapped for those of version 1 in between.
+    collect(versions[0], plan(1))
+    again = collect(versions[1], plan(3), with_reference=True)
+    for row in table_of(store, again).iter_rows(named=True):
+        assert row["ref_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)

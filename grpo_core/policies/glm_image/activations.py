@@ -2,9 +2,10 @@
 
 Written for transformers' GlmImageTextDecoderLayer under scaled_dot_product_attention with a mask, peft's LoRA layers
 and diffusers' AutoencoderKL. Symbols: b bytes of the model's dtype, h hidden, m intermediate, d heads x head_dim,
-r adapter rank, V columns of the output head, S ids that can be sampled, L ids of a row, T of them sampled.
+r adapter rank, V columns of the output head, S picture codes, L ids of a row, T of them sampled.
 """
 
+from grpo_core.logprobs import CHUNK_TOKENS
 from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.policies.glm_image.sizes import ComponentSizes
 
@@ -48,33 +49,50 @@ def working_bytes_per_token(sizes: ComponentSizes, b: int) -> int:
     return 2 * m * (b + 2 * FP32) if sizes.adapter else 5 * m * b
 
 
-def activation_bytes(sizes: ComponentSizes, b: int, *, rows: int, length: int, checkpointed: bool) -> int:
-    """A microbatch's activations at their peak.
+def kept_bytes(sizes: ComponentSizes, b: int, *, rows: int, length: int, checkpointed: bool) -> int:
+    """Activations that a microbatch keeps from its forward pass for its backward pass.
 
-    Without checkpointing each layer keeps its own: rows L (layers * saved + working). With it (Chen et al., 2016,
-    arXiv:1604.06174) each layer keeps its input alone and one layer at a time is computed again:
-    rows L (layers * h b + saved + working). Each layer that keeps its own also keeps the mask in the model's dtype,
-    rows L^2 b; the mask itself takes rows L^2, the last norm's input 4 rows L h.
+    Without checkpointing each layer keeps its own and the mask in the model's dtype: layers * rows L (saved + L b).
+    With it (Chen et al., 2016, arXiv:1604.06174) each layer keeps its input alone: layers * rows L h b. The mask
+    itself takes rows L^2, the last norm's input 4 rows L h.
     """
-    saved, working = saved_bytes_per_token(sizes, b), working_bytes_per_token(sizes, b)
-    whole_layers = 1 if checkpointed else sizes.layers
-    inputs = sizes.layers * sizes.hidden * b if checkpointed else 0
-    tokens = rows * length * (whole_layers * saved + inputs + working + FP32 * sizes.hidden)
-    return tokens + rows * length**2 * (1 + whole_layers * b)
+    each = sizes.hidden * b if checkpointed else saved_bytes_per_token(sizes, b) + length * b
+    return rows * length * (sizes.layers * each + FP32 * sizes.hidden + length)
 
 
-def logits_bytes(sizes: ComponentSizes, b: int, *, rows: int, tokens: int, reference: bool) -> int:
-    """Logits and what is made of them, at the peak.
+def layer_bytes(sizes: ComponentSizes, b: int, *, rows: int, length: int, checkpointed: bool) -> int:
+    """What the layer whose backward pass runs holds beside what was kept: rows L working.
 
-    rows T (V b + 3 * 4 S): logits, then in fp32 the log-probs, their exponential and the product whose sum is the
-    entropy. With a reference the trained model's log-probs are kept while the reference's are made: 4 S more.
+    With checkpointing it has been computed again: rows L (saved + L b) more.
     """
-    return rows * tokens * (sizes.vocabulary * b + (4 if reference else 3) * FP32 * sizes.support)
+    again = saved_bytes_per_token(sizes, b) + length * b if checkpointed else 0
+    return rows * length * (working_bytes_per_token(sizes, b) + again)
+
+
+def logits_bytes(
+    sizes: ComponentSizes, b: int, *, rows: int, tokens: int, entropy: bool = True, truncated: bool = True
+) -> int:
+    """Hidden states of the scored tokens, and the logits of one chunk of them, at the peak of its backward pass.
+
+    rows T 3 h b: the states, the chunks' gradients and these put together. For each of the c tokens of a chunk 12 S:
+    fp32 log-probs and two gradients. With entropies 9 S more: their exponential, a copy without infinities and its
+    mask of one byte; with a stored support 5 S: the log-probs before the cut, and a mask. A head that is trained
+    holds the gradient of the chunks before, S h b, and at the end pads it: (2 S + V) h b at least.
+    """
+    h, support = sizes.hidden, sizes.support
+    each = 3 * FP32 + (2 * FP32 + 1 if entropy else 0) + (FP32 + 1 if truncated else 0)
+    chunk = min(rows * tokens, CHUNK_TOKENS) * each * support
+    if not sizes.adapter:
+        chunk = max(chunk + support * h * b, (2 * support + sizes.vocabulary) * h * b)
+    return rows * tokens * 3 * h * b + chunk
 
 
 def sampling_bytes(sizes: ComponentSizes, b: int, *, rows: int) -> int:
-    """One step's logits and the distribution drawn from: rows (V b + (4 + 2 * 8 + 8) S), fp32 and then fp64."""
-    return rows * (sizes.vocabulary * b + (FP32 + 3 * 8) * sizes.support)
+    """One step's logits and the distribution drawn from: rows (V b + (4 + 4 * 8) S), fp32 and then fp64.
+
+    Cutting the distribution takes no more than drawing from it.
+    """
+    return rows * (sizes.vocabulary * b + (FP32 + 4 * 8) * sizes.support)
 
 
 def denoising_bytes(sizes: ComponentSizes, b: int, *, rows: int, height: int, width: int) -> int:

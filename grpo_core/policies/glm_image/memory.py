@@ -6,88 +6,22 @@ fragmentation are in the margin, not in the parts. Nothing was compared with a G
 its publisher's figures for drawing (34 to 52 GB) agree.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
+from grpo_core.logprobs import CHUNK_TOKENS
+from grpo_core.policies.estimate import BYTES, GIB, MemoryEstimate, MemoryPart
 from grpo_core.policies.glm_image.activations import (
     FP32,
-    activation_bytes,
     cache_bytes_per_token,
     denoising_bytes,
+    kept_bytes,
+    layer_bytes,
     logits_bytes,
     sampling_bytes,
     vae_bytes,
 )
 from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.policies.glm_image.sizes import ComponentSizes
-
-GIB = 1024**3
-ERROR_MARGIN = 0.15
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimizer step"]
-
-
-@dataclass(frozen=True)
-class MemoryPart:
-    """One part.
-
-    Attributes:
-        name: what it is.
-        phase: when it is held: always, in one phase of the rollout stage (sampling, decoding), all through the
-            update stage, or in one phase of it (backward, optimizer step).
-        bytes: how much.
-        formula: how that comes about, in words.
-    """
-
-    name: str
-    phase: Phase
-    bytes: int
-    formula: str
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """What a configuration needs.
-
-    Attributes:
-        parts: every part, each name once.
-    """
-
-    parts: tuple[MemoryPart, ...]
-
-    def phase(self, phase: Phase) -> int:
-        """Bytes of the parts held in this phase alone."""
-        return sum(part.bytes for part in self.parts if part.phase == phase)
-
-    def part(self, name: str) -> int:
-        """Bytes of one part; 0 for one that this configuration does not have."""
-        return sum(part.bytes for part in self.parts if part.name == name)
-
-    @property
-    def rollout_peak(self) -> int:
-        """Bytes at the peak of the rollout stage: sampling ends before decoding begins."""
-        return self.phase("always") + max(self.phase("sampling"), self.phase("decoding"))
-
-    @property
-    def update_peak(self) -> int:
-        """Bytes at the peak of the update stage: activations are gone when the optimizer steps."""
-        return self.phase("always") + self.phase("update") + max(self.phase("backward"), self.phase("optimizer step"))
-
-    @property
-    def needed(self) -> int:
-        """Bytes that a GPU should have: the higher peak and the margin."""
-        return int(max(self.rollout_peak, self.update_peak) * (1 + ERROR_MARGIN))
-
-    def rows(self) -> list[tuple[str, float, str]]:
-        """(part, GiB, formula in words) of every part, then of both peaks and of what a GPU should have."""
-        parts = [(part.name, part.bytes / GIB, f"{part.formula} ({part.phase})") for part in self.parts]
-        return [
-            *parts,
-            ("peak of the rollout stage", self.rollout_peak / GIB, "always + the larger of sampling and decoding"),
-            ("peak of the update stage", self.update_peak / GIB, "always + update + the larger of its phases"),
-            ("needed", self.needed / GIB, f"the higher peak + {ERROR_MARGIN:.0%} for workspaces and fragmentation"),
-        ]
 
 
 def estimate_memory(
@@ -100,8 +34,9 @@ def estimate_memory(
     prompts_per_batch: int,
     decode_batch_size: int,
     micro_batch_size: int,
-    kl_coef: float = 0.0,
+    reference_on_device: bool = False,
     gradient_checkpointing: bool = False,
+    eight_bit_optimizer: bool = False,
     prompt_tokens: int = 256,
     device_overhead: int = GIB,
 ) -> MemoryEstimate:
@@ -116,8 +51,9 @@ def estimate_memory(
         prompts_per_batch: prompts sampled at once.
         decode_batch_size: pictures decoded at once, at most; siblings only.
         micro_batch_size: rows of a forward and backward pass.
-        kl_coef: above 0 a reference is run, and a full fine-tuning keeps a copy of the model for it.
+        reference_on_device: every weight is trained and the reference's are kept on the GPU.
         gradient_checkpointing: recompute activations in the backward pass.
+        eight_bit_optimizer: moments take a byte each.
         prompt_tokens: ids of the longest prompt of a batch, grid tags included.
         device_overhead: bytes of the CUDA context and the libraries' own buffers.
 
@@ -131,12 +67,15 @@ def estimate_memory(
     sequences, decoded = prompts_per_batch * group_size, min(decode_batch_size, group_size)
     size = f"{height}x{width}"
     cache = sequences * length * cache_bytes_per_token(sizes, b)
-    activations = activation_bytes(sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing)
-    logits = logits_bytes(sizes, b, rows=micro_batch_size, tokens=tokens, reference=kl_coef > 0)
-    kept = "each layer's input, one layer computed again" if gradient_checkpointing else "every layer's"
+    kept = kept_bytes(sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing)
+    layer = layer_bytes(sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing)
+    logits = logits_bytes(sizes, b, rows=micro_batch_size, tokens=tokens)
+    scored = micro_batch_size * tokens
+    which = "each layer's input" if gradient_checkpointing else "every layer's"
+    redone = ", computed again" if gradient_checkpointing else ""
     parts = [
         *_weight_parts(sizes, dtype),
-        *_training_parts(sizes, b, keep_reference=kl_coef > 0),
+        *_training_parts(sizes, b, reference=reference_on_device, eight_bit=eight_bit_optimizer),
         MemoryPart("device overhead", "always", device_overhead, "CUDA context and the libraries' own buffers"),
         MemoryPart(
             "key-value cache",
@@ -159,9 +98,12 @@ def estimate_memory(
             ),
             f"{size}: a decoder block for {decoded} pictures, or the autoencoder's widest tensors for one",
         ),
-        MemoryPart("activations", "backward", activations, f"{micro_batch_size} rows x {length} ids: {kept}"),
+        MemoryPart("activations", "backward", kept, f"{micro_batch_size} rows x {length} ids: {which}"),
         MemoryPart(
-            "logits", "backward", logits, f"{micro_batch_size} rows x {tokens} tokens: logits and their fp32 log-probs"
+            "backward pass at work",
+            "backward",
+            max(layer, logits),
+            f"one layer{redone}, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens",
         ),
     ]
     return MemoryEstimate(tuple(part for part in parts if part.bytes))
@@ -193,8 +135,8 @@ def _weight_parts(sizes: ComponentSizes, dtype: str) -> list[MemoryPart]:
     ]
 
 
-def _training_parts(sizes: ComponentSizes, b: int, *, keep_reference: bool) -> list[MemoryPart]:
-    """What training adds; AdamW keeps two moments of the parameters' own dtype.
+def _training_parts(sizes: ComponentSizes, b: int, *, reference: bool, eight_bit: bool) -> list[MemoryPart]:
+    """What training adds; AdamW keeps two moments of the parameters' own dtype, or of 8 bits.
 
     peft keeps adapters in fp32 whatever the model's dtype. AdamW's multi-tensor step makes one more tensor for each
     parameter.
@@ -208,11 +150,12 @@ def _training_parts(sizes: ComponentSizes, b: int, *, keep_reference: bool) -> l
     else:
         count, each = sizes.language_model, b
         what = f"{count / 1e9:.3g} B trained parameters x {b} bytes"
-        copied = sizes.autoregressive * b if keep_reference else 0
-        held = [MemoryPart("reference model", "always", copied, "a frozen copy of the autoregressive model")]
+        copied = count * b if reference else 0
+        held = [MemoryPart("reference model", "always", copied, "the trained parameters once more")]
+    moment = 1 if eight_bit else each
     return [
         *held,
         MemoryPart("gradients", "update", count * each, what),
-        MemoryPart("optimizer moments", "update", 2 * count * each, f"2 x {what}"),
+        MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
         MemoryPart("optimizer temporaries", "optimizer step", count * each, what),
     ]

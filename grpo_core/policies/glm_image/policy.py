@@ -1,7 +1,6 @@
 """GLM-Image behind the Policy protocol. Nothing outside this package knows of grids, latents or denoising."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,16 @@ from diffusers import GlmImagePipeline
 from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_core.errors import InputError
-from grpo_core.policies.adapters import FullModel, LoraModel, LoraSettings, TrainedModel
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
 from grpo_core.policies.glm_image.geometry import TokenGrids, token_grids
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.prompts import EncodedPrompts, encode_prompts
 from grpo_core.policies.glm_image.sampling import sample_tokens
 from grpo_core.policies.glm_image.scoring import score_tokens
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import TrainedModel, TrainingChoice, autocast, train_model
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
@@ -29,66 +28,50 @@ LANGUAGE_MODEL_LINEARS = (
 FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
 
 
-@dataclass(frozen=True)
-class GlmImageSettings:
-    """How pictures are drawn.
-
-    Attributes:
-        height: pixels, a multiple of the model's unit.
-        width: pixels, likewise.
-        temperature: of the token distribution.
-        num_inference_steps: denoising steps of the decoder.
-        guidance_scale: of the decoder; the token model has none.
-        decode_batch_size: pictures decoded at once, at most; siblings only.
-    """
-
-    height: int
-    width: int
-    temperature: float = 1.0
-    num_inference_steps: int = 50
-    guidance_scale: float = 1.5
-    decode_batch_size: int = 16
-
-
-@dataclass(frozen=True)
-class TrainingChoice:
-    """What of the token model is trained.
-
-    Attributes:
-        lora: adapters over the frozen model; None trains every weight of the language model.
-        keep_reference: keep a frozen copy for the KL when every weight is trained.
-        gradient_checkpointing: recompute activations in the backward pass.
-        seed: of the adapters' random half.
-    """
-
-    lora: LoraSettings | None
-    keep_reference: bool = False
-    gradient_checkpointing: bool = False
-    seed: int = 0
-
-
 class GlmImagePolicy:
     """The autoregressive half is the policy; the diffusion decoder is frozen and part of the environment."""
 
-    def __init__(self, pipeline: GlmImagePipeline, settings: GlmImageSettings, trained: TrainedModel) -> None:
-        """Put the parts together; `load` is the usual way."""
+    def __init__(
+        self,
+        pipeline: GlmImagePipeline,
+        settings: GlmImageSettings,
+        trained: TrainedModel,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Put the parts together; `load` is the usual way.
+
+        Args:
+            pipeline: its token model is the one that is trained.
+            settings: how pictures are drawn.
+            trained: what of the token model is trained.
+            autocast: the token model computes in this dtype where torch thinks it safe; None leaves its own.
+        """
         self.pipeline = pipeline
         self.trained = trained
-        self.gradient_checkpointing = False
-        self.draw_with(settings)
+        self.autocast = autocast
+        self.sample_with(settings)
 
-    def draw_with(self, settings: GlmImageSettings) -> None:
-        """Draw with these settings from now on.
+    def sample_with(self, settings: GlmImageSettings) -> None:
+        """See Policy.sample_with.
 
         Raises:
-            InputError: a size that the model cannot draw.
+            InputError: a size that the model cannot draw, or a truncation outside its range.
         """
+        self.truncation = settings.truncation
         self.grids: TokenGrids = token_grids(settings.height, settings.width, pixel_unit(self.pipeline))
         self.settings = settings
 
     @classmethod
     def load(
-        cls, model: str, settings: GlmImageSettings, choice: TrainingChoice, *, dtype: torch.dtype, device: torch.device
+        cls,
+        model: str,
+        settings: GlmImageSettings,
+        choice: TrainingChoice,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
     ) -> "GlmImagePolicy":
         """Load by folder or hub name.
 
@@ -97,25 +80,24 @@ class GlmImagePolicy:
         """
         pipeline = load_pipeline(model, dtype=dtype, device=device)
         base = pipeline.vision_language_encoder
-        trained: TrainedModel
-        if choice.lora is not None:
-            trained = LoraModel(base, choice.lora, base_name=model, seed=choice.seed)
-        else:
-            trained = FullModel(
-                base,
-                frozen=lambda name: name.startswith(FROZEN_PARTS),
-                initial_state=lambda: read_initial_state(model, dtype),
-                keep_reference=choice.keep_reference,
-            )
-        policy = cls(pipeline, settings, trained)
-        if choice.gradient_checkpointing:
-            base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-            policy.gradient_checkpointing = True
-        return policy
+        trained = train_model(
+            base,
+            choice,
+            base_name=model,
+            default_targets=LANGUAGE_MODEL_LINEARS,
+            own_frozen=FROZEN_PARTS,
+            initial_state=lambda: read_initial_state(model, dtype),
+        )
+        return cls(pipeline, settings, trained, autocast=autocast)
 
     @property
-    def support(self) -> int:
-        """Ids [0, support) are picture codes: all that is sampled and scored."""
+    def max_length(self) -> int:
+        """Tokens of both grids of a picture."""
+        return self.grids.tokens
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids [0, vocabulary) are picture codes: all that is sampled and scored."""
         return int(self._base.config.vq_config.num_embeddings)
 
     @property
@@ -144,18 +126,22 @@ class GlmImagePolicy:
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
         encoded = self._encode(list(prompts))
-        ids, logprobs = sample_tokens(
-            self.trained.model,
-            encoded,
-            group_size=group_size,
-            tokens=self.grids.tokens,
-            seeds=seeds,
-            support=self.support,
-            temperature=self.settings.temperature,
-        )
+        with autocast(self._device, self.autocast):
+            ids, logprobs, support = sample_tokens(
+                self.trained.model,
+                encoded,
+                group_size=group_size,
+                tokens=self.grids.tokens,
+                seeds=seeds,
+                vocabulary=self.vocabulary,
+                temperature=self.settings.temperature,
+                truncation=self.truncation,
+            )
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        return SampledTokens(TokenBatch(rows, ids.cpu(), mask.cpu(), self.settings.temperature), logprobs.cpu())
+        mask = torch.ones(ids.shape, dtype=torch.bool)
+        tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support)
+        # A picture has as many tokens as its size says.
+        return SampledTokens(tokens, logprobs.cpu(), finished=torch.ones(len(rows), dtype=torch.bool))
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
         """See Policy.render."""
@@ -188,45 +174,41 @@ class GlmImagePolicy:
             raise InputError("token_ids", values.shape[1], mend)
         return nn.functional.pad(values, (0, missing))
 
-    def _score(self, model: nn.Module, tokens: TokenBatch) -> TokenLogprobs:
+    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
         self._padded(tokens.loss_mask)
         device = self._device
-        return score_tokens(
-            model,
-            self._encode_rows(tokens.prompts),
-            tokens.token_ids.to(device),
-            tokens.loss_mask.to(device),
-            support=self.support,
-            temperature=tokens.temperature,
-        )
+        with autocast(self._device, self.autocast):
+            return score_tokens(
+                model,
+                self._encode_rows(tokens.prompts),
+                tokens.token_ids.to(device),
+                tokens.loss_mask.to(device),
+                vocabulary=self.vocabulary,
+                temperature=tokens.temperature,
+                support=tokens.support,
+                entropy=entropy,
+            )
 
-    def logprobs(self, tokens: TokenBatch) -> TokenLogprobs:
+    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
         """See Policy.logprobs."""
-        return self._score(self.trained.model, tokens)
+        return self._score(self.trained.model, tokens, entropy=entropy)
 
     def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
         """See Policy.reference_logprobs."""
         with torch.no_grad(), self.trained.reference() as reference:
-            return self._score(reference, tokens).logprobs
+            return self._score(reference, tokens, entropy=False).logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """See Policy.trainable_parameters."""
         return self.trained.trainable_parameters()
 
     def prepare_for_update(self) -> None:
-        """Dropout would make the ratio differ from one on unchanged weights, so it stays off.
-
-        Layers are checkpointed in training mode only, while their attention has a dropout of its own: the layer alone
-        is told that it trains, not the modules inside.
-        """
-        self.trained.model.eval()
-        for module in self.trained.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = self.gradient_checkpointing
+        """See Policy.prepare_for_update."""
+        self.trained.prepare_for_update()
 
     def prepare_for_sampling(self) -> None:
         """See Policy.prepare_for_sampling."""
-        self.trained.model.eval()
+        self.trained.prepare_for_sampling()
 
     def save_weights(self, folder: Path) -> None:
         """See Policy.save_weights."""
@@ -235,3 +217,15 @@ class GlmImagePolicy:
     def load_weights(self, folder: Path | None) -> None:
         """See Policy.load_weights."""
         self.trained.load(folder)
+
+    def refresh_reference(self, mix: float) -> None:
+        """See Policy.refresh_reference."""
+        self.trained.refresh_reference(mix)
+
+    def save_reference(self, folder: Path) -> None:
+        """See Policy.save_reference."""
+        self.trained.save_reference(folder)
+
+    def load_reference(self, folder: Path | None) -> None:
+        """See Policy.load_reference."""
+        self.trained.load_reference(folder)

@@ -7,14 +7,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from grpo_core.logprobs import draw_tokens, gather_logprobs, support_logprobs
+from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.policies.glm_image.prompts import EncodedPrompts
-from grpo_core.seeds import make_generator
-
-
-def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples count"]:
-    """`count` uniform numbers a sample, from that sample's seed alone."""
-    return torch.stack([torch.rand(count, generator=make_generator(seed), dtype=torch.float64) for seed in seeds])
+from grpo_core.records import TokenSupport
+from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
 
 
 @torch.no_grad()
@@ -25,9 +21,10 @@ def sample_tokens(
     group_size: int,
     tokens: int,
     seeds: Sequence[int],
-    support: int,
+    vocabulary: int,
     temperature: float,
-) -> tuple[Int[Tensor, "samples time"], Float[Tensor, "samples time"]]:
+    truncation: Truncation,
+) -> tuple[Int[Tensor, "samples time"], Float[Tensor, "samples time"], TokenSupport | None]:
     """Sample both grids of every picture, without the end slot.
 
     Args:
@@ -36,11 +33,12 @@ def sample_tokens(
         group_size: pictures a prompt.
         tokens: ids to sample a picture.
         seeds: one a picture, siblings side by side.
-        support: ids [0, support) are picture codes; no other id is ever drawn.
+        vocabulary: ids [0, vocabulary) are picture codes; no other id is ever drawn.
         temperature: divides the logits.
+        truncation: which of the codes can be drawn.
 
     Returns:
-        Sampled ids and the log-prob each was drawn with.
+        Sampled ids, the log-prob each was drawn with, and the ids each was drawn from where the truncation cut any.
     """
     cache = DynamicCache()
     step = model(
@@ -58,10 +56,13 @@ def sample_tokens(
     uniforms = uniform_numbers(seeds, tokens).to(logits.device)
     ids = rows.input_ids.new_zeros(len(seeds), tokens)
     logprobs = torch.zeros(len(seeds), tokens, device=logits.device)
+    recorder = SupportRecorder() if truncation.active else None
     for index in range(tokens):
-        distribution = support_logprobs(logits, support, temperature)
+        distribution = truncate(vocabulary_logprobs(logits, vocabulary, temperature), truncation)
         ids[:, index] = draw_tokens(distribution, uniforms[:, index])
-        logprobs[:, index] = gather_logprobs(distribution.unsqueeze(1), ids[:, index : index + 1]).squeeze(1)
+        logprobs[:, index] = gather_logprobs(distribution, ids[:, index])
+        if recorder:
+            recorder.add(distribution)
         if index + 1 == tokens:
             break
         place = encoded.length + index
@@ -73,4 +74,4 @@ def sample_tokens(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-    return ids, logprobs
+    return ids, logprobs, recorder.support() if recorder else None

@@ -1,12 +1,15 @@
 """Teacher-forced log-probs: one forward pass over prompt and stored tokens, logits only where a token is scored."""
 
-import torch
-from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from typing import Any
 
-from grpo_core.logprobs import entropy_of, gather_logprobs, support_logprobs
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import GlmImageForConditionalGeneration
+
+from grpo_core.logprobs import Head, score_hidden
 from grpo_core.policies.glm_image.prompts import EncodedPrompts
-from grpo_core.records import TokenLogprobs
+from grpo_core.records import TokenLogprobs, TokenSupport
 
 
 def score_tokens(
@@ -15,33 +18,72 @@ def score_tokens(
     token_ids: Int[Tensor, "samples time"],
     loss_mask: Bool[Tensor, "samples time"],
     *,
-    support: int,
+    vocabulary: int,
     temperature: float,
+    support: TokenSupport | None = None,
+    entropy: bool = True,
 ) -> TokenLogprobs:
-    """Log-probs of stored tokens, with the positions, padding, support and temperature they were sampled with.
+    """Log-probs of stored tokens, with the positions, padding, ids and temperature they were sampled with.
 
     Args:
-        model: GlmImageForConditionalGeneration, bare or wrapped by peft.
+        model: GlmImageForConditionalGeneration, bare or wrapped.
         encoded: one row a sample.
         token_ids: both grids, preview first; a short grid is padded on the right, with any ids.
         loss_mask: False over the padding of a short grid.
-        support: ids [0, support) could be sampled.
+        vocabulary: ids [0, vocabulary) could be sampled.
         temperature: divides the logits.
+        support: the ids each token was drawn from; None where nothing was cut.
+        entropy: compute entropies too, gradients included.
     """
-    time = token_ids.shape[1]
-    # The padding of a short grid may hold the end token, which is outside the support.
+    # The padding of a short grid may hold the end token, which is no picture code.
     token_ids = torch.where(loss_mask, token_ids, 0)
     ids = torch.cat([encoded.input_ids, token_ids[:, :-1]], 1)
     attention = torch.cat([encoded.attention_mask, loss_mask[:, :-1].to(encoded.attention_mask.dtype)], 1)
-    kept = torch.arange(encoded.length - 1, encoded.length - 1 + time, device=ids.device)
-    output = model(
+    whole = next(part for part in model.modules() if isinstance(part, GlmImageForConditionalGeneration))
+    hidden = _hidden_states(
+        model,
+        whole,
         input_ids=ids,
         attention_mask=attention,
         position_ids=encoded.position_ids[:, :, : ids.shape[1]],
-        use_cache=False,
-        logits_to_keep=kept,
     )
-    distribution = support_logprobs(output.logits, support, temperature)
-    logprobs = gather_logprobs(distribution, token_ids)
-    entropy = entropy_of(distribution.detach())
-    return TokenLogprobs(torch.where(loss_mask, logprobs, 0.0), torch.where(loss_mask, entropy, 0.0))
+    return score_hidden(
+        hidden[:, encoded.length - 1 :],
+        _head(whole, vocabulary),
+        token_ids,
+        loss_mask,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        support=support,
+        entropy=entropy,
+    )
+
+
+def _hidden_states(
+    model: nn.Module, whole: GlmImageForConditionalGeneration, **inputs: Tensor
+) -> Float[Tensor, "samples length hidden"]:
+    """What the output head reads."""
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, arguments: object, output: Any) -> None:
+        caught.append(output.last_hidden_state)
+
+    handle = whole.model.register_forward_hook(catch)
+    nothing = torch.zeros(0, dtype=torch.long, device=inputs["input_ids"].device)
+    try:
+        # Through the outermost module: wrappers that shard weights or reduce gradients act on its forward pass.
+        model(**inputs, use_cache=False, logits_to_keep=nothing)
+    finally:
+        handle.remove()
+    return caught[0]
+
+
+def _head(whole: GlmImageForConditionalGeneration, vocabulary: int) -> Head:
+    """From hidden states to the logits of the first `vocabulary` ids."""
+    head: nn.Linear = whole.lm_head
+    # A subclass has adapters or shards, and its weight is not all there is to it.
+    if type(head) is not nn.Linear:
+        return head
+    # Cut once: cut for each chunk, the gradient would be padded to the whole weight for each.
+    weight = head.weight[:vocabulary]
+    return lambda states: nn.functional.linear(states, weight)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from grpo_core.policies.estimate import count_parameters
 from grpo_core.policies.glm_image.architecture import ComponentConfigs, build_on_meta
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS
 
@@ -57,11 +58,6 @@ class ComponentSizes:
     unit: int
     decoder_hidden: int
     vae_widths: tuple[int, ...]
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Elements of all parameters, shared ones once."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def component_sizes(

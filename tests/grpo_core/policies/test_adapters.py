@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import GlmImageForConditionalGeneration
 
 from grpo_core.errors import InputError
-from grpo_core.policies.adapters import ADAPTER_FILE, WEIGHTS_FILE, LoraSettings
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.trained import ADAPTER_FILE, WEIGHTS_FILE, LoraSettings
 from tests.tiny_policy import LORA, MODEL, build_policy, disturb, equal_weights, weights_of
 
 CHOICES = [pytest.param(LORA, id="adapters"), pytest.param(None, id="full weights")]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.rewards.combine import combine_rewards
+from grpo_core.rewards.combine import MissingRewards, combine_rewards
 
 NULL = math.nan
 
@@ -23,7 +23,7 @@ def standardised(totals: Tensor) -> list[float]:
 def test_plain_weighted_sum_by_hand() -> None:
     combined = combine_rewards(group([0.5, 0.2], [1.0, 0.0]), [2.0, -0.5])
     assert combined.rewards.tolist() == [[pytest.approx(0.9), 2.0]]
-    assert combined.weights.tolist() == [[2.0, -0.5]]
+    assert combined.weights.tolist() == [[[2.0, -0.5]] * 2]
     assert combined.present.all()
     assert not combined.imputed.any()
 
@@ -32,7 +32,7 @@ def test_null_for_the_whole_group_renormalises_the_rest() -> None:
     values = torch.tensor([[[0.5, NULL, 0.2], [1.0, NULL, 0.4]], [[0.5, 0.3, 0.2], [1.0, 0.1, 0.4]]])
     combined = combine_rewards(values, [1.0, 3.0, -1.0])
     # Sum of magnitudes 5; without the second reward 2: the others grow by 5/2.
-    assert combined.weights.tolist() == [[2.5, 0.0, -2.5], [1.0, 3.0, -1.0]]
+    assert combined.weights.tolist() == [[[2.5, 0.0, -2.5]] * 2, [[1.0, 3.0, -1.0]] * 2]
     torch.testing.assert_close(combined.rewards, torch.tensor([[0.75, 1.5], [1.2, 0.9]]))
     assert not combined.imputed.any()
 
@@ -42,7 +42,7 @@ def test_null_for_some_takes_the_groups_mean() -> None:
     # Mean of 0.2 and 0.6: 0.4.
     torch.testing.assert_close(combined.rewards, torch.tensor([[0.45, 0.15, 0.45]], dtype=torch.float64))
     assert combined.imputed.tolist() == [[[False, True], [False, False], [False, False]]]
-    assert combined.weights.tolist() == [[0.5, 0.5]]
+    assert combined.weights.tolist() == [[[0.5, 0.5]] * 3]
 
 
 def test_imputation_stays_within_the_group() -> None:
@@ -65,7 +65,7 @@ def test_group_with_nothing_has_no_reward() -> None:
     combined = combine_rewards(values, [1.0, 1.0])
     assert combined.present.tolist() == [[False, False], [True, True]]
     assert combined.rewards[0].isnan().all()
-    assert combined.weights[0].tolist() == [0.0, 0.0]
+    assert combined.weights[0].tolist() == [[0.0, 0.0]] * 2
     torch.testing.assert_close(combined.rewards[1], torch.tensor([0.3, 0.7]))
 
 
@@ -87,8 +87,8 @@ def test_one_missing_part_leaves_a_tied_top_sample_above_average() -> None:
 
     counted_as_zero = lost.nansum(-1)[0] * 0.5
     assert standardised(counted_as_zero)[0] == pytest.approx(-1.40, abs=0.005)
-    renormalised_alone = whole.clone()
-    renormalised_alone[0] = 0.49
+    renormalised_alone = combine_rewards(lost, weights, missing="renormalize").rewards[0]
+    assert renormalised_alone[0].item() == pytest.approx(0.49)
     assert standardised(renormalised_alone)[0] == pytest.approx(-0.75, abs=0.005)
 
     combined = combine_rewards(lost, weights).rewards[0]
@@ -97,17 +97,67 @@ def test_one_missing_part_leaves_a_tied_top_sample_above_average() -> None:
     assert standardised(combined)[0] == pytest.approx(0.35, abs=0.005)
 
 
+def test_renormalised_weights_of_one_sample_by_hand() -> None:
+    combined = combine_rewards(group([0.5, 0.4, NULL], [1.0, 0.0, 0.2]), [1.0, -1.0, 2.0], missing="renormalize")
+    # Sum of magnitudes 4; 2 are left for the first sample: 2 * 0.5 - 2 * 0.4.
+    assert combined.rewards.tolist() == [[pytest.approx(0.2), pytest.approx(1.4)]]
+    assert combined.weights.tolist() == [[[2.0, -2.0, 0.0], [1.0, -1.0, 2.0]]]
+    assert not combined.imputed.any()
+
+
+def test_a_sample_with_a_null_is_dropped_on_request() -> None:
+    values = torch.tensor([[[0.5, NULL, NULL], [0.1, NULL, 0.2], [0.3, NULL, 0.6]]], dtype=torch.float64)
+    combined = combine_rewards(values, [1.0, 2.0, 1.0], missing="drop")
+    # The second reward is null for all: left out, and no reason to drop a sample. Scale 4 / 2.
+    assert combined.present.tolist() == [[False, True, True]]
+    assert combined.rewards[0, 1:].tolist() == pytest.approx([0.6, 1.8])
+    assert combined.rewards[0, 0].isnan()
+    assert not combined.imputed.any()
+    assert combined.known.tolist() == [[[False] * 3, [True, False, True], [True, False, True]]]
+
+
+def test_a_null_of_weight_zero_drops_nothing() -> None:
+    combined = combine_rewards(group([0.5, NULL], [0.1, 0.2]), [1.0, 0.0], missing="drop")
+    assert combined.rewards.tolist() == [[0.5, pytest.approx(0.1)]]
+
+
+def test_rewards_of_another_dataset_do_not_rescale() -> None:
+    """Dataset A has the first two rewards, B the first and the third; nulls are left out of what applies."""
+    values = torch.tensor([[[0.5, 0.2, NULL], [1.0, 0.4, NULL]], [[0.5, NULL, NULL], [1.0, NULL, NULL]]])
+    routed = torch.tensor([[True, True, False], [True, False, True]])
+    combined = combine_rewards(values, [1.0, 3.0, -1.0], applies=routed)
+    # A: as configured. B: the third is null for the whole group, so the first carries 1 + 1.
+    assert combined.weights.tolist() == [[[1.0, 3.0, 0.0]] * 2, [[2.0, 0.0, 0.0]] * 2]
+    torch.testing.assert_close(combined.rewards, torch.tensor([[1.1, 2.2], [1.0, 2.0]]))
+    without_routing = combine_rewards(values, [1.0, 3.0, -1.0])
+    assert without_routing.weights[0].tolist() == [[1.25, 3.75, 0.0]] * 2
+
+
+@pytest.mark.parametrize("stray", [0.9, math.inf])
+def test_a_score_that_is_not_meant_for_the_group_is_not_looked_at(stray: float) -> None:
+    values = group([0.5, stray], [1.0, 0.3])
+    combined = combine_rewards(values, [1.0, 1.0], applies=torch.tensor([[True, False]]))
+    assert combined.rewards.tolist() == [[0.5, 1.0]]
+
+
+def test_a_group_that_no_reward_is_meant_for_has_none() -> None:
+    combined = combine_rewards(group([0.5, 0.2]), [1.0, 1.0], applies=torch.tensor([[False, False]]))
+    assert combined.present.tolist() == [[False]]
+    assert combined.rewards.isnan().all()
+
+
 nullable = st.one_of(st.just(NULL), st.floats(0, 1, width=32))
 
 
+@pytest.mark.parametrize("missing", ["group_mean", "renormalize"])
 @given(st.lists(st.tuples(nullable, nullable, nullable), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_order_of_siblings_does_not_matter_and_the_result_stays_in_range(
-    rows: list[tuple[float, float, float]], random: object
+    missing: MissingRewards, rows: list[tuple[float, float, float]], random: object
 ) -> None:
     values = torch.tensor([rows], dtype=torch.float64)
     order = list(range(len(rows)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    combined, shuffled = (combine_rewards(v, [0.5, 0.3, 0.2]) for v in (values, values[:, order]))
+    combined, shuffled = (combine_rewards(v, [0.5, 0.3, 0.2], missing=missing) for v in (values, values[:, order]))
     torch.testing.assert_close(shuffled.rewards, combined.rewards[:, order], equal_nan=True)
     assert torch.equal(combined.present, ~values.isnan().all(-1))
     assert torch.equal(combined.rewards.isnan(), ~combined.present)

@@ -23,7 +23,7 @@ def all_rewards(trunk_file: Path) -> list[Reward]:
     ("name", "settings", "message"),
     [
         ("sim", {}, r"rewards: got 'sim'. There is no such reward. Did you mean ssim\? Known: .*jpeg"),
-        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, lpips, jpeg\."),
+        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, lpips, jpeg, answer\."),
         ("jpeg", {"qualty": 3}, r"rewards.jpeg: got 'qualty'.*Did you mean quality\?"),
         ("lpips", {"weight": "x"}, r"rewards.lpips: got 'weight'.*Did you mean weights\?"),
         ("ssim", {"window": 7}, r"rewards.ssim: got 'window'.*It takes no settings"),

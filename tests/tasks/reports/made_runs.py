@@ -1,15 +1,23 @@
-"""Small runs written through the real store, with figures and pictures that a test can work out by hand."""
+"""Small runs of both media, written through the real store, with values that a test can work out by hand."""
 
 import hashlib
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
 from tasks.storage.reference import ArtifactRef
-from tasks.storage.schemas import ADVANTAGES, METRICS, REWARDS, ROLLOUTS, SCHEMA_VERSION, UPDATE_STEPS
+from tasks.storage.schemas import (
+    ADVANTAGES,
+    METRICS,
+    PICTURE_ROLLOUTS,
+    REWARDS,
+    SCHEMA_VERSION,
+    TEXT_ROLLOUTS,
+    UPDATE_STEPS,
+)
 from tasks.storage.store import ArtifactStore
 from tasks.storage.tables import TableWriter, write_table
 
@@ -37,43 +45,70 @@ def reward_of(group: int, sibling: int, shift: float) -> float | None:
     return 0.5 + shift if group else (0.4, 0.1, 0.9)[sibling] + shift
 
 
+def completion(group: int, sibling: int) -> str:
+    """Each text has words of its own."""
+    return f"answer {sibling} of group {group}"
+
+
 class RunMaker:
     """Writes stages one at a time, so that a run can stop anywhere."""
 
     def __init__(
-        self, root: Path, name: str = "made", *, planned: int = 2, prompts: tuple[str, ...] = PROMPTS, side: int = 8
+        self,
+        root: Path,
+        name: str = "made",
+        *,
+        planned: int = 2,
+        prompts: tuple[str, ...] = PROMPTS,
+        side: int = 8,
+        medium: Literal["picture", "text"] = "picture",
+        datasets: tuple[str, ...] = ("default",),
     ) -> None:
         self.store = ArtifactStore(str(root), name)
-        self.prompts, self.side = prompts, side
+        self.prompts, self.side, self.datasets = prompts, side, datasets
+        self.texts = medium == "text"
+        self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
-        self.store.write_file("config.yaml", f"run:\n  name: {name}\n  iterations: {planned}\n".encode())
+        policy = "policy:\n  kind: causal_lm\n" if self.texts else ""
+        self.store.write_file("config.yaml", f"run:\n  name: {name}\n  iterations: {planned}\n{policy}".encode())
         self.store.write_file("run.json", json.dumps({"name": name, "model_digest": "base" * 16}).encode())
 
     @property
     def folder(self) -> Path:
         return Path(self.store.path())
 
-    def commit(self, staged: Path, folder: str, seconds: float, metrics: dict[str, float]) -> ArtifactRef:
+    def dataset(self, group: int) -> str:
+        return self.datasets[group % len(self.datasets)]
+
+    def commit(
+        self, staged: Path, folder: str, seconds: float, metrics: dict[str, float], draws: int = 1
+    ) -> ArtifactRef:
         return self.store.commit(
             staged,
             folder,
             digest=hashlib.sha256(folder.encode()).hexdigest(),
             schema_version=SCHEMA_VERSION,
-            rows=len(self.prompts) * GROUP_SIZE,
+            rows=draws * len(self.prompts) * GROUP_SIZE,
             seconds=seconds,
             metrics=metrics,
         )
 
-    def _samples(self, prefix: str) -> list[tuple[int, int, str]]:
+    def _samples(self, *prefixes: str) -> list[tuple[int, int, str]]:
         groups, siblings = range(len(self.prompts)), range(GROUP_SIZE)
-        return [(group, sibling, f"{prefix}.p{group:04d}.s{sibling:02d}") for group in groups for sibling in siblings]
+        return [
+            (group, sibling, f"{prefix}.p{group:04d}.s{sibling:02d}")
+            for prefix in prefixes
+            for group in groups
+            for sibling in siblings
+        ]
 
     def rollouts(self, place: str, prefix: str, seed: int = 0) -> ArtifactRef:
         with self.store.staging() as staged:
-            writer = TableWriter(staged / "part-00000.parquet", ROLLOUTS)
+            schema = TEXT_ROLLOUTS if self.texts else PICTURE_ROLLOUTS
+            writer = TableWriter(staged / "part-00000.parquet", schema)
             for group in range(len(self.prompts)):
                 rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
-                writer.write({name: [row[name] for row in rows] for name in ROLLOUTS.names})
+                writer.write({name: [row[name] for row in rows] for name in schema.names})
             writer.close()
             return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"num_tokens": 16.0})
 
@@ -83,6 +118,7 @@ class RunMaker:
             "sample_id": f"{prefix}.p{group:04d}.s{sibling:02d}",
             "group_id": f"{prefix}.p{group:04d}",
             "prompt_id": f"prompt{group}",
+            "dataset": self.dataset(group),
             "sibling": sibling,
             "prompt": self.prompts[group],
             "columns": "{}",
@@ -90,11 +126,17 @@ class RunMaker:
             "target_sha256": hashlib.sha256(target.read_bytes()).hexdigest() if target else None,
             "token_ids": [1, 2, 3],
             "rollout_logprobs": LOGPROBS,
+            "ref_logprobs": None,
             "loss_mask": MASK,
+            "support_ids": None,
+            "support_counts": None,
             "length": 2,
+            "max_length": 2 if self.texts else 3,
+            "finished": not self.texts or sibling != 1,
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,
+            "min_p": 0.0,
             "height": self.side,
             "width": self.side,
             "num_inference_steps": 1,
@@ -103,6 +145,11 @@ class RunMaker:
             "noise_seed": 0,
             "policy_version": 0,
             "policy_digest": "base" * 16,
+            "max_completion_length": 2,
+            "stop": "[]",
+            "system_prompt": None,
+            "chat_template": None,
+            "completion": self.written.get((group, sibling), completion(group, sibling)),
             "image": {"bytes": png(colour(group, sibling), self.side), "path": f"{sibling}.png"},
         }
 
@@ -120,21 +167,34 @@ class RunMaker:
             write_table(staged / "ssim.parquet", REWARDS, columns)
             return self.commit(staged, f"{place}/rewards", SECONDS["rewards"], {"rewards/ssim/mean": 0.5 + shift})
 
-    def advantages(self, place: str, prefix: str, shift: float = 0.0) -> ArtifactRef:
-        samples = self._samples(prefix)
+    def advantages(self, place: str, *prefixes: str, shift: float = 0.0) -> ArtifactRef:
+        """Of the samples of these draws; with more than one, groups without spread are left out."""
+        samples, redrawn = self._samples(*prefixes), len(prefixes) > 1
         values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
+        dropped = [redrawn and group > 0 for group, *_ in samples]
+        metrics = {"reward": 0.5 + shift, "draws": float(len(prefixes)), "groups_dropped": sum(dropped) / GROUP_SIZE}
+        if len(self.datasets) > 1:
+            means = enumerate(self.datasets)
+            metrics |= {f"datasets/{name}/reward": 0.5 + shift + index / 10 for index, name in means}
         with self.store.staging() as staged:
             columns = {
                 "sample_id": [name for *_, name in samples],
                 "group_id": [name.rsplit(".", 1)[0] for *_, name in samples],
+                "prompt_id": [f"prompt{group}" for group, *_ in samples],
+                "dataset": [self.dataset(group) for group, *_ in samples],
                 "reward": values,
-                "advantage": [None if value is None else 2 * value - 1 for value in values],
+                "kl_penalty": [None] * len(samples),
+                "advantage": [
+                    None if value is None or left_out else 2 * value - 1
+                    for value, left_out in zip(values, dropped, strict=True)
+                ],
                 "group_mean": [0.5] * len(samples),
                 "group_std": [0.1] * len(samples),
+                "dropped": dropped,
                 "imputed": [0] * len(samples),
             }
             write_table(staged / "advantages.parquet", ADVANTAGES, columns)
-            return self.commit(staged, f"{place}/advantages", SECONDS["advantages"], {"reward": 0.5 + shift})
+            return self.commit(staged, f"{place}/advantages", SECONDS["advantages"], metrics, len(prefixes))
 
     def update(self, version: int) -> ArtifactRef:
         with self.store.staging() as staged:
@@ -150,20 +210,30 @@ class RunMaker:
         columns = {"iteration": [iteration] * len(values), "metric": list(values), "value": list(values.values())}
         write_table(path, METRICS, columns)
 
-    def iteration(self, number: int) -> None:
-        place, prefix, shift = f"iteration_{number:06d}", f"i{number:06d}", (number - 1) / 10
-        self.rollouts(place, prefix)
-        self.rewards(place, prefix, shift)
-        self.advantages(place, prefix, shift)
+    def iteration(self, number: int, draws: int = 1) -> None:
+        place, shift = f"iteration_{number:06d}", (number - 1) / 10
+        prefixes = [f"i{number:06d}" + (f".d{draw:02d}" if draw > 1 else "") for draw in range(1, draws + 1)]
+        for draw, prefix in enumerate(prefixes, start=1):
+            self.draw(place, draw, prefix, prefixes[:draw], shift)
         self.update(number)
-        figures = {"num_tokens": 16.0, "rewards/ssim/mean": 0.5 + shift, "reward": 0.5 + shift}
+        figures = {"num_tokens": 16.0 * draws, "rewards/ssim/mean": 0.5 + shift}
+        scored = self.store.find(f"{place}/advantages" if draws == 1 else f"{place}/draw_{draws:02d}/advantages")
+        assert scored is not None
+        figures |= scored.metrics
         self.metrics(number, figures | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
+
+    def draw(self, place: str, draw: int, prefix: str, prefixes: list[str], shift: float = 0.0) -> None:
+        """The first three stages of a draw."""
+        folder = place if draw == 1 else f"{place}/draw_{draw:02d}"
+        self.rollouts(folder, prefix)
+        self.rewards(folder, prefix, shift)
+        self.advantages(folder, *prefixes, shift=shift)
 
     def evaluation(self, version: int, *, shift: float, seed: int = 0) -> None:
         place = f"evaluations/{version:06d}"
         self.rollouts(place, "heldout", seed)
         self.rewards(place, "heldout", shift)
-        self.advantages(place, "heldout", shift)
+        self.advantages(place, "heldout", shift=shift)
 
 
 def whole_run(root: Path, name: str = "made", **options: Any) -> RunMaker:

@@ -3,18 +3,23 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports import group_view
 from tasks.reports.artifact_reader import ArtifactReader
-from tasks.reports.group_view import Groups, TargetReader, read_groups
+from tasks.reports.group_records import Groups, GroupView
+from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.run_view import read_run
-from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
+from tasks.reports.target_reader import TargetReader
+from tests.tasks.reports.made_runs import RunMaker, colour, completion, whole_run
 
 
 def read(maker: RunMaker, targets: TargetReader | None = None, limit: int = 10) -> Groups:
     reader = ArtifactReader(maker.store)
     shown = read_run(reader).shown
     assert shown is not None
-    return read_groups(reader, shown.stages, maker.folder, targets or TargetReader(), limit=limit)
+    return read_groups(reader, shown.stages, maker.folder, targets or TargetReader(LARGE), limit=limit)
+
+
+def sizes(group: GroupView) -> list[tuple[int, int]]:
+    return [sample.output.size for sample in group.samples if isinstance(sample.output, Image.Image)]
 
 
 def test_best_and_worst_with_what_was_thought_of_them(tmp_path: Path) -> None:
@@ -32,7 +37,8 @@ def test_best_and_worst_with_what_was_thought_of_them(tmp_path: Path) -> None:
     assert group.spread == pytest.approx(0.8)
     assert group.reward == pytest.approx((0.5 + 0.2 + 1.0) / 3)
     assert (group.best.logprob, group.best.length) == (-0.75, 2)  # the masked token's -8 does not count
-    assert group.best.image.getpixel((0, 0)) == colour(0, 2)
+    assert isinstance(group.best.output, Image.Image)
+    assert group.best.output.getpixel((0, 0)) == colour(0, 2)
     assert same.spread == 0
 
 
@@ -51,27 +57,35 @@ def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
 
 def test_large_pictures_are_made_smaller_and_small_ones_left_alone(tmp_path: Path) -> None:
     group = read(whole_run(tmp_path, side=400)).shown[0]
-    assert [sample.image.size for sample in group.samples] == [(320, 320), (96, 96), (320, 320), (96, 96)]
-    assert {sample.image.size for sample in read(whole_run(tmp_path / "b")).shown[0].samples} == {(8, 8)}
+    assert sizes(group) == [(320, 320), (96, 96), (320, 320), (96, 96)]
+    assert sizes(read(whole_run(tmp_path / "b")).shown[0]) == [(8, 8)] * 4
 
 
-def test_targets_are_verified(tmp_path: Path) -> None:
-    target, gone, changed = (tmp_path / name for name in ("target.png", "gone.png", "changed.png"))
-    for path in (target, gone, changed):
-        path.write_bytes(png((1, 2, 3)))
-    maker = RunMaker(tmp_path / "runs", prompts=("one", "two", "three", "four"))
-    maker.targets = {0: target, 1: gone, 2: changed}
-    maker.rollouts("iteration_000001", "i000001")
-    gone.unlink()
-    changed.write_bytes(png((9, 9, 9)))
-    targets = TargetReader()
-    found = [group.target for group in read(maker, targets).shown]
-    assert found[0] is not None
-    assert found[0].getpixel((0, 0)) == (1, 2, 3)
-    assert found[1:] == [None, None, None]
-    assert set(targets.missing) == {str(gone), str(changed)}
+def test_best_and_worst_texts_are_whole(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text")
+    maker.written[0, 2] = "the best\n" + "word " * 5000
+    maker.iteration(1)
+    group, _ = read(maker).shown
+    assert group.best is not None
+    assert group.worst is not None
+    assert group.best.output == maker.written[0, 2]
+    assert group.worst.output == completion(0, 1)
+    assert (group.best.finished, group.worst.finished) == (True, False)
+    assert group.target is None
 
 
-def test_a_transparent_target_lies_over_white() -> None:
-    half = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
-    assert group_view._over_white(half).getpixel((0, 0)) == (255, 255, 255)
+def test_the_groups_of_all_draws_and_which_were_left_out(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, datasets=("sums", "poems"))
+    maker.iteration(1, draws=2)
+    groups = read(maker)
+    assert [(group.group_id, group.dataset, group.dropped) for group in groups.shown] == [
+        ("i000001.p0000", "sums", False),
+        ("i000001.p0001", "poems", True),
+        ("i000001.d02.p0000", "sums", False),
+        ("i000001.d02.p0001", "poems", True),
+    ]
+    assert (groups.total, groups.draws, groups.dropped, groups.datasets) == (4, 2, 2, ("poems", "sums"))
+    # Scores of a later draw stand in that draw's own folder.
+    assert [group.samples[0].breakdown["ssim"] for group in groups.shown] == [0.9, 0.5, 0.9, 0.5]
+    assert groups.shown[1].samples[0].advantage is None
+    assert read(maker, limit=1).dropped == 2

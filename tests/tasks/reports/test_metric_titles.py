@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from tasks.reports.artifact_reader import ArtifactReader
-from tasks.reports.metric_titles import metric_title
+from tasks.reports.metric_titles import _TITLES, metric_title
 from tasks.reports.page import CHARTED
 from tasks.reports.run_view import read_run
 from tests.tasks.reports.made_runs import whole_run
@@ -26,3 +26,55 @@ def test_every_figure_of_a_run_has_a_title_in_words(tmp_path: Path) -> None:
         assert title.meaning
         assert "/" not in title.title
         assert "_" not in title.title
+
+
+EMITTED = (
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "groups_dropped",
+    "groups_kept",
+    "frac_groups_dropped",
+    "draws",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "mismatch/mean_weight",
+    "mismatch/masked_fraction",
+    "staleness/mean",
+    "staleness/max",
+    "rows_left_out",
+    "kl_penalty",
+    "importance_ratio/mean",
+    "optimizer_steps",
+    "policy_loss",
+    "rewards/answer/mean",
+    "rewards/answer/std",
+    "rewards/answer/null",
+    "datasets/sums/reward",
+)
+
+
+def test_a_run_that_writes_has_no_pictures_and_one_that_draws_no_completions() -> None:
+    for name in (*EMITTED, *_TITLES):
+        written, drawn = metric_title(name, "completion"), metric_title(name, "picture")
+        for title in (written, drawn):
+            assert title.meaning
+            assert not set("/_{}") & set(title.title)
+            assert not set("{}") & set(title.meaning)
+        assert "picture" not in written.title + written.meaning
+        assert "completion" not in drawn.title + drawn.meaning
+    assert metric_title("completions/mean_length", "completion").title == "tokens a completion"
+
+
+def test_titles_are_told_apart() -> None:
+    titles = [metric_title(name).title for name in _TITLES]
+    assert len(set(titles)) == len(titles)
+
+
+def test_a_datasets_name_may_hold_anything() -> None:
+    assert metric_title("datasets/a/b/reward").title == "a/b: reward"
+    assert metric_title("datasets/{noun}/reward").title == "{noun}: reward"

@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from tasks.reports.artifact_reader import ArtifactReader
-from tasks.reports.group_view import TargetReader, read_groups
+from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.page import pair_heldout, picture_uri, progress, render_page
 from tasks.reports.run_view import read_run
+from tasks.reports.target_reader import TargetReader
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 EVIL = """<script>alert("1")</script> " onload='x' {{ 7*7 }} </title></pre> &amp; \u202e"""
@@ -47,7 +48,7 @@ class Page(HTMLParser):
 
 
 def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
-    reader, targets = ArtifactReader(maker.store), TargetReader()
+    reader, targets = ArtifactReader(maker.store), TargetReader(LARGE)
     run = read_run(reader)
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
     heldout = None
@@ -149,3 +150,56 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
 def test_small_pictures_are_lossless_and_photographs_are_not(side: int, kind: str) -> None:
     noise = Image.effect_noise((side, side), 80).convert("RGB")
     assert picture_uri(noise).startswith(f"data:image/{kind};base64,")
+
+
+def test_texts_are_shown_whole_and_as_data(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text", prompts=("ask " + EVIL, "plain"))
+    long = "begin " + "word\n" * 400 + EVIL
+    maker.written = {(0, 2): long, (0, 1): EVIL, (1, 0): "", (0, 0): "<table><tr><td>|\x1b"}
+    maker.iteration(1)
+    page = Page(page_of(maker))
+    assert page.open == []
+    for tag in ("script", "img"):
+        assert not page.named(tag)
+    text = "".join(page.text)
+    assert "49" not in text
+    assert text.count(long) == 2  # among the ends and among all siblings
+    assert f"show all {len(long):,} characters" in text
+    assert text.count("<table><tr><td>|") == 1
+    assert {"best", "worst"} <= {attributes.get("class") for attributes in page.named("figure")}
+
+
+def test_no_picture_is_spoken_of_where_texts_are_written(tmp_path: Path) -> None:
+    text = "".join(Page(page_of(whole_run(tmp_path, medium="text"))).text).lower()
+    assert "picture" not in text.split("kept in")[0]
+    assert "completions of iteration 2" in text
+    assert "held-out completions, before and after" in text
+    assert "with the same seeds" in text
+    assert "answer 1 of group 0" in text
+    assert "at 2 tokens" in text
+
+
+def test_what_was_drawn_again_and_left_out_is_counted(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "<b>poems"))
+    maker.iteration(1, draws=2)
+    text = "".join(Page(page_of(maker)).text)
+    assert "4 groups in 2 draws, 2 without spread left out of the update" in text
+    assert text.count("all the same: left out of the update") == 2
+    assert text.count("sums") >= 3  # two groups and the curve
+    assert "Reward by dataset" in text
+    assert "<b>poems, iteration 1: 0.6" in text
+
+
+def test_one_dataset_is_not_named(tmp_path: Path) -> None:
+    text = page_of(whole_run(tmp_path))
+    assert "default" not in text.replace("default-src", "")
+    assert "by dataset" not in text
+
+
+def test_a_run_that_is_drawing_again_says_so(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    maker.draw("iteration_000001", 1, "i000001", ["i000001"])
+    maker.rollouts("iteration_000001/draw_02", "i000001.d02")
+    assert progress(read_run(ArtifactReader(maker.store))).endswith(
+        "iteration 1, draw 2, has rollouts, rewards, advantages"
+    )

@@ -13,32 +13,54 @@ from PIL import Image
 from tasks.storage import schemas
 from tasks.storage.tables import TableWriter, joint_digest, read_table, write_table
 
+SAMPLE = [
+    ("sample_id", "string"),
+    ("group_id", "string"),
+    ("prompt_id", "string"),
+    ("dataset", "string"),
+    ("sibling", "int32"),
+    ("prompt", "string"),
+    ("columns", "string"),
+]
+TOKENS = [
+    ("token_ids", "list<element: int32>"),
+    ("rollout_logprobs", "list<element: float>"),
+    ("ref_logprobs", "list<element: float>"),
+    ("loss_mask", "list<element: bool>"),
+    ("support_ids", "list<element: int32>"),
+    ("support_counts", "list<element: int32>"),
+    ("length", "int32"),
+    ("max_length", "int32"),
+    ("finished", "bool"),
+    ("temperature", "double"),
+    ("top_p", "double"),
+    ("top_k", "int32"),
+    ("min_p", "double"),
+]
+ORIGIN = [("seed", "int64"), ("policy_version", "int32"), ("policy_digest", "string")]
 PINNED = {
-    "ROLLOUTS": [
-        ("sample_id", "string"),
-        ("group_id", "string"),
-        ("prompt_id", "string"),
-        ("sibling", "int32"),
-        ("prompt", "string"),
-        ("columns", "string"),
+    "PICTURE_ROLLOUTS": [
+        *SAMPLE,
         ("target_uri", "string"),
         ("target_sha256", "string"),
-        ("token_ids", "list<element: int32>"),
-        ("rollout_logprobs", "list<element: float>"),
-        ("loss_mask", "list<element: bool>"),
-        ("length", "int32"),
-        ("temperature", "double"),
-        ("top_p", "double"),
-        ("top_k", "int32"),
+        *TOKENS,
         ("height", "int32"),
         ("width", "int32"),
         ("num_inference_steps", "int32"),
         ("guidance_scale", "double"),
-        ("seed", "int64"),
         ("noise_seed", "int64"),
-        ("policy_version", "int32"),
-        ("policy_digest", "string"),
+        *ORIGIN,
         ("image", "struct<bytes: binary, path: string>"),
+    ],
+    "TEXT_ROLLOUTS": [
+        *SAMPLE,
+        *TOKENS,
+        ("max_completion_length", "int32"),
+        ("stop", "string"),
+        ("system_prompt", "string"),
+        ("chat_template", "bool"),
+        *ORIGIN,
+        ("completion", "string"),
     ],
     "REWARDS": [
         ("sample_id", "string"),
@@ -50,10 +72,14 @@ PINNED = {
     "ADVANTAGES": [
         ("sample_id", "string"),
         ("group_id", "string"),
+        ("prompt_id", "string"),
+        ("dataset", "string"),
         ("reward", "double"),
+        ("kl_penalty", "double"),
         ("advantage", "double"),
         ("group_mean", "double"),
         ("group_std", "double"),
+        ("dropped", "bool"),
         ("imputed", "int32"),
     ],
     "METRICS": [("iteration", "int32"), ("metric", "string"), ("value", "double")],
@@ -66,19 +92,23 @@ PINNED = {
         ("entropy", "double"),
         ("clip_low", "double"),
         ("clip_high", "double"),
+        ("clip_low_min", "double"),
+        ("clip_high_max", "double"),
         ("ratio_mean", "double"),
+        ("mismatch_weight", "double"),
+        ("trained_tokens", "double"),
     ],
 }
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_columns_are_those_of_schema_version_1(name: str, tmp_path: Path) -> None:
-    assert schemas.SCHEMA_VERSION == 1
+def test_columns_are_those_of_schema_version_2(name: str, tmp_path: Path) -> None:
+    assert schemas.SCHEMA_VERSION == 2
     schema: pa.Schema = getattr(schemas, name)
     pq.write_table(schema.empty_table(), tmp_path / "table.parquet")
     written = pq.read_schema(tmp_path / "table.parquet")
     assert [(field.name, str(field.type)) for field in written] == PINNED[name]
-    assert written.metadata[b"grpo.schema_version"] == b"1"
+    assert written.metadata[b"grpo.schema_version"] == b"2"
 
 
 def test_every_table_is_pinned() -> None:
@@ -96,17 +126,24 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
         "sample_id": "i000001.p0000.s00",
         "group_id": "i000001.p0000",
         "prompt_id": "0123456789abcdef",
+        "dataset": "default",
         "prompt": "a cup, 一只猫",
         "columns": '{"tag": "x"}',
         "target_uri": None,
         "target_sha256": None,
         "token_ids": [1, 2, 3],
         "rollout_logprobs": [-0.5, -0.25, 0.0],
+        "ref_logprobs": None,
         "loss_mask": [True, True, False],
+        "support_ids": None,
+        "support_counts": None,
         "length": 2,
+        "max_length": 3,
+        "finished": True,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
+        "min_p": 0.0,
         "height": 2,
         "width": 4,
         "num_inference_steps": 1,
@@ -125,7 +162,7 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "iteration_000001" / "rollouts"
-    write_table(folder / "part-00000.parquet", schemas.ROLLOUTS, rollouts(3))
+    write_table(folder / "part-00000.parquet", schemas.PICTURE_ROLLOUTS, rollouts(3))
     (folder.parent / "rollouts.manifest.json").write_text("{}")
     return folder
 
@@ -197,8 +234,8 @@ class TestDigest:
         assert len(set(digests)) == 4
 
     def test_same_rows_give_the_same_bytes(self, tmp_path: Path) -> None:
-        first = write_table(tmp_path / "1.parquet", schemas.ROLLOUTS, rollouts(2))
-        second = write_table(tmp_path / "2.parquet", schemas.ROLLOUTS, rollouts(2))
+        first = write_table(tmp_path / "1.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
+        second = write_table(tmp_path / "2.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
         assert first == second
         assert (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
 
@@ -209,18 +246,18 @@ class TestDigest:
 class TestReadTable:
     def test_parts_come_in_the_order_of_their_names(self, tmp_path: Path) -> None:
         for part, seed in ((1, 11), (0, 10)):
-            write_table(tmp_path / f"part-{part:05d}.parquet", schemas.ROLLOUTS, rollouts(2, seed=seed))
-        assert read_table(tmp_path, schemas.ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
+            write_table(tmp_path / f"part-{part:05d}.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2, seed=seed))
+        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
 
     def test_batches_of_a_writer_are_one_table(self, tmp_path: Path) -> None:
-        writer = TableWriter(tmp_path / "part-00000.parquet", schemas.ROLLOUTS)
+        writer = TableWriter(tmp_path / "part-00000.parquet", schemas.PICTURE_ROLLOUTS)
         for seed in (1, 2):
             writer.write(rollouts(2, seed=seed))
         writer.close()
         assert writer.rows == 4
-        assert read_table(tmp_path, schemas.ROLLOUTS)["seed"].to_pylist() == [1, 1, 2, 2]
+        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS)["seed"].to_pylist() == [1, 1, 2, 2]
 
     def test_other_schema_is_refused_by_name(self, tmp_path: Path) -> None:
         write_table(tmp_path / "scores.parquet", schemas.METRICS, {"iteration": [1], "metric": ["x"], "value": [1.0]})
         with pytest.raises(ValueError, match=r"scores\.parquet has another schema"):
-            read_table(tmp_path, schemas.ROLLOUTS)
+            read_table(tmp_path, schemas.PICTURE_ROLLOUTS)

@@ -6,10 +6,11 @@ import pytest
 from diffusers import GlmImagePipeline
 
 from grpo_core.errors import InputError
+from grpo_core.policies.estimate import count_parameters
 from grpo_core.policies.glm_image.architecture import ComponentConfigs, find_configs, read_configs
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.released import RELEASED_MODEL
-from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes, count_parameters
+from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
 
 
 def test_a_folder_gives_the_sizes_of_the_pipeline_it_was_saved_from(

@@ -12,7 +12,9 @@ from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
-from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageSettings, TrainingChoice
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import TrainingChoice
 from tests.tiny_policy import LORA, MODEL, PROMPTS
 
 CPU = torch.device("cpu")

@@ -1,6 +1,7 @@
 """GLM-Image as a policy: its reference, its modes, and grids that ended early."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.policies.adapters import LoraSettings
-from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy, GlmImageSettings, TrainingChoice
+from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy
 from grpo_core.policies.glm_image.scoring import score_tokens
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import SampledTokens, TokenBatch
 from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy, disturb
 
@@ -51,11 +53,11 @@ def test_adapters_are_on_the_language_model_and_change_nothing_yet(
         policy._encode_rows(sampled.tokens.prompts),
         sampled.tokens.token_ids,
         sampled.tokens.loss_mask,
-        support=policy.support,
+        vocabulary=policy.vocabulary,
         temperature=1.0,
     )
     torch.testing.assert_close(untouched.logprobs, sampled.rollout_logprobs, rtol=0, atol=1e-4)
-    assert policy.support == shipped_pipeline.vision_language_encoder.config.vq_config.num_embeddings
+    assert policy.vocabulary == shipped_pipeline.vision_language_encoder.config.vq_config.num_embeddings
 
 
 def test_adapters_come_from_their_seed() -> None:
@@ -84,8 +86,19 @@ def test_targets_that_match_nothing_are_refused() -> None:
 def test_a_size_the_model_cannot_draw_is_refused(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
     with pytest.raises(InputError, match="units of 8 pixels"):
-        policy.draw_with(replace(policy.settings, width=33))
+        policy.sample_with(replace(policy.settings, width=33))
     assert policy.settings.width == 32
+
+
+@pytest.mark.parametrize(("field", "value"), [("top_k", -1), ("top_p", 0.0), ("min_p", 1.0)])
+def test_a_truncation_outside_its_range_is_refused(
+    shipped_pipeline: GlmImagePipeline, field: str, value: float
+) -> None:
+    policy = build_policy(shipped_pipeline)
+    with pytest.raises(InputError) as caught:
+        policy.sample_with(replace(policy.settings, **{field: value}))  # type: ignore[arg-type]
+    assert caught.value.place == f"rollout.{field}"
+    assert policy.settings.top_p == 1.0
 
 
 # --- the reference
@@ -109,7 +122,7 @@ def test_the_reference_is_the_untouched_base(shipped_pipeline: GlmImagePipeline,
         encoded,
         tokens.token_ids,
         tokens.loss_mask,
-        support=policy.support,
+        vocabulary=policy.vocabulary,
         temperature=1.0,
     )
     torch.testing.assert_close(base.logprobs, before, rtol=0, atol=2e-6)
@@ -135,8 +148,28 @@ def test_scoring_by_the_reference_leaves_the_gradients_alone(
 def test_full_weights_without_a_copy_have_no_reference(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline, lora=None)
     assert not policy.trained.has_reference
-    with pytest.raises(ValueError, match="keep_reference=True when kl_coef > 0"):
+    with pytest.raises(ValueError, match="reference='device' or 'cpu'"):
         policy.reference_logprobs(drawn(policy).tokens)
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "full weights"])
+def test_a_refreshed_reference_is_the_policy_until_it_is_put_back(
+    shipped_pipeline: GlmImagePipeline, tmp_path: Path, lora: LoraSettings | None
+) -> None:
+    policy = build_policy(shipped_pipeline, lora=lora, keep_reference=True)
+    tokens = drawn(policy).tokens
+    start = policy.reference_logprobs(tokens)
+    disturb(policy, 0.05)
+    with torch.no_grad():
+        refreshed = policy.logprobs(tokens).logprobs
+    policy.refresh_reference(1.0)
+    disturb(policy, 0.05)
+    torch.testing.assert_close(policy.reference_logprobs(tokens), refreshed, rtol=0, atol=1e-5)
+    policy.save_reference(tmp_path)
+    policy.load_reference(None)
+    torch.testing.assert_close(policy.reference_logprobs(tokens), start, rtol=0, atol=1e-5)
+    policy.load_reference(tmp_path)
+    torch.testing.assert_close(policy.reference_logprobs(tokens), refreshed, rtol=0, atol=1e-5)
 
 
 # --- modes

@@ -5,12 +5,13 @@ from hypothesis import strategies as st
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
-from grpo_core.policies.adapters import LoraModel, LoraSettings
+from grpo_core.policies.estimate import count_parameters
 from grpo_core.policies.glm_image.architecture import Components, build_on_meta
 from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.released import released_configs
-from grpo_core.policies.glm_image.sizes import component_sizes, count_parameters
+from grpo_core.policies.glm_image.sizes import component_sizes
+from grpo_core.policies.trained import LoraModel, LoraSettings
 
 # (large, preview) tokens of square pictures, from the model's documentation.
 SQUARE_TOKENS = {256: (64, 256), 512: (256, 256), 1024: (1024, 256), 2048: (4096, 256)}

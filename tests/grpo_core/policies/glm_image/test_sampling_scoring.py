@@ -1,16 +1,28 @@
 """Stored and recomputed log-probs agree, and each known way to get them wrong is seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import GlmImagePipeline
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.glm_image.sampling import sample_tokens, uniform_numbers
+from grpo_core.policies.glm_image.sampling import sample_tokens
+from grpo_core.policies.glm_image.scoring import score_tokens
+from grpo_core.policies.trained import LoraSettings
 from grpo_core.records import SampledTokens, TokenBatch
+from grpo_core.sampling import Truncation
 from tests.tiny_policy import LORA, PROMPTS, build_policy
 
 SIZES = [(32, 32), (32, 64), (64, 40)]
@@ -63,6 +75,139 @@ def test_a_padded_row_is_scored_as_alone(warm: tuple[GlmImagePolicy, SampledToke
             torch.testing.assert_close(alone.entropy[0], together.entropy[row], rtol=0, atol=1e-5)
 
 
+# --- truncated sampling
+
+TRUNCATIONS = {
+    "top_k": Truncation(top_k=5),
+    "top_p": Truncation(top_p=0.75),
+    "min_p": Truncation(min_p=0.05),
+    "all three": Truncation(top_k=20, top_p=0.9, min_p=0.02),
+}
+
+
+@pytest.mark.parametrize("truncation", [Truncation(), *TRUNCATIONS.values()], ids=["none", *TRUNCATIONS])
+@pytest.mark.parametrize("temperature", [0.9, 1.0])
+def test_log_probs_over_the_stored_ids_agree(
+    shipped_pipeline: GlmImagePipeline, truncation: Truncation, temperature: float
+) -> None:
+    """The released model's own sampling is top_p 0.75 at temperature 0.9."""
+    policy = build_policy(shipped_pipeline, width=64, temperature=temperature, truncation=truncation, disturbed=0.05)
+    sampled = drawn(policy)
+    assert float(difference(policy, sampled).max()) < 1e-5
+    policy.prepare_for_update()
+    assert float(difference(policy, sampled).max()) < 1e-5
+    with torch.no_grad():
+        alone = policy.logprobs(sampled.tokens.select([5])).logprobs
+    torch.testing.assert_close(alone, sampled.rollout_logprobs[[5]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
+def test_the_gate_catches_log_probs_over_other_ids(shipped_pipeline: GlmImagePipeline, truncation: Truncation) -> None:
+    policy = build_policy(shipped_pipeline, width=64, temperature=0.9, truncation=truncation, disturbed=0.05)
+    sampled = drawn(policy)
+    everything = replace(sampled, tokens=replace(sampled.tokens, support=None))
+    assert float(difference(policy, everything).max()) > 0.01
+    names = [str(row) for row in range(len(sampled.tokens))]
+    with torch.no_grad():
+        old = policy.logprobs(everything.tokens).logprobs
+    report = measure_parity(names, sampled.rollout_logprobs, old, sampled.tokens.loss_mask)
+    with pytest.raises(ParityError, match="top-k and top-p"):
+        require_parity(report, ParityTolerance(0.1, 0.01))
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
+def test_the_stored_ids_are_those_of_transformers_warpers(
+    shipped_pipeline: GlmImagePipeline, truncation: Truncation
+) -> None:
+    """From the logits of one pass over all tokens, warped as generate() warps them."""
+    policy = build_policy(shipped_pipeline, width=64, temperature=0.9, truncation=truncation, disturbed=0.05)
+    tokens = drawn(policy).tokens
+    assert tokens.support is not None
+    arguments = by_hand(policy, tokens)
+    temperature, codes = arguments.pop("temperature"), arguments.pop("vocabulary")
+    with torch.no_grad():
+        logits = policy._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :codes]
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if truncation.top_k:
+        warpers.append(TopKLogitsWarper(truncation.top_k))
+    if truncation.top_p < 1:
+        warpers.append(TopPLogitsWarper(truncation.top_p))
+    if truncation.min_p:
+        warpers.append(MinPLogitsWarper(truncation.min_p))
+    left = warpers(tokens.token_ids, logits.flatten(0, 1)) > -torch.inf
+    assert left.sum(-1).tolist() == tokens.support.counts.flatten().tolist()
+    assert left.nonzero()[:, 1].tolist() == tokens.support.ids.tolist()
+
+
+def test_what_can_be_drawn_is_stored_only_where_something_was_cut(
+    warm: tuple[GlmImagePolicy, SampledTokens],
+) -> None:
+    assert warm[1].tokens.support is None
+
+
+# --- the model's parts
+
+
+class Wrapped(nn.Module):
+    """As those that shard weights: it acts on a forward pass of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.passes = 0
+
+    def forward(self, **inputs: Any) -> Any:
+        self.passes += 1
+        return self.inner(**inputs)
+
+
+def test_a_wrapper_sees_the_forward_pass(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
+    policy, sampled = warm
+    wrapped = Wrapped(policy.trained.model)
+    encoded = policy._encode_rows(sampled.tokens.prompts)
+    with torch.no_grad():
+        scored_through = score_tokens(
+            wrapped, encoded, sampled.tokens.token_ids, sampled.tokens.loss_mask, vocabulary=CODES, temperature=0.9
+        )
+        assert torch.equal(scored_through.logprobs, policy.logprobs(sampled.tokens).logprobs)
+    assert wrapped.passes == 1
+
+
+def test_adapters_on_the_output_head_are_sampled_scored_and_trained(shipped_pipeline: GlmImagePipeline) -> None:
+    lora = LoraSettings(4, 8.0, r"lm_head|.*layers\.0\.mlp\.down_proj")
+    policy = build_policy(shipped_pipeline, lora=lora, disturbed=0.1)
+    sampled = drawn(policy)
+    assert float(difference(policy, sampled).max()) < 1e-5
+    assert float((policy.reference_logprobs(sampled.tokens) - sampled.rollout_logprobs).abs().max()) > 0.01
+    parameters = policy.trainable_parameters()
+    found = torch.autograd.grad(policy.logprobs(sampled.tokens).logprobs.sum(), list(parameters.values()))
+    heads = [gradient for name, gradient in zip(parameters, found, strict=True) if "lm_head" in name]
+    assert len(heads) == 2
+    assert all(gradient.abs().sum() > 0 for gradient in heads)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_half_precision_over_fp32_weights_agrees_in_half_precision(
+    shipped_pipeline: GlmImagePipeline, checkpointing: bool
+) -> None:
+    policy = build_policy(
+        shipped_pipeline, autocast=torch.bfloat16, gradient_checkpointing=checkpointing, disturbed=0.02
+    )
+    exact = build_policy(shipped_pipeline, disturbed=0.02)
+    sampled = drawn(policy)
+    assert float(difference(policy, sampled).max()) < 0.1
+    off = float(difference(exact, sampled).max())
+    assert 1e-3 < off < 0.3
+    policy.prepare_for_update()
+
+    def gradient(of: GlmImagePolicy) -> Tensor:
+        parameters = list(of.trainable_parameters().values())
+        parts = torch.autograd.grad(of.logprobs(sampled.tokens).logprobs.sum(), parameters)
+        return torch.cat([part.flatten() for part in parts])
+
+    assert float(torch.cosine_similarity(gradient(policy), gradient(exact), 0)) > 0.99
+
+
 # --- the ways to get them wrong
 
 
@@ -76,14 +221,14 @@ def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
         "attention_mask": torch.cat([encoded.attention_mask, sampled], 1),
         "position_ids": encoded.position_ids[:, :, : ids.shape[1]],
         "temperature": tokens.temperature,
-        "support": CODES,
+        "vocabulary": CODES,
     }
 
 
 @torch.no_grad()
 def scored(policy: GlmImagePolicy, tokens: TokenBatch, arguments: dict[str, Any]) -> Tensor:
-    temperature, support = arguments.pop("temperature"), arguments.pop("support")
-    logits = policy._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :support]
+    temperature, codes = arguments.pop("temperature"), arguments.pop("vocabulary")
+    logits = policy._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :codes]
     return torch.log_softmax(logits / temperature, -1).gather(-1, tokens.token_ids.unsqueeze(-1)).squeeze(-1)
 
 
@@ -100,7 +245,7 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], object], float]] = {
     "no position_ids": (lambda arguments: arguments.pop("position_ids"), 1.0),
     "no attention_mask": (lambda arguments: arguments.pop("attention_mask"), 1.0),
     "temperature 1": (lambda arguments: arguments.update(temperature=1.0), 0.1),
-    "all ids of the head": (lambda arguments: arguments.update(support=88), 0.1),
+    "all ids of the head": (lambda arguments: arguments.update(vocabulary=88), 0.1),
     "grids in the order of the processor": (_grids_swapped, 1.0),
 }
 
@@ -190,7 +335,7 @@ def test_log_probs_are_those_of_the_models_own_prefill_and_decode(shipped_pipeli
     torch.testing.assert_close(torch.stack(expected), policy.logprobs(sampled.tokens).logprobs[0], rtol=0, atol=1e-4)
 
 
-# --- groups, seeds, support
+# --- groups, seeds, ids
 
 
 def test_a_prompt_is_sampled_alike_alone_and_beside_others(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
@@ -204,15 +349,17 @@ def test_a_prompt_is_sampled_alike_alone_and_beside_others(warm: tuple[GlmImageP
 
 def test_a_shared_prefill_equals_one_a_sibling(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, shared = warm
-    ids, logprobs = sample_tokens(
+    ids, logprobs, support = sample_tokens(
         policy.trained.model,
         policy._encode(PROMPTS).repeat(2),
         group_size=1,
         tokens=policy.grids.tokens,
         seeds=range(8),
-        support=CODES,
+        vocabulary=CODES,
         temperature=0.9,
+        truncation=Truncation(),
     )
+    assert support is None
     assert torch.equal(ids, shared.tokens.token_ids)
     torch.testing.assert_close(logprobs, shared.rollout_logprobs, rtol=0, atol=1e-5)
 
@@ -224,13 +371,6 @@ def test_siblings_differ_by_seed_alone(shipped_pipeline: GlmImagePipeline) -> No
     assert not torch.equal(ids[0], ids[1])
     torch.manual_seed(0)
     assert torch.equal(policy.sample(PROMPTS[:1], group_size=1, seeds=[6]).tokens.token_ids[0], ids[1])
-
-
-def test_uniform_numbers_of_a_sample_depend_on_its_seed() -> None:
-    numbers = uniform_numbers([3, 4, 3], 50)
-    assert torch.equal(numbers[0], numbers[2])
-    assert not torch.equal(numbers[0], numbers[1])
-    assert torch.equal(uniform_numbers([4], 20)[0], numbers[1, :20])
 
 
 def test_only_codes_are_sampled_however_likely_the_end_token_is(shipped_pipeline: GlmImagePipeline) -> None:

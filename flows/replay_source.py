@@ -1,0 +1,157 @@
+"""What a run has stored that another policy can learn from: rollouts, rewards, advantages and policies."""
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from grpo_core.errors import InputError, InputErrors
+from tasks.compute_advantages import Draw
+from tasks.input_files import nearest_names
+from tasks.models import REFERENCE_FOLDER, weights_digest
+from tasks.reports.artifact_reader import ArtifactReader
+from tasks.reports.run_view import iteration_numbers
+from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.schemas import SCHEMA_VERSION
+from tasks.storage.store import ArtifactStore
+from tasks.update_job import STATE_FILE
+
+STORED, RECOMPUTED = "stored", "recomputed"
+RESCORED = "rescored"
+_DRAW = re.compile(r"draw_\d{2,}")
+
+
+@dataclass(frozen=True)
+class StoredIteration:
+    """One iteration of the source, every file verified.
+
+    Attributes:
+        number: in the source.
+        draws: rollouts and their rewards.
+        advantages: of the samples of all draws.
+        samplers: version and digest of the policies that sampled the rows.
+    """
+
+    number: int
+    draws: tuple[Draw, ...]
+    advantages: ArtifactRef
+    samplers: frozenset[tuple[int, str]]
+
+    def staleness(self, version: int) -> int:
+        """Versions between the nearest of its rows and a policy that is trained on them."""
+        return min(abs(version - sampler) for sampler, _ in self.samplers)
+
+
+def read_iterations(
+    store: ArtifactStore, chosen: tuple[int, int] | None, advantages: str
+) -> tuple[StoredIteration, ...]:
+    """The iterations of a run that a policy can be trained on, in order.
+
+    Args:
+        store: at the run; nothing in it is changed.
+        chosen: first and last; None for all up to the last that is whole.
+        advantages: `stored`, `recomputed`, or the name of a rescoring.
+
+    Raises:
+        InputErrors: an iteration that is not there or not whole, or no such advantages.
+    """
+    _require_advantages(store, advantages)
+    reader = ArtifactReader(store)
+    held = [number for number in iteration_numbers(reader) if _draw_folders(reader, _place(number))]
+    if not held:
+        mend = "It holds no iteration with stored rollouts and advantages; train it first, or name another run."
+        raise InputErrors([InputError("RUN", store.run, mend)])
+    first, last = chosen or (held[0], held[-1])
+    numbers = range(first, last + 1)
+    missing = [number for number in numbers if number not in held]
+    if missing:
+        found = f"{held[0]} to {held[-1]}" if held == list(range(held[0], held[-1] + 1)) else str(held)[1:-1]
+        mend = f"{store.run} has no whole iteration {missing[0]}; whole are {found}. Choose among these."
+        raise InputErrors([InputError("--iterations", f"{first}-{last}", mend)])
+    problems: list[InputError] = []
+    iterations = []
+    for number in numbers:
+        try:
+            iterations.append(_read_iteration(reader, number, advantages))
+        except InputError as error:
+            problems.append(error)
+    if problems:
+        raise InputErrors(problems)
+    return tuple(iterations)
+
+
+def _place(number: int) -> str:
+    return f"iteration_{number:06d}"
+
+
+def _require_advantages(store: ArtifactStore, name: str) -> None:
+    if name in (STORED, RECOMPUTED):
+        return
+    reader = ArtifactReader(store)
+    known = [STORED, RECOMPUTED, *reader.names(RESCORED)]
+    if name not in known:
+        mend = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(name, known)}."
+        raise InputErrors([InputError("--advantages", name, mend)])
+
+
+def _draw_folders(reader: ArtifactReader, place: str) -> list[str]:
+    """Folders of the draws that the last advantages cover; empty where there are none."""
+    draws = [f"{place}/{name}" for name in reader.names(place) if _DRAW.fullmatch(name)]
+    folders = [place, *draws]
+    scored = [index for index, folder in enumerate(folders) if "advantages.manifest.json" in reader.names(folder)]
+    return folders[: scored[-1] + 1] if scored else []
+
+
+def _read_iteration(reader: ArtifactReader, number: int, advantages: str) -> StoredIteration:
+    store, folders = reader.store, _draw_folders(reader, _place(number))
+    draws = tuple((_find(store, f"{folder}/rollouts"), _find(store, f"{folder}/rewards")) for folder in folders)
+    if advantages in (STORED, RECOMPUTED):
+        scored = _find(store, f"{folders[-1]}/advantages")
+    else:
+        rescored = f"{RESCORED}/{advantages}/{_place(number)}"
+        scored = _find(store, f"{([rescored, *_draw_folders(reader, rescored)])[-1]}/advantages")
+    return StoredIteration(number, draws, scored, _samplers(store, [rollouts for rollouts, _ in draws]))
+
+
+def _find(store: ArtifactStore, folder: str) -> ArtifactRef:
+    found, place = store.find(folder), f"{store.run}/{folder}"
+    if found is None:
+        raise InputError(place, None, "It is missing, or a file of it is changed; choose other --iterations.")
+    if found.schema_version != SCHEMA_VERSION:
+        mend = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
+        raise InputError(place, f"schema version {found.schema_version}", mend)
+    return found
+
+
+def _samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozenset[tuple[int, str]]:
+    samplers: set[tuple[int, str]] = set()
+    for reference in rollouts:
+        for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
+            with store.filesystem.open(path) as file:
+                rows = pq.ParquetFile(file).read(columns=["policy_version", "policy_digest"]).to_pydict()
+            samplers |= set(zip(rows["policy_version"], rows["policy_digest"], strict=True))
+    return frozenset(samplers)
+
+
+def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
+    """A version of the source's policy with its optimizer, to go on from.
+
+    Raises:
+        InputErrors: there is none, or none that is whole.
+    """
+    found = store.find(f"policies/{version:06d}")
+    if found is None:
+        names = ArtifactReader(store).names("policies")
+        held = sorted(int(name) for name in names if name.isdigit())
+        mend = f"{store.run} has {', '.join(map(str, held)) or 'no policies'}; 0 is the model as it was given."
+        raise InputErrors([InputError("--policy", version, mend)])
+    with tempfile.TemporaryDirectory() as fetched:
+        folder = store.local_files(found, Path(fetched) / "policy")
+        digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
+        reference = folder / REFERENCE_FOLDER
+        reference_digest = weights_digest(reference) if reference.is_dir() else None
+    return PolicyRef(version=version, digest=digest, checkpoint=found, reference_digest=reference_digest)

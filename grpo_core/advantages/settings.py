@@ -1,0 +1,79 @@
+"""Every switch of the advantages, and the combinations that mean nothing."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from grpo_core.errors import InputError
+from grpo_core.losses.kl import KlEstimator
+from grpo_core.rewards.combine import MissingRewards
+
+Baseline = Literal["mean", "leave_one_out"]
+Scale = Literal["group", "batch", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+_CHOICES = {
+    "baseline": Baseline,
+    "scale": Scale,
+    "aggregation": Aggregation,
+    "missing": MissingRewards,
+    "kl_estimator": KlEstimator,
+}
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """How rewards become advantages.
+
+    Attributes:
+        baseline: what is subtracted: the mean of the group, or that of the other siblings (RLOO; Ahmadian et al.,
+            2024, arXiv:2402.14740).
+        scale: whose standard deviation divides: the group's, that of all rewards of the call, or none (Dr. GRPO; Liu
+            et al., 2025, arXiv:2503.20783).
+        aggregation: combine the rewards of a sample and normalise, or normalise each reward within its group, combine
+            and normalise over all samples of the call (GDPO; Liu et al., 2026, arXiv:2601.05242).
+        eps: added to each standard deviation that divides.
+        clip: bound of |advantage|, applied last; None: no bound.
+        missing: what stands in for a reward that is null for some siblings; see `combine_rewards`.
+        drop_constant_groups: groups without spread have no advantage and count in no statistic of the batch (DAPO; Yu
+            et al., 2025, arXiv:2503.14476); otherwise theirs are 0.
+        kl_coef: weight of the KL to the reference that is subtracted from the combined reward.
+        kl_estimator: k1, k2 or k3, summed over the trained tokens of a row.
+
+    Raises:
+        InputError: a number is out of its range, or the combination means nothing; `place` is its configuration key.
+    """
+
+    baseline: Baseline = "mean"
+    scale: Scale = "group"
+    aggregation: Aggregation = "sum_then_normalize"
+    eps: float = 1e-4
+    clip: float | None = None
+    missing: MissingRewards = "group_mean"
+    drop_constant_groups: bool = False
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k1"
+
+    def __post_init__(self) -> None:
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in get_args(choices):
+                mend = f"Choose one of {', '.join(get_args(choices))}."
+                raise InputError(f"advantages.{field}", getattr(self, field), mend)
+        for field in ("eps", "kl_coef"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise InputError(f"advantages.{field}", getattr(self, field), "Give a finite number, 0 or above.")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise InputError("advantages.clip", self.clip, "Give a finite number above 0, or leave it out.")
+        if self.aggregation == "normalize_then_sum":
+            self._check_normalize_then_sum()
+
+    def _check_normalize_then_sum(self) -> None:
+        other = "or set advantages.aggregation to sum_then_normalize."
+        if self.baseline == "leave_one_out":
+            mend = f"normalize_then_sum subtracts the mean of the whole batch last; set it to mean, {other}"
+            raise InputError("advantages.baseline", self.baseline, mend)
+        if self.scale != "group":
+            mend = f"normalize_then_sum divides each reward by its std within the group; set it to group, {other}"
+            raise InputError("advantages.scale", self.scale, mend)
+        if self.kl_coef > 0:
+            mend = f"With normalize_then_sum there is no common scale to subtract it on; use update.kl_coef, {other}"
+            raise InputError("advantages.kl_coef", self.kl_coef, mend)

@@ -1,0 +1,85 @@
+"""Correction for a sampler that is not quite the policy: exp(old - rollout), truncated or masked.
+
+The two differ by arithmetic (another engine, dtype or kernel) or because the rollouts are older than the policy.
+Truncated: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS).
+Masked: IcePop, in "Every step evolves", 2025 (arXiv:2510.18855).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_core.errors import InputError
+from grpo_core.losses.ratios import ImportanceLevel
+
+MismatchMode = Literal["truncate", "mask"]
+
+
+@dataclass(frozen=True)
+class MismatchSettings:
+    """How the mismatch ratio becomes a weight.
+
+    Attributes:
+        mode: "truncate" holds the ratio within [floor, cap]; "mask" sets it to 0 outside.
+        level: a ratio a token, or the product of a row's ratios for all of its tokens.
+        cap: upper bound, at least 1.
+        floor: lower bound, in [0, 1]; 0 is none.
+    """
+
+    mode: MismatchMode
+    level: ImportanceLevel = "token"
+    cap: float = 3.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.cap >= 1.0:
+            mend = "A ratio of 1 is perfect agreement; give at least 1, for example 3.0."
+            raise InputError("update.mismatch.cap", self.cap, mend)
+        if not (0.0 <= self.floor <= 1.0 and self.floor < self.cap):
+            mend = "A ratio of 1 is perfect agreement; give a number from 0 to 1, below the cap."
+            raise InputError("update.mismatch.floor", self.floor, mend)
+
+
+@dataclass(frozen=True)
+class MismatchWeights:
+    """Constants, one a token; at sequence level every token of a row has its row's.
+
+    Attributes:
+        weights: what the policy term is multiplied by; 1 where masked.
+        ratio: exp(old - rollout) before any bound; 1 where masked.
+        bounded: the bounds changed the ratio; False where masked.
+    """
+
+    weights: Float[Tensor, "batch time"]
+    ratio: Float[Tensor, "batch time"]
+    bounded: Bool[Tensor, "batch time"]
+
+
+@torch.no_grad()
+def mismatch_weights(
+    old_logprobs: Float[Tensor, "batch time"],
+    rollout_logprobs: Float[Tensor, "batch time"],
+    loss_mask: Bool[Tensor, "batch time"],
+    settings: MismatchSettings,
+) -> MismatchWeights:
+    """Weights of the policy term, one a token.
+
+    Args:
+        old_logprobs: recomputed under the policy before the update.
+        rollout_logprobs: as recorded while sampling.
+        loss_mask: True for a trained token.
+        settings: mode, level and bounds.
+    """
+    log_ratio = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    if settings.level == "sequence":
+        log_ratio = torch.where(loss_mask, log_ratio.sum(-1, keepdim=True), 0.0)
+    ratio = log_ratio.exp()
+    outside = (ratio < settings.floor) | (ratio > settings.cap)
+    if settings.mode == "truncate":
+        weights = ratio.clamp(settings.floor, settings.cap)
+    else:
+        weights = torch.where(outside, 0.0, ratio)
+    return MismatchWeights(weights, ratio, outside)

@@ -1,0 +1,156 @@
+"""A folder or a hub name -> a causal language model and its tokenizer; what cannot be used is refused first."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from grpo_core.errors import InputError
+
+CONFIG_FILE = "config.json"
+# Their attention counts distances off the attention mask.
+_WITHOUT_POSITIONS = ("bloom", "mpt")
+_UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError)
+
+
+def refuse_missing_folder(model: str) -> None:
+    """Raise InputError for something that is meant as a folder but is none; hub names pass."""
+    path = Path(model).expanduser()
+    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    if path.is_dir():
+        if not (path / CONFIG_FILE).is_file():
+            mend = f"The folder holds no {CONFIG_FILE}; give a folder written by save_pretrained."
+            raise InputError("policy.model", model, mend)
+    elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
+        raise InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")
+
+
+def at_hand(model: str) -> bool:
+    """Whether the model's configuration is on this machine: in its folder, or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(model).expanduser().is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(model, CONFIG_FILE), str)
+    except HFValidationError:
+        return False
+
+
+def _place(model: str) -> str:
+    path = Path(model).expanduser()
+    return str(path) if path.is_dir() else model
+
+
+def _refusal(model: str, what: str, error: Exception) -> InputError:
+    first_line = str(error).strip().splitlines()[0]
+    mend = f"Its {what} cannot be read. Give a folder of whole files, or a hub name that is cached or reachable "
+    return InputError("policy.model", model, f"{mend}({first_line}).")
+
+
+def read_config(model: str) -> Any:
+    """The configuration of a causal language model; no weights are opened.
+
+    Args:
+        model: a folder written by `save_pretrained`, or a hub name.
+
+    Raises:
+        InputError: it does not exist, cannot be read, or is another kind of model.
+    """
+    refuse_missing_folder(model)
+    try:
+        config = AutoConfig.from_pretrained(_place(model), trust_remote_code=False)
+    except _UNREADABLE as error:
+        raise _refusal(model, "configuration", error) from error
+    causal = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)}
+    kinds = list(config.architectures or [])
+    # Without its own head a model gets a random one, and an encoder is given one that it never had.
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (kinds and not causal.intersection(kinds)):
+        found = ", ".join(kinds) or config.model_type
+        mend = f"It holds {found}, no causal language model; give one that transformers' AutoModelForCausalLM loads."
+        raise InputError("policy.model", model, mend)
+    return config
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def context_length(config: Any) -> int | None:
+    """Ids that the model can read and write together; None where its positions set no bound."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(_place(model), trust_remote_code=False)
+    except _UNREADABLE as error:
+        raise _refusal(model, "tokenizer", error) from error
+
+
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model, in evaluation mode.
+
+    Args:
+        model: a folder written by `save_pretrained`, or a hub name.
+        dtype: of the weights.
+        device: where they go.
+
+    Raises:
+        InputError: it does not exist, is another kind of model, lacks weights, or reads no positions.
+    """
+    config = read_config(model)
+    # Its bars would tear the training's own.
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            _place(model), dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    except _UNREADABLE as error:
+        raise _refusal(model, "weights", error) from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        mend = f"Its files lack weights, or hold them in another shape: {', '.join(missing[:3])}. Save it again."
+        raise InputError("policy.model", model, mend)
+    reads_positions = "position_ids" in inspect.signature(loaded.forward).parameters
+    if not reads_positions and config.model_type not in _WITHOUT_POSITIONS:
+        mend = f"A {config.model_type} model takes no position_ids, so padded prompts would be read at wrong places."
+        raise InputError("policy.model", model, mend)
+    return loaded.to(device).eval()
+
+
+def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights as published, on the CPU."""
+    loaded = load_model(model, dtype=dtype, device=torch.device("cpu"))
+    state: dict[str, Tensor] = loaded.state_dict()
+    return state
+
+
+def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Ids that are sampled and scored: [0, n).
+
+    Heads are often padded to a round number of rows. Ids that the tokenizer has no text for are left out of the
+    distribution, while sampling and while scoring alike.
+
+    Raises:
+        InputError: the tokenizer has ids that the model has no embedding for.
+    """
+    highest = max(tokenizer.get_vocab().values())
+    rows = model.get_input_embeddings().weight.shape[0]
+    if highest >= rows:
+        mend = f"Its tokenizer has ids up to {highest}, its embedding {rows} rows: they do not belong together."
+        raise InputError("policy.model", model.config.name_or_path, mend)
+    return int(highest) + 1

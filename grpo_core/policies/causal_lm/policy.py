@@ -1,0 +1,207 @@
+"""Causal language models behind the Policy protocol. Nothing outside this package knows of templates or end tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_core.policies.causal_lm.loading import (
+    context_length,
+    load_model,
+    load_tokenizer,
+    read_initial_state,
+    vocabulary_size,
+)
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts, uses_template
+from grpo_core.policies.causal_lm.sampling import SamplingRule, sample_completions
+from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_completions
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.stopping import StopTexts, end_tokens
+from grpo_core.policies.causal_lm.training import train_causal_lm
+from grpo_core.policies.trained import TrainedModel, TrainingChoice, refuse_unscaled_float16
+from grpo_core.policies.trained import autocast as autocast_to
+from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
+
+
+class CausalLMPolicy:
+    """A text model that answers prompts."""
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: CausalLMSettings,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Put the parts together; `load` is the usual way.
+
+        Args:
+            trained: the model with what is trained of it.
+            tokenizer: the model's own.
+            settings: how completions are sampled.
+            autocast: the model computes in this dtype where torch thinks it safe; None leaves its own.
+
+        Raises:
+            InputError: tokenizer and model do not belong together, or the settings need a template that is not there.
+        """
+        self.trained, self.tokenizer, self.autocast = trained, tokenizer, autocast
+        self.vocabulary = vocabulary_size(self._model, tokenizer)
+        self.context = context_length(self._model.config)
+        self.ends = tuple(token for token in end_tokens(self._model, tokenizer) if token < self.vocabulary)
+        self.whole_logits = not head_gives_logits(self._model)
+        self.sample_with(settings)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        settings: CausalLMSettings,
+        choice: TrainingChoice,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+    ) -> "CausalLMPolicy":
+        """Load by folder or hub name.
+
+        Raises:
+            InputError: no such model, one of another kind, no tokenizer, or adapter targets that match nothing.
+        """
+        refuse_unscaled_float16(dtype, autocast)
+        tokenizer = load_tokenizer(model)
+        base = load_model(model, dtype=dtype, device=device)
+        trained = train_causal_lm(base, choice, base_name=model, initial_state=lambda: read_initial_state(model, dtype))
+        return cls(trained, tokenizer, settings, autocast=autocast)
+
+    def sample_with(self, settings: CausalLMSettings) -> None:
+        """See Policy.sample_with."""
+        uses_template(self.tokenizer, settings)
+        self.settings = settings
+        self.stops = StopTexts(self.tokenizer, settings.stop)
+
+    @property
+    def max_length(self) -> int:
+        """See Policy.max_length."""
+        return self.settings.max_completion_length
+
+    @property
+    def _model(self) -> Any:
+        return _unwrapped(self.trained.model)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._model.device
+        return device
+
+    def _precision(self) -> torch.autocast:
+        return autocast_to(self._device, self.autocast)
+
+    def _encode(self, prompts: Sequence[str]) -> EncodedPrompts:
+        return encode_prompts(self.tokenizer, self.settings, prompts, context=self.context, device=self._device)
+
+    def _distinct(self, prompts: Sequence[str]) -> tuple[EncodedPrompts, Tensor]:
+        """The distinct prompts, and which of them each of the given ones is."""
+        places = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
+        rows = torch.tensor([places[prompt] for prompt in prompts], device=self._device)
+        return self._encode(list(places)), rows
+
+    def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
+        """See Policy.sample."""
+        # A layer that is being checkpointed drops its cache.
+        self.prepare_for_sampling()
+        settings = self.settings
+        asked = tuple(prompt for prompt in prompts for _ in range(group_size))
+        encoded, rows = self._distinct(asked)
+        rule = SamplingRule(
+            vocabulary=self.vocabulary,
+            temperature=settings.temperature,
+            truncation=settings.truncation,
+            ends=self.ends,
+            stops=self.stops,
+            max_tokens=settings.max_completion_length,
+        )
+        with self._precision():
+            drawn = sample_completions(self._model, encoded, rows, rule, seeds)
+        tokens = TokenBatch(asked, drawn.token_ids, drawn.loss_mask, settings.temperature, drawn.support)
+        return SampledTokens(tokens, drawn.logprobs, drawn.finished)
+
+    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[str]:
+        """The completions as texts, without the end token, other special tokens, or the stop text and what follows it.
+
+        Text generation has no noise beside its tokens; the seeds change nothing.
+        """
+        texts = []
+        for ids, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True):
+            written = ids[mask].tolist()
+            if written and written[-1] in self.ends:
+                written = written[:-1]
+            texts.append(self.stops.cut(self.stops.decode(written)))
+        return texts
+
+    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
+        device = self._device
+        encoded, rows = self._distinct(tokens.prompts)
+        with self._precision():
+            return score_completions(
+                _unwrapped(model),
+                encoded.select(rows),
+                tokens.token_ids.to(device),
+                tokens.loss_mask.to(device),
+                vocabulary=self.vocabulary,
+                temperature=tokens.temperature,
+                support=tokens.support,
+                entropy=entropy,
+                whole_logits=self.whole_logits,
+            )
+
+    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
+        """See Policy.logprobs."""
+        return self._score(self.trained.model, tokens, entropy=entropy)
+
+    def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
+        """See Policy.reference_logprobs."""
+        with torch.no_grad(), self.trained.reference() as reference:
+            return self._score(reference, tokens, entropy=False).logprobs
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """See Policy.trainable_parameters."""
+        return self.trained.trainable_parameters()
+
+    def prepare_for_update(self) -> None:
+        """See Policy.prepare_for_update."""
+        self.trained.prepare_for_update()
+
+    def prepare_for_sampling(self) -> None:
+        """See Policy.prepare_for_sampling."""
+        self.trained.prepare_for_sampling()
+
+    def save_weights(self, folder: Path) -> None:
+        """See Policy.save_weights."""
+        self.trained.save(folder)
+
+    def load_weights(self, folder: Path | None) -> None:
+        """See Policy.load_weights."""
+        self.trained.load(folder)
+
+    def refresh_reference(self, mix: float) -> None:
+        """See Policy.refresh_reference."""
+        self.trained.refresh_reference(mix)
+
+    def save_reference(self, folder: Path) -> None:
+        """See Policy.save_reference."""
+        self.trained.save_reference(folder)
+
+    def load_reference(self, folder: Path | None) -> None:
+        """See Policy.load_reference."""
+        self.trained.load_reference(folder)
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """The language model itself; peft's adapters live inside its layers."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model

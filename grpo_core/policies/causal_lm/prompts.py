@@ -1,0 +1,193 @@
+"""Prompts -> left-padded ids. Positions are given to the model explicitly, always.
+
+Left padding shifts every id of a short prompt; a model with absolute positions that is not told so reads another
+text than the one it was asked, and log-probs then depend on the batch by nats without a warning.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+
+Message = dict[str, str]
+
+# Some templates print today's date, and a prompt that is scored on another day would be another prompt. transformers
+# hands a template no functions but its own, so theirs is hidden by a macro.
+_CLOCK = "strftime_now"
+_FIRST_OF_2025 = (
+    "{%- macro strftime_now(format) -%}"
+    "{{ format | replace('%d', '01') | replace('%m', '01') | replace('%Y', '2025') | replace('%y', '25')"
+    " | replace('%b', 'Jan') | replace('%B', 'January') | replace('%A', 'Wednesday') }}"
+    "{%- endmacro -%}"
+)
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts as the model reads them, left-padded to one length.
+
+    Attributes:
+        input_ids: zero where padded.
+        attention_mask: 1 for a prompt id, 0 for left padding.
+        position_ids: counted from the first id of the prompt; 0 where padded.
+    """
+
+    input_ids: Int[Tensor, "prompts length"]
+    attention_mask: Int[Tensor, "prompts length"]
+    position_ids: Int[Tensor, "prompts length"]
+
+    @property
+    def length(self) -> int:
+        """Ids of the padded prompt."""
+        return self.input_ids.shape[1]
+
+    @property
+    def lengths(self) -> Int[Tensor, " prompts"]:
+        """Ids of each prompt."""
+        return self.attention_mask.sum(-1)
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
+        """These prompts, in this order, repetitions allowed."""
+        return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows])
+
+
+def read_messages(prompt: str) -> list[Message] | None:
+    """The messages of a prompt that is a conversation; None for a plain text.
+
+    A conversation is a JSON list of objects with exactly the texts `role` and `content`, as prompt columns of
+    conversational datasets are stored; any other text is plain, JSON or not.
+    """
+    if not prompt.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(prompt)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(found, list) or not found:
+        return None
+    for message in found:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            return None
+        if not all(isinstance(text, str) for text in message.values()):
+            return None
+    return found
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> bool:
+    """Whether prompts are printed by the tokenizer's chat template.
+
+    Raises:
+        InputError: the settings need a template and there is none.
+    """
+    has_template = bool(tokenizer.chat_template)
+    if settings.chat_template and not has_template:
+        raise InputError("rollout.chat_template", True, "This tokenizer has no chat template; set it to false or null.")
+    uses = has_template if settings.chat_template is None else settings.chat_template
+    if settings.system_prompt is not None and not uses:
+        mend = "It needs a chat template; leave it out, or write it into the prompts."
+        raise InputError("rollout.system_prompt", settings.system_prompt, mend)
+    return uses
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str) -> list[int]:
+    """One prompt as ids, without padding.
+
+    Without a template a plain text is encoded with the special tokens that the tokenizer puts around texts. With one,
+    the template alone decides; a conversation that ends with the assistant's words is gone on with. A template that
+    prints the date prints the same one every day.
+
+    Raises:
+        InputError: a conversation without a template, one that the template refuses, or a prompt without any id.
+    """
+    messages = read_messages(prompt)
+    if not uses_template(tokenizer, settings):
+        if messages is not None:
+            mend = "It is a conversation and needs a chat template; give plain texts, or another tokenizer."
+            raise InputError("prompt", prompt, mend)
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer(_printed(tokenizer, settings, prompt, messages), add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError("prompt", prompt, "It has no ids at all: the model needs something to begin with.")
+    return ids
+
+
+def _printed(
+    tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str, messages: list[Message] | None
+) -> str:
+    messages = messages or [{"role": "user", "content": prompt}]
+    if settings.system_prompt is not None and all(message["role"] != "system" for message in messages):
+        messages = [{"role": "system", "content": settings.system_prompt}, *messages]
+    goes_on = messages[-1]["role"] == "assistant"
+    template = tokenizer.get_chat_template()
+    try:
+        printed: str = tokenizer.apply_chat_template(
+            messages,
+            chat_template=_FIRST_OF_2025 + template if _CLOCK in template else template,
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+        )
+    except (TemplateError, ValueError) as error:
+        raise InputError("prompt", prompt, f"The chat template refuses it ({error}).") from error
+    return printed
+
+
+def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None) -> None:
+    """Raise InputError for a prompt that leaves no room for a completion of full length.
+
+    Args:
+        prompt: as given.
+        length: its ids.
+        settings: with the length of a completion.
+        context: ids that the model can read; None where it sets no bound.
+    """
+    room = None if context is None else context - settings.max_completion_length
+    if room is not None and length > room:
+        shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
+        mend = (
+            f"It has {length} ids, and at most {room} leave room for max_completion_length "
+            f"{settings.max_completion_length} in the model's {context}. Shorten it, or lower "
+            "rollout.max_completion_length."
+        )
+        raise InputError("prompt", shown, mend)
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: CausalLMSettings,
+    prompts: Sequence[str],
+    *,
+    context: int | None,
+    device: torch.device,
+) -> EncodedPrompts:
+    """Encode prompts, padded on the left to the longest.
+
+    Padding has id 0 outside the attention mask, so a tokenizer without a pad token needs none.
+
+    Args:
+        tokenizer: the model's own.
+        settings: template, system prompt, and the room to leave.
+        prompts: at least one.
+        context: ids that the model can read; None where it sets no bound.
+        device: of the result.
+
+    Raises:
+        InputError: names the first prompt that cannot be read or is too long.
+    """
+    rows = [prompt_ids(tokenizer, settings, prompt) for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        require_room(prompt, len(row), settings, context)
+    length = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return EncodedPrompts(ids.to(device), mask.to(device), positions.to(device))

@@ -1,0 +1,114 @@
+"""Teacher-forced log-probs: one forward pass over prompt and stored completion, logits a chunk of tokens at a time."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from grpo_core.logprobs import score_hidden, score_logits
+from grpo_core.policies.causal_lm.prompts import EncodedPrompts
+from grpo_core.records import TokenLogprobs, TokenSupport
+
+_PROBE_LOGIT = 100.0
+
+
+def score_completions(
+    model: Any,
+    encoded: EncodedPrompts,
+    token_ids: Int[Tensor, "rows time"],
+    loss_mask: Bool[Tensor, "rows time"],
+    *,
+    vocabulary: int,
+    temperature: float,
+    support: TokenSupport | None,
+    entropy: bool,
+    whole_logits: bool,
+) -> TokenLogprobs:
+    """Log-probs of stored tokens, with the positions, padding, support and temperature they were sampled with.
+
+    Args:
+        model: a causal language model of transformers.
+        encoded: one row a sample.
+        token_ids: padded on the right.
+        loss_mask: True for a sampled token; a row's come first.
+        vocabulary: ids [0, vocabulary) could be sampled.
+        temperature: divides the logits.
+        support: the ids each token was drawn from; None where nothing was cut.
+        entropy: compute entropies too, gradients included; else they are zero.
+        whole_logits: take the logits from the model, not from its head; see `head_gives_logits`.
+    """
+    time = token_ids.shape[1]
+    inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
+    if whole_logits:
+        # One id more than time was asked: the slice keeps the last `time` of them.
+        logits = model(**inputs, use_cache=False, logits_to_keep=time).logits
+        return score_logits(
+            logits,
+            token_ids,
+            loss_mask,
+            vocabulary=vocabulary,
+            temperature=temperature,
+            support=support,
+            entropy=entropy,
+        )
+    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return score_hidden(
+        hidden[:, encoded.length - 1 :],
+        model.get_output_embeddings(),
+        token_ids,
+        loss_mask,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        support=support,
+        entropy=entropy,
+    )
+
+
+def _inputs(
+    encoded: EncodedPrompts, token_ids: Int[Tensor, "rows fed"], loss_mask: Bool[Tensor, "rows fed"]
+) -> dict[str, Tensor]:
+    """Prompts followed by the completions' tokens, each with its position."""
+    places = torch.arange(token_ids.shape[1], device=token_ids.device)
+    positions = encoded.lengths.unsqueeze(-1) + places
+    return {
+        "input_ids": torch.cat([encoded.input_ids, torch.where(loss_mask, token_ids, 0)], 1),
+        "attention_mask": torch.cat([encoded.attention_mask, loss_mask.to(encoded.attention_mask.dtype)], 1),
+        "position_ids": torch.cat([encoded.position_ids, torch.where(loss_mask, positions, 0)], 1),
+    }
+
+
+@torch.no_grad()
+def head_gives_logits(model: Any) -> bool:
+    """Whether the model's logits are its head's output for its last hidden states, and nothing comes after.
+
+    Some models cap or scale the head's output (Gemma 2's soft cap, Granite's and Cohere's scale): their logits must
+    come from the model itself. Small logits would hide a cap, so the head's input is scaled up to logits of about 100
+    for this one comparison.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        return False
+    seen: dict[str, Tensor] = {}
+
+    def before(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        seen["input"] = inputs[0]
+        # Called past its hooks, of which this is one.
+        largest = head.forward(inputs[0]).abs().amax().clamp(min=1e-6)
+        return (inputs[0] * (_PROBE_LOGIT / largest),)
+
+    def after(_: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        seen["output"] = output
+
+    ids = torch.arange(4, device=model.device).unsqueeze(0)
+    hooks = head.register_forward_pre_hook(before), head.register_forward_hook(after)
+    try:
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids, "use_cache": False}
+        returned = model(**inputs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if "output" not in seen:
+        return False
+    hidden = model.base_model(**inputs).last_hidden_state
+    return torch.allclose(seen["input"], hidden) and torch.allclose(returned.float(), seen["output"].float())

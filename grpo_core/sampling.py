@@ -1,0 +1,128 @@
+"""Drawing tokens: one uniform number a token, and distributions cut by top-k, top-p or min-p with what they kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_core.errors import InputError
+from grpo_core.records import TokenSupport
+from grpo_core.seeds import make_generator
+
+
+def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples count"]:
+    """`count` uniform numbers a sample, from that sample's seed alone."""
+    return torch.stack([torch.rand(count, generator=make_generator(seed), dtype=torch.float64) for seed in seeds])
+
+
+def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    """Sample one id a row by inverting the cumulative distribution.
+
+    Each row's id depends on its own distribution and its own uniform number alone, so a sample does not change
+    with the rows that happen to be drawn beside it.
+
+    Args:
+        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller sees it there.
+        uniforms: in [0, 1), fp64.
+    """
+    probabilities = logprobs.double().exp()
+    cumulative = probabilities.cumsum(-1)
+    thresholds = uniforms.to(cumulative.device, torch.float64).unsqueeze(-1) * cumulative[:, -1:]
+    # `right=True` skips ids of probability zero at a threshold of exactly zero.
+    drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
+    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=drawn.device))
+    return torch.minimum(drawn, last_possible.amax(-1))
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which ids of a distribution can be drawn; the cuts apply in this order, each to what the one before left.
+
+    Attributes:
+        top_k: the k likeliest ids, and those as likely as the last of them; 0 cuts nothing.
+        top_p: the fewest likeliest ids whose probabilities add up to at least this (Holtzman et al., 2020,
+            arXiv:1904.09751); 1 cuts nothing.
+        min_p: ids at least this times as probable as the likeliest (Nguyen et al., 2024, arXiv:2407.01082); 0 cuts
+            nothing.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0:
+            raise InputError("rollout.top_k", self.top_k, "Give a number of ids, or 0 for all of them.")
+        if not 0 < self.top_p <= 1:
+            raise InputError("rollout.top_p", self.top_p, "Give a probability above 0; 1 keeps every id.")
+        if not 0 <= self.min_p < 1:
+            raise InputError("rollout.min_p", self.min_p, "Give a fraction from 0 to below 1; 0 keeps every id.")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is cut."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def truncate(logprobs: Float[Tensor, "rows vocab"], truncation: Truncation) -> Float[Tensor, "rows vocab"]:
+    """Normalised log-probs over the ids that stay, -inf at the others; at least one stays.
+
+    Args:
+        logprobs: normalised; temperature and restriction to a vocabulary have been applied.
+        truncation: what to cut.
+    """
+    if not truncation.active:
+        return logprobs
+    kept = logprobs
+    if truncation.top_k:
+        last = kept.topk(min(truncation.top_k, kept.shape[-1])).values[:, -1:]
+        kept = kept.masked_fill(kept < last, -torch.inf)
+    if truncation.top_p < 1:
+        kept = kept.masked_fill(_outside_nucleus(kept, truncation.top_p), -torch.inf)
+    if truncation.min_p:
+        probabilities = kept.softmax(-1)
+        kept = kept.masked_fill(probabilities < truncation.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
+    return kept.log_softmax(-1)
+
+
+def _outside_nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[Tensor, "rows vocab"]:
+    """Ids that, with all less likely ones, hold no more than 1 - top_p."""
+    ascending, order = scores.sort(dim=-1, stable=True)
+    tail = ascending.softmax(-1).cumsum(-1)
+    outside = tail <= 1 - top_p
+    outside[:, -1] = False
+    return torch.zeros_like(outside).scatter(-1, order, outside)
+
+
+class SupportRecorder:
+    """Collects, token by token, the ids that a truncated sampler could draw."""
+
+    def __init__(self) -> None:
+        """Nothing recorded yet."""
+        self._ids: list[tuple[Tensor, ...]] = []
+        self._counts: list[Tensor] = []
+
+    def add(self, logprobs: Float[Tensor, "batch vocab"], active: Bool[Tensor, " batch"] | None = None) -> None:
+        """Record one token of every row.
+
+        Args:
+            logprobs: as `truncate` left them.
+            active: rows that this token belongs to; the others get no ids. All by default.
+        """
+        # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
+        possible = logprobs != -torch.inf
+        if active is not None:
+            possible = possible & active.unsqueeze(-1)
+        counts = possible.sum(-1).cpu()
+        self._counts.append(counts)
+        self._ids.append(possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist()))
+
+    def support(self) -> TokenSupport:
+        """What was recorded, row by row, on the CPU; at least one token."""
+        by_row = [ids for row in zip(*self._ids, strict=True) for ids in row]
+        return TokenSupport(torch.cat(by_row), torch.stack(self._counts, 1))

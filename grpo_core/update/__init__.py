@@ -1,0 +1,18 @@
+"""One policy update over stored rollouts: iteration > epoch > minibatch (one optimizer step) > microbatch.
+
+settings        how rows become optimizer steps
+batches         which rows make a minibatch, and which of them go through the model together
+recompute       log-probs of stored tokens under the weights at hand and under the reference
+step            one optimizer step over a minibatch
+metrics         what the steps measured, under the names that dashboards know
+ranks           several processes that share one update
+policy_update   the whole
+"""
+
+from grpo_core.update.batches import minibatches
+from grpo_core.update.metrics import StepMetrics, UpdateResult
+from grpo_core.update.policy_update import update_policy
+from grpo_core.update.ranks import ALONE, Ranks
+from grpo_core.update.settings import UpdateSettings
+
+__all__ = ["ALONE", "Ranks", "StepMetrics", "UpdateResult", "UpdateSettings", "minibatches", "update_policy"]

@@ -1,0 +1,152 @@
+"""Ranks over accelerate: the processes that `accelerate launch` started, one a GPU, or several on the CPU.
+
+DistributedDataParallel would average the gradients of each backward pass. The denominators here are of the whole
+minibatch, so gradients are added up, once a minibatch, after the last microbatch: the traffic of its `no_sync`, and
+no wrapper around the model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState  # type: ignore[import-untyped]
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.policies.trained import TrainedModel
+
+BUCKET_ELEMENTS = 1 << 26
+CHECKED_AT_ONCE = 1 << 24
+# While one process writes a large policy the others wait; whoever started them ends them if one fails.
+PATIENCE = timedelta(days=7)
+
+
+class AcceleratedRanks:
+    """See Ranks. Sharded parameters have their gradients added up by the backward pass already."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Join the other processes; every one of them has to come here.
+
+        Args:
+            device: cpu, or cuda for one GPU a process, which becomes the current one.
+        """
+        self._processes = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+        self.rank: int = self._processes.process_index
+        self.count: int = self._processes.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process works."""
+        device: torch.device = self._processes.device
+        return device
+
+    def leave(self) -> None:
+        """Part from the others."""
+        self._processes.destroy_process_group()
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See Ranks.add_gradients."""
+        whole = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
+        for bucket in in_buckets([gradient for gradient in whole if gradient is not None]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat)
+            for gradient, total in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """See Ranks.add."""
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(values.device)
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+        """See Ranks.gradient_norm."""
+        whole, shares = _apart(parameters)
+        if not shares:
+            return float(nn.utils.clip_grad_norm_(whole, max_norm))
+        local = [gradient.to_local() for gradient in _gradients(shares) if isinstance(gradient, DTensor)]
+        square = get_total_norm(local).double().square()
+        dist.all_reduce(square)
+        norm = float((square + get_total_norm(_gradients(whole)).double().square().to(square)).sqrt())
+        # As torch's clip_grad_norm_ has it.
+        scale = min(1.0, max_norm / (norm + 1e-6))
+        for gradient in [*local, *_gradients(whole)]:
+            gradient.mul_(scale)
+        return norm
+
+    def distribute(self, trained: TrainedModel) -> None:
+        """See Ranks.distribute: every process keeps all weights."""
+        self.require_equal(dict(trained.model.named_parameters()))
+
+    def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
+        """See Ranks.load_state."""
+        optimizer.load_state(state)
+
+    def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
+        """See Ranks.state."""
+        return {} if self.rank else optimizer.state()
+
+    def collect(self, trained: TrainedModel) -> None:
+        """See Ranks.collect: all of it is there, and the same on every process."""
+        self.require_equal(trained.trainable_parameters())
+
+    def require_equal(self, parameters: Mapping[str, Tensor]) -> None:
+        """Make sure that every process holds the same weights.
+
+        Raises:
+            RuntimeError: they differ; names the first that does.
+        """
+        whole = {name: value.detach() for name, value in parameters.items() if not isinstance(value, DTensor)}
+        if not whole:
+            return
+        own = torch.stack([_checksum(value) for value in whole.values()]).to(self.device)
+        first = own.clone()
+        dist.broadcast(first, 0)
+        # NaN is equal to nothing, and weights that are not finite are told by the update.
+        differing = ~torch.isclose(own, first, rtol=0.0, atol=0.0, equal_nan=True)
+        if self.add(differing.any(-1).float().cpu()).any():
+            names = [name for name, apart in zip(whole, differing.any(-1).tolist(), strict=True) if apart]
+            raise RuntimeError(
+                f"process {self.rank} of {self.count}: the weights are not those of process 0"
+                + (f", {names[0]} first" if names else " on another process")
+                + "; every process has to load the same files with the same libraries"
+            )
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _apart(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Those that every process has whole, and those of which it has a share; no operation takes both."""
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        parts[isinstance(parameter, DTensor)].append(parameter)
+    return parts
+
+
+def in_buckets(tensors: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[Tensor]]:
+    """Runs of one dtype and of a bounded size, so that little is copied at a time."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(part.numel() for part in bucket) + tensor.numel() > elements
+        if bucket and (full or bucket[0].dtype != tensor.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _checksum(values: Tensor) -> Float[Tensor, "sums"]:
+    """Sums that change with any value and with the order of the values."""
+    sums = torch.zeros(3, dtype=torch.float64, device=values.device)
+    places = torch.arange(1, min(values.numel(), CHECKED_AT_ONCE) + 1, device=values.device).double().sqrt()
+    for part in values.flatten().split(CHECKED_AT_ONCE):
+        exact = part.double()
+        sums += torch.stack([exact.sum(), exact.square().sum(), exact @ places[: len(exact)]])
+    return sums

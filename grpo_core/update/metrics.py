@@ -1,0 +1,146 @@
+"""What an update measured, under the names that TRL's dashboards know."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_core.losses import ImportanceLevel, TokenLoss, clipped_share_of_rows, count_clipped
+from grpo_core.update.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, as means over its trained tokens unless said otherwise.
+
+    Attributes:
+        loss: of the whole minibatch, as its gradient was taken.
+        grad_norm: before it was clipped.
+        learning_rate: that the step was made with.
+        kl: estimate of KL(policy || reference), nats; None without a reference.
+        entropy: nats.
+        clip_low: share of tokens that the lower bound holds; of rows where a row has one ratio.
+        clip_high: likewise of the upper bound.
+        clip_low_min: the least of the rows' shares.
+        clip_high_max: the largest.
+        ratio_mean: importance ratio.
+        mismatch_weight: correction for a sampler that is not the policy; 1 where there is none.
+        trained_tokens: tokens of the minibatch that the loss reads, a number.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    kl: float | None
+    entropy: float
+    clip_low: float
+    clip_high: float
+    clip_low_min: float
+    clip_high_max: float
+    ratio_mean: float
+    mismatch_weight: float
+    trained_tokens: float
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update did: its parity measurement, what was left out, and every optimizer step."""
+
+    before: dict[str, float]
+    steps: tuple[StepMetrics, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the optimizer steps; without a step, what was measured before it."""
+        if not self.steps:
+            return {"optimizer_steps": 0.0, **self.before}
+
+        def mean(field: str) -> float:
+            return math.fsum(getattr(step, field) for step in self.steps) / len(self.steps)
+
+        kl = [step.kl for step in self.steps if step.kl is not None]
+        return {
+            "loss": mean("loss"),
+            "grad_norm": mean("grad_norm"),
+            "learning_rate": self.steps[-1].learning_rate,
+            **({"kl": math.fsum(kl) / len(kl)} if kl else {}),
+            "entropy": mean("entropy"),
+            "importance_ratio/mean": mean("ratio_mean"),
+            "clip_ratio/low_mean": mean("clip_low"),
+            "clip_ratio/low_min": min(step.clip_low_min for step in self.steps),
+            "clip_ratio/high_mean": mean("clip_high"),
+            "clip_ratio/high_max": max(step.clip_high_max for step in self.steps),
+            "clip_ratio/region_mean": mean("clip_low") + mean("clip_high"),
+            "mismatch/mean_weight": mean("mismatch_weight"),
+            "optimizer_steps": float(len(self.steps)),
+            **self.before,
+        }
+
+
+class StepSums:
+    """Sums over the microbatches of one minibatch; means are taken once, at the end."""
+
+    FIELDS = ("loss", "kl", "entropy", "low", "high", "counted", "ratio", "weight", "tokens")
+
+    def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
+        """Nothing has been seen.
+
+        Args:
+            trained: the minibatch's tokens that the loss reads.
+        """
+        self._sums = torch.zeros(len(self.FIELDS), dtype=torch.float64)
+        self._rows = trained.any(-1).cpu()
+        # By row, because a minimum over processes is had from a sum where each row is counted once.
+        self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
+
+    def add(
+        self,
+        loss: Float[Tensor, ""],
+        terms: TokenLoss,
+        entropy: Float[Tensor, "batch time"],
+        mask: Bool[Tensor, "batch time"],
+        level: ImportanceLevel,
+        rows: list[int],
+    ) -> None:
+        """Count one microbatch, which has these rows of the minibatch."""
+
+        def over_tokens(values: Float[Tensor, "batch time"]) -> float:
+            return float(torch.where(mask, values.detach(), 0.0).double().sum())
+
+        clipped = count_clipped(terms, mask, level)
+        tokens = float(mask.sum())
+        seen = [
+            float(loss.detach()),
+            over_tokens(terms.kl),
+            over_tokens(entropy),
+            clipped.low,
+            clipped.high,
+            clipped.counted,
+            over_tokens(terms.importance_ratio),
+            tokens if terms.mismatch is None else over_tokens(terms.mismatch.weights),
+            tokens,
+        ]
+        self._sums += torch.tensor(seen, dtype=torch.float64)
+        for place, flags in enumerate((terms.clipped_low, terms.clipped_high)):
+            self._clipped[place, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
+
+    def metrics(self, ranks: Ranks, *, grad_norm: float, learning_rate: float, with_reference: bool) -> StepMetrics:
+        """Means over the tokens of all processes."""
+        sums = dict(zip(self.FIELDS, ranks.add(self._sums).tolist(), strict=True))
+        low, high = ranks.add(self._clipped)[:, self._rows]
+        tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
+        return StepMetrics(
+            loss=sums["loss"],
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            kl=sums["kl"] / tokens if with_reference else None,
+            entropy=sums["entropy"] / tokens,
+            clip_low=sums["low"] / counted,
+            clip_high=sums["high"] / counted,
+            clip_low_min=float(low.min()) if len(low) else 0.0,
+            clip_high_max=float(high.max()) if len(high) else 0.0,
+            ratio_mean=sums["ratio"] / tokens,
+            mismatch_weight=sums["weight"] / tokens,
+            trained_tokens=sums["tokens"],
+        )

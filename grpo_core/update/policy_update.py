@@ -1,0 +1,95 @@
+"""Train a policy on stored rows; the parity gate comes before the first optimizer step."""
+
+from collections.abc import Callable
+
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.parity import ParityReport, measure_parity, require_parity
+from grpo_core.policies.protocol import Policy
+from grpo_core.records import TrainingRows
+from grpo_core.update.batches import minibatches
+from grpo_core.update.metrics import UpdateResult
+from grpo_core.update.ranks import ALONE, Ranks
+from grpo_core.update.recompute import passes, with_recomputed
+from grpo_core.update.settings import UpdateSettings
+from grpo_core.update.step import make_minibatch, optimizer_step, trained_tokens
+
+Progress = Callable[[int, int], None]
+
+
+def update_policy(
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    rows: TrainingRows,
+    settings: UpdateSettings,
+    *,
+    seed: int,
+    ranks: Ranks = ALONE,
+    on_progress: Progress | None = None,
+) -> UpdateResult:
+    """Train the policy on the rows.
+
+    Rows that other weights sampled pass no gate: their log-probs differ by right, and `settings.loss.mismatch` says
+    how the difference is corrected.
+
+    Args:
+        policy: at the weights before the update.
+        optimizer: over the policy's trainable parameters.
+        rows: advantages finite; without any, nothing is changed.
+        settings: epochs, sizes, loss, limits.
+        seed: of the minibatch order.
+        ranks: the processes that share the update; each has all rows and takes its part of them.
+        on_progress: called with passes done and in all, the recomputation counted.
+
+    Raises:
+        ParityError: stored and recomputed log-probs differ beyond the tolerance; no weight was changed.
+        NonFiniteError: a loss or gradient is not finite; names the samples.
+        ValueError: rows of other weights without a correction, or a KL without a reference.
+    """
+    if not len(rows):
+        return UpdateResult({}, ())
+    if not bool(rows.on_policy.all()) and settings.loss.mismatch is None:
+        raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
+    per_epoch = list(minibatches(len(rows), settings.minibatch_size, 1, seed))
+    ticks = _Ticks(_all_passes(rows, settings, ranks, per_epoch), on_progress)
+    policy.prepare_for_update()
+    rows = with_recomputed(policy, rows, settings, ranks, ticks.tick)
+    before = _measure(rows, settings)
+    rollout_tokens = int(trained_tokens(rows, settings).sum())
+    if not rollout_tokens:
+        return UpdateResult(before, ())
+    steps = []
+    for indices in minibatches(len(rows), settings.minibatch_size, settings.epochs, seed):
+        minibatch = make_minibatch(
+            rows.select(indices), settings, rollout_rows=len(rows), rollout_tokens=rollout_tokens
+        )
+        steps.append(optimizer_step(policy, optimizer, minibatch, settings, ranks, ticks.tick))
+    return UpdateResult(before, tuple(steps))
+
+
+def _measure(rows: TrainingRows, settings: UpdateSettings) -> dict[str, float]:
+    """The gate for the rows that these weights sampled; then how far the sampler was from the policy over all rows."""
+    own = rows.on_policy.nonzero().flatten().tolist()
+    if own:
+        require_parity(_parity(rows.select(own)), settings.parity)
+    return _parity(rows).metrics()
+
+
+def _parity(rows: TrainingRows) -> ParityReport:
+    assert rows.old_logprobs is not None, "they have just been recomputed"
+    return measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, rows.tokens.loss_mask)
+
+
+def _all_passes(rows: TrainingRows, settings: UpdateSettings, ranks: Ranks, per_epoch: list[list[int]]) -> int:
+    parts = [-(-len(indices) // settings.micro_batch_size) for indices in per_epoch]
+    rounds = sum(-(-count // ranks.count) for count in parts)
+    return passes(rows, settings, ranks) + settings.epochs * rounds
+
+
+class _Ticks:
+    def __init__(self, total: int, report: Progress | None) -> None:
+        self.done, self.total, self.report = 0, total, report
+
+    def tick(self) -> None:
+        self.done += 1
+        if self.report:
+            self.report(self.done, self.total)

@@ -1,0 +1,65 @@
+"""Log-probs of stored tokens under the weights at hand and under the reference, before the first optimizer step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_core.policies.protocol import Policy
+from grpo_core.records import TokenBatch, TrainingRows
+from grpo_core.update.batches import microbatches
+from grpo_core.update.ranks import Ranks, share
+from grpo_core.update.settings import UpdateSettings
+
+Tick = Callable[[], None]
+
+
+@torch.no_grad()
+def with_recomputed(
+    policy: Policy, rows: TrainingRows, settings: UpdateSettings, ranks: Ranks, tick: Tick
+) -> TrainingRows:
+    """The rows with old_logprobs, and with old_entropy and ref_logprobs where the settings need them."""
+    entropy = settings.entropy_quantile < 1
+
+    def under_policy(tokens: TokenBatch) -> Float[Tensor, "quantities batch time"]:
+        scored = policy.logprobs(tokens, entropy=entropy)
+        return torch.stack([scored.logprobs, scored.entropy] if entropy else [scored.logprobs])
+
+    def under_reference(tokens: TokenBatch) -> Float[Tensor, "quantities batch time"]:
+        return policy.reference_logprobs(tokens).unsqueeze(0)
+
+    old = _for_all_rows(under_policy, rows, settings, ranks, tick, quantities=1 + entropy)
+    rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if entropy else None)
+    if not settings.with_reference:
+        return rows
+    reference = _for_all_rows(under_reference, rows, settings, ranks, tick, quantities=1)
+    return replace(rows, ref_logprobs=reference[0])
+
+
+def passes(rows: TrainingRows, settings: UpdateSettings, ranks: Ranks) -> int:
+    """How often `with_recomputed` ticks."""
+    parts = -(-len(rows) // settings.micro_batch_size)
+    return -(-parts // ranks.count) * (1 + settings.with_reference)
+
+
+def _for_all_rows(
+    score: Callable[[TokenBatch], Float[Tensor, "quantities batch time"]],
+    rows: TrainingRows,
+    settings: UpdateSettings,
+    ranks: Ranks,
+    tick: Tick,
+    *,
+    quantities: int,
+) -> Float[Tensor, "quantities rows time"]:
+    """Each process scores its share of the rows; all of them get the whole, on the CPU."""
+    whole = torch.zeros(quantities, *rows.tokens.token_ids.shape)
+    lengths = rows.tokens.loss_mask.sum(-1).tolist()
+    for part, counts in share(microbatches(lengths, settings.micro_batch_size), ranks):
+        tokens = rows.tokens.select(part).trimmed()
+        scored = score(tokens).cpu()
+        if counts:
+            whole[:, part, : scored.shape[-1]] = scored
+        tick()
+    return ranks.add(whole)

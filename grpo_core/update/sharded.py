@@ -1,0 +1,105 @@
+"""Ranks with weights, gradients and moments spread over the processes: FSDP2, torch's `fully_shard`.
+
+Zhao et al., 2023 (arXiv:2304.11277). accelerate would shard the outermost module, and gather the weights that belong to
+no layer in its forward pass alone. Log-probs are computed past it: the inner model once, then the output head a chunk
+of tokens at a time, on each process as often as its rows have chunks. So the layers are sharded one by one, then what
+is left of the inner model; the head stays whole on every process, and so does an embedding that is tied to it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.policies.trained import TrainedModel
+from grpo_core.update.accelerated import AcceleratedRanks
+
+
+class ShardedRanks(AcceleratedRanks):
+    """See Ranks. Each process holds a share of every layer, and gathers a whole layer while it runs."""
+
+    def distribute(self, trained: TrainedModel) -> None:
+        """See Ranks.distribute. The parameters are others afterwards, and the reference's values are cut like them."""
+        super().distribute(trained)
+        _shard(trained.model, init_device_mesh(self.device.type, (self.count,)))
+        parameters = trained.trainable_parameters()
+        trained.change_reference(lambda name, value: _share_of(value, parameters[name]))
+
+    def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
+        """See Ranks.load_state."""
+        shares = {}
+        for entry, value in state.items():
+            parameter = optimizer.parameters.get(entry.rpartition("|")[0])
+            of_its_shape = parameter is not None and value.shape == parameter.shape
+            shares[entry] = _share_of(value, parameter) if of_its_shape and parameter is not None else value
+        optimizer.load_state(shares)
+
+    def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
+        """See Ranks.state; every process has to come here."""
+        whole = {entry: self._whole(value) for entry, value in optimizer.state().items()}
+        return {} if self.rank else whole
+
+    def collect(self, trained: TrainedModel) -> None:
+        """See Ranks.collect. Every process has to come here, and the model runs no more on any of them.
+
+        Values that were cut are in CPU memory afterwards, and beside the first process they are empty.
+        """
+        super().collect(trained)
+        trained.change_reference(lambda _, value: self._whole(value))
+        # Of a model with adapters these alone are saved.
+        adapters_only = isinstance(trained.model, PeftModel)
+        for module in trained.model.modules():
+            parameters: dict[str, Any] = module._parameters
+            for name, parameter in parameters.items():
+                if _is_share(parameter) and (parameter.requires_grad or not adapters_only):
+                    parameters[name] = nn.Parameter(self._whole(parameter), parameter.requires_grad)
+
+    def _whole(self, value: Any) -> Tensor:
+        if not _is_share(value):
+            whole: Tensor = value
+            return whole
+        # Shares may have been moved to CPU memory, where the processes of GPUs exchange nothing.
+        full = value.detach().to(self.device).full_tensor()
+        return torch.empty(0) if self.rank else full.cpu()
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    language_model = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
+    for module in _layers(language_model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    head = language_model.get_output_embeddings()
+    used_outside = set(head.parameters()) if head is not None else set()
+    # Kept after the forward pass, the weights of a pass without gradients would outlive the next optimizer step.
+    fully_shard(language_model.base_model, mesh=mesh, reshard_after_forward=True, ignored_params=used_outside)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Denominators are of the whole minibatch: gradients are added up, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(language_model: Any) -> list[nn.Module]:
+    """The repeated layers, as transformers names them for sharding; the innermost first."""
+    names = set(language_model._no_split_modules or ())
+    return [module for module in reversed(list(language_model.modules())) if type(module).__name__ in names]
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _share_of(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Of a value that all processes have whole, this one's share, cut as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    # No source rank: every process cuts its own copy, and nothing is sent.
+    on_mesh = value.to(parameter.device)
+    share = distribute_tensor(on_mesh, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return share.to(value.device)

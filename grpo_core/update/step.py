@@ -1,0 +1,153 @@
+"""One optimizer step over a minibatch, whose gradient does not depend on how it is cut into microbatches."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from grpo_core.errors import NonFiniteError
+from grpo_core.losses import (
+    Denominators,
+    LossInputs,
+    TokenLoss,
+    compute_policy_loss,
+    entropy_threshold,
+    high_entropy_mask,
+    overlong_mask,
+)
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.policies.protocol import Policy
+from grpo_core.records import TrainingRows
+from grpo_core.update.batches import microbatches
+from grpo_core.update.metrics import StepMetrics, StepSums
+from grpo_core.update.ranks import Ranks, share
+from grpo_core.update.settings import UpdateSettings
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The rows of one optimizer step, with what every part of its loss is divided by.
+
+    Attributes:
+        rows: old_logprobs known, and all else that the settings need.
+        trained: tokens that the loss reads.
+        entropy_mask: of these, the ones whose entropy is high enough; None where all train.
+        denominators: of the whole minibatch.
+    """
+
+    rows: TrainingRows
+    trained: Bool[Tensor, "batch time"]
+    entropy_mask: Bool[Tensor, "batch time"] | None
+    denominators: Denominators
+
+
+def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
+    """The sampled tokens, without the rows that were cut where those are masked."""
+    if not settings.mask_truncated:
+        return rows.tokens.loss_mask
+    return overlong_mask(rows.tokens.loss_mask, rows.finished)
+
+
+def make_minibatch(
+    rows: TrainingRows, settings: UpdateSettings, *, rollout_rows: int, rollout_tokens: int
+) -> Minibatch:
+    """Masks and denominators of a minibatch.
+
+    Args:
+        rows: those of the minibatch.
+        settings: of the update.
+        rollout_rows: rows of the update.
+        rollout_tokens: their trained tokens.
+    """
+    trained = trained_tokens(rows, settings)
+    entropy_mask = None
+    if settings.entropy_quantile < 1:
+        assert rows.old_entropy is not None, "entropies are computed with old_logprobs"
+        threshold = entropy_threshold(rows.old_entropy[trained], settings.entropy_quantile)
+        entropy_mask = high_entropy_mask(rows.old_entropy, trained, threshold=threshold)
+    counted = trained if entropy_mask is None else entropy_mask
+    denominators = Denominators(
+        rows=len(rows),
+        tokens=int(trained.sum()),
+        entropy_tokens=int(counted.sum()),
+        rollout_rows=rollout_rows,
+        rollout_tokens=rollout_tokens,
+        max_completion_length=settings.max_length,
+    )
+    return Minibatch(rows, trained, entropy_mask, denominators)
+
+
+def optimizer_step(
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    minibatch: Minibatch,
+    settings: UpdateSettings,
+    ranks: Ranks,
+    tick: Callable[[], None],
+) -> StepMetrics:
+    """Gradients of all microbatches of all processes, clipping, and one step.
+
+    Raises:
+        NonFiniteError: a loss or the gradient is not finite; names the samples. No weight was changed by this step.
+    """
+    optimizer.zero_grad()
+    sums = StepSums(minibatch.trained)
+    lengths = minibatch.rows.tokens.loss_mask.sum(-1).tolist()
+    for part, counts in share(microbatches(lengths, settings.micro_batch_size), ranks):
+        _backward(policy, minibatch, part, settings, sums, counts=counts)
+        tick()
+    parameters = list(optimizer.parameters.values())
+    ranks.add_gradients(parameters)
+    grad_norm = ranks.gradient_norm(parameters, settings.max_grad_norm)
+    if not math.isfinite(grad_norm):
+        mend = "Lower the learning rate, or look at these samples; the last policy version is whole."
+        raise NonFiniteError("gradient", minibatch.rows.sample_ids, mend)
+    learning_rate = optimizer.learning_rate
+    optimizer.step()
+    return sums.metrics(ranks, grad_norm=grad_norm, learning_rate=learning_rate, with_reference=settings.with_reference)
+
+
+def _backward(
+    policy: Policy, minibatch: Minibatch, part: list[int], settings: UpdateSettings, sums: StepSums, *, counts: bool
+) -> None:
+    """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
+    chunk = minibatch.rows.select(part)
+    tokens = chunk.tokens.trimmed()
+    time = tokens.token_ids.shape[1]
+    scored = policy.logprobs(tokens, entropy=True)
+    device = scored.logprobs.device
+
+    def aligned(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:, :time].to(device)
+
+    def selected(values: Tensor | None) -> Tensor | None:
+        return None if values is None else aligned(values[part])
+
+    mask = selected(minibatch.trained)
+    assert mask is not None, "every minibatch knows its trained tokens"
+    assert chunk.old_logprobs is not None, "old_logprobs are recomputed before the first step"
+    inputs = LossInputs(
+        logprobs=scored.logprobs,
+        old_logprobs=chunk.old_logprobs[:, :time].to(device),
+        rollout_logprobs=chunk.rollout_logprobs[:, :time].to(device),
+        ref_logprobs=aligned(chunk.ref_logprobs),
+        advantages=chunk.advantages.to(device),
+        loss_mask=mask,
+        entropy=scored.entropy,
+        entropy_mask=selected(minibatch.entropy_mask),
+    )
+    loss, terms = compute_policy_loss(inputs, settings.loss, minibatch.denominators)
+    if not torch.isfinite(loss):
+        _refuse_non_finite(chunk.sample_ids, terms)
+    (loss if counts else loss * 0.0).backward()
+    if counts:
+        sums.add(loss, terms, scored.entropy, mask, settings.loss.importance_level, part)
+
+
+def _refuse_non_finite(sample_ids: tuple[str, ...], terms: TokenLoss) -> None:
+    finite = torch.isfinite(terms.surrogate + terms.kl).all(-1).tolist()
+    broken = [sample for sample, good in zip(sample_ids, finite, strict=True) if not good] or list(sample_ids)
+    raise NonFiniteError("loss", broken, "Lower the learning rate, or look at these samples' stored log-probs.")

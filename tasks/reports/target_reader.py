@@ -1,0 +1,49 @@
+"""Pictures that prompts ought to give, for looking at a run whose input files may have moved."""
+
+import hashlib
+import io
+
+from PIL import Image, ImageOps
+
+from grpo_core.errors import InputError
+from tasks.input_files import read_input_file
+from tasks.reports.pictures import shrunk
+
+
+class TargetReader:
+    """Target pictures by address, each read once; one that is gone or changed is told and left out.
+
+    Attributes:
+        missing: addresses and reasons.
+    """
+
+    def __init__(self, side: int) -> None:
+        """Nothing is read yet; what is larger than `side` pixels will be made smaller."""
+        self.missing: dict[str, str] = {}
+        self._side = side
+        self._read: dict[str, Image.Image] = {}
+
+    def read(self, uri: str | None, sha256: str | None) -> Image.Image | None:
+        """The picture, made smaller where it is large."""
+        if uri is None or uri in self.missing:
+            return None
+        if uri not in self._read:
+            try:
+                content = read_input_file(uri, place="target")
+                if hashlib.sha256(content).hexdigest() != sha256:
+                    raise ValueError("it is not the file that the run was trained with")
+                self._read[uri] = shrunk(over_white(Image.open(io.BytesIO(content))), self._side)
+            except InputError as error:
+                self.missing[uri] = error.mend
+            except (OSError, ValueError, Image.DecompressionBombError) as error:
+                self.missing[uri] = str(error)
+        return self._read.get(uri)
+
+
+def over_white(image: Image.Image) -> Image.Image:
+    """Upright and RGB; what was transparent is white."""
+    upright = ImageOps.exif_transpose(image)
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    clear = upright.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")

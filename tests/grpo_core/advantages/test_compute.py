@@ -1,0 +1,317 @@
+"""Advantages by hand where TRL has none, and what must hold for any rewards."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, reward_metrics
+from grpo_core.errors import NonFiniteError
+
+NAN = math.nan
+REWARDS = st.floats(-100, 100, width=32)
+GROUPS = st.lists(REWARDS, min_size=2, max_size=8)
+SAMPLES = st.lists(st.lists(st.tuples(REWARDS, REWARDS), min_size=4, max_size=4), min_size=1, max_size=4)
+SCALES = ["group", "batch", "none"]
+
+
+def computed(values: Any, weights: Sequence[float] = (1.0,), **options: Any) -> GroupAdvantages:
+    """Of nested lists or a tensor; without a last axis there is one reward."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+    return compute_advantages(
+        tensor.unsqueeze(-1) if tensor.ndim == 2 else tensor, weights, AdvantageSettings(**options)
+    )
+
+
+def advantages_of(*rewards: float, **options: Any) -> list[float]:
+    """Of one group with one reward."""
+    found: list[float] = computed([rewards], **options).advantages[0].tolist()
+    return found
+
+
+def test_group_scale() -> None:
+    """mean .5, std sqrt(1/3) = .5773503: .5 / (.5773503 + .0001) = .865875."""
+    assert advantages_of(1, 0, 0, 1) == pytest.approx([0.865875, -0.865875, -0.865875, 0.865875], abs=1e-6)
+
+
+def test_a_smaller_eps() -> None:
+    assert advantages_of(1, 0, 0, 1, eps=1e-6) == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
+
+
+def test_without_the_standard_deviation() -> None:
+    assert advantages_of(3, 1, 2, scale="none") == pytest.approx([1, -1, 0])
+
+
+def test_batch_scale_divides_all_groups_by_one_number() -> None:
+    """Over 0, 2, 4, 10: mean 4, squares 16 + 4 + 0 + 36 = 56, std sqrt(56 / 3)."""
+    std = math.sqrt(56 / 3)
+    found = computed([[0.0, 2.0], [4.0, 10.0]], scale="batch", eps=0.5).advantages
+    expected = torch.tensor([[-1.0, 1.0], [-3.0, 3.0]]) / (std + 0.5)
+    torch.testing.assert_close(found, expected)
+
+
+def test_leave_one_out() -> None:
+    """1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2."""
+    assert advantages_of(1, 2, 6, baseline="leave_one_out", scale="none") == pytest.approx([-3, -1.5, 4.5])
+
+
+def test_leave_one_out_counts_the_siblings_that_have_a_reward() -> None:
+    found = advantages_of(1, NAN, 2, 6, baseline="leave_one_out", scale="none")
+    assert [found[index] for index in (0, 2, 3)] == pytest.approx([-3, -1.5, 4.5])
+    assert math.isnan(found[1])
+
+
+def test_leave_one_out_over_the_std_of_the_group() -> None:
+    """mean 3, squares 4 + 1 + 9 = 14, std sqrt(7)."""
+    found = advantages_of(1, 2, 6, baseline="leave_one_out", eps=0.0)
+    assert found == pytest.approx([value / math.sqrt(7) for value in (-3, -1.5, 4.5)])
+
+
+def test_normalize_then_sum_by_hand() -> None:
+    """Each reward of a group of two becomes -+sqrt(.5), whatever its scale.
+
+    Sums: -1.5 and 1.5 times sqrt(.5) in the first group, where the two agree; +.5 and -.5 in the second. Their mean is
+    0, the sum of squares (4.5 + .5) / 2 = 2.5, the std sqrt(2.5 / 3).
+    """
+    values = [[[0.0, 10.0], [1.0, 90.0]], [[0.0, 7.0], [5.0, 6.5]]]
+    found = computed(values, [0.5, 1.0], aggregation="normalize_then_sum", eps=0.0).advantages
+    root, std = math.sqrt(0.5), math.sqrt(2.5 / 3)
+    torch.testing.assert_close(found, torch.tensor([[-1.5, 1.5], [0.5, -0.5]]) * root / std)
+
+
+def test_the_clip_binds_on_both_sides() -> None:
+    assert advantages_of(-4, -1, 0, 5, scale="none", clip=2.0) == pytest.approx([-2, -1, 0, 2])
+
+
+def test_each_group_has_its_own_statistics() -> None:
+    """A hard prompt's best sample is not punished for an easy prompt's scores."""
+    result = computed([[0.0, 0.1], [10.0, 10.1]], eps=0.0)
+    root = math.sqrt(0.5)
+    torch.testing.assert_close(result.advantages, torch.tensor([[-root, root], [-root, root]]))
+    torch.testing.assert_close(result.means, torch.tensor([0.05, 10.05]))
+    torch.testing.assert_close(result.stds, torch.full((2,), 0.1 * root))
+    assert result.constant.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e-30, 1e6 + 0.1, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"eps": 0.0}, {"eps": 0.0, "baseline": "leave_one_out"}])
+def test_a_constant_group_is_exactly_zero(size: int, value: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """The mean of three 0.1 is not 0.1 in binary; divided by a tiny eps that would be an advantage."""
+    result = computed(torch.full((1, size), value, dtype=dtype), **options)
+    assert result.advantages.tolist() == [[0.0] * size]
+    assert result.stds.tolist() == [0.0]
+    assert result.constant.tolist() == [True]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_same_rewards_in_another_order_are_no_spread(scale: str) -> None:
+    """.1 + .2 + .3 and .3 + .2 + .1 differ in the last bit; without eps that would be a full advantage."""
+    result = computed([[[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]]], [1.0, 1.0, 1.0], scale=scale, eps=0.0)
+    assert result.rewards[0, 0] != result.rewards[0, 1]
+    assert result.advantages.tolist() == [[0.0, 0.0]]
+    assert result.constant.tolist() == [True]
+
+
+@pytest.mark.parametrize("missing", ["group_mean", "renormalize"])
+def test_a_constant_group_stays_zero_when_the_batch_mean_is_not(missing: str) -> None:
+    """The last step of normalize_then_sum subtracts one mean from every sample, those of constant groups too."""
+    values = [[[0.3, 0.7]] * 3, [[0.0, NAN], [1.0, 5.0], [4.0, 9.0]]]
+    found = computed(values, [1.0, 1.0], aggregation="normalize_then_sum", missing=missing).advantages
+    assert found[0].tolist() == [0.0] * 3
+    assert found[1].abs().min() > 0
+
+
+def test_dropped_groups_are_not_trained_and_touch_no_statistic() -> None:
+    values = [[5.0, 5.0], [0.0, 1.0], [NAN, 3.0], [0.0, 4.0]]
+    dropped = computed(values, scale="batch", drop_constant_groups=True)
+    assert dropped.dropped.tolist() == [True, False, True, False]
+    assert dropped.advantages[[0, 2]].isnan().all()
+    alone = computed([[0.0, 1.0], [0.0, 4.0]], scale="batch")
+    assert dropped.advantages[[1, 3]].tolist() == alone.advantages.tolist()
+    kept = computed(values, scale="batch")
+    assert not kept.dropped.any()
+    assert kept.advantages[0].tolist() == [0.0, 0.0]
+    assert kept.advantages[1, 1] != dropped.advantages[1, 1]
+
+
+def test_the_kl_is_part_of_the_reward() -> None:
+    """1 - .1 * 2, 0 - .1 * (-3), and their mean .55."""
+    values = torch.tensor([[[1.0], [0.0]]])
+    settings = AdvantageSettings(kl_coef=0.1, scale="none")
+    result = compute_advantages(values, [1.0], settings, penalties=torch.tensor([[2.0, -3.0]]))
+    torch.testing.assert_close(result.rewards, torch.tensor([[0.8, 0.3]]))
+    torch.testing.assert_close(result.means, torch.tensor([0.55]))
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.25, -0.25]]))
+
+
+def test_the_kl_separates_equal_rewards() -> None:
+    settings = AdvantageSettings(kl_coef=0.1)
+    result = compute_advantages(torch.ones(1, 2, 1), [1.0], settings, penalties=torch.tensor([[1.0, 2.0]]))
+    assert result.constant.tolist() == [False]
+    assert result.advantages[0, 0] > 0.7
+
+
+def test_a_kl_in_the_reward_without_penalties_is_refused() -> None:
+    with pytest.raises(ValueError, match="no penalties"):
+        computed([[0.0, 1.0]], kl_coef=0.1)
+
+
+def test_a_kl_that_is_not_finite_names_the_sample_if_it_has_a_reward() -> None:
+    values = torch.tensor([[[1.0], [0.0]], [[NAN], [1.0]]])
+    settings = AdvantageSettings(kl_coef=0.1)
+    result = compute_advantages(values, [1.0], settings, penalties=torch.tensor([[0.0, 0.0], [NAN, 0.0]]))
+    assert result.advantages.isnan().nonzero().tolist() == [[1, 0]]
+    with pytest.raises(NonFiniteError, match="KL in the reward") as caught:
+        compute_advantages(values, [1.0], settings, penalties=torch.tensor([[0.0, 0.0], [NAN, math.inf]]))
+    assert caught.value.sample_ids == ("1/1",)
+
+
+def test_missing_rewards_count_in_no_statistic() -> None:
+    """Over 1, 0, 0, 1 the values of TRL, whatever stands between them."""
+    found = advantages_of(1, NAN, 0, 0, NAN, 1)
+    assert [math.isnan(value) for value in found] == [False, True, False, False, True, False]
+    assert [found[index] for index in (0, 2, 3, 5)] == pytest.approx([0.865875, -0.865875, -0.865875, 0.865875])
+
+
+def test_each_way_with_a_missing_reward() -> None:
+    """The second of two rewards is null for the first sample; the siblings have 4 and 2.
+
+    Imputed 3: sums 3, 5, 4. Renormalised: twice the first reward, 0, 5, 4. Dropped: 5, 4.
+    """
+    values = [[[0.0, NAN], [1.0, 4.0], [2.0, 2.0]]]
+    found = {
+        missing: computed(values, [1.0, 1.0], missing=missing, scale="none")
+        for missing in ("group_mean", "renormalize", "drop")
+    }
+    torch.testing.assert_close(found["group_mean"].advantages, torch.tensor([[-1.0, 1.0, 0.0]]))
+    torch.testing.assert_close(found["renormalize"].advantages, torch.tensor([[-3.0, 2.0, 1.0]]))
+    torch.testing.assert_close(found["drop"].advantages, torch.tensor([[NAN, 0.5, -0.5]]), equal_nan=True)
+    assert [int(result.imputed.sum()) for result in found.values()] == [1, 0, 0]
+    assert [int(result.present.sum()) for result in found.values()] == [3, 3, 2]
+
+
+def test_a_group_is_not_rescaled_for_the_rewards_of_another_dataset() -> None:
+    values = torch.tensor([[[0.0, NAN], [1.0, NAN]], [[NAN, 0.0], [NAN, 8.0]]])
+    routed = torch.tensor([[True, False], [False, True]])
+    settings = AdvantageSettings(scale="none")
+    result = compute_advantages(values, [1.0, 0.5], settings, applies=routed)
+    torch.testing.assert_close(result.advantages, torch.tensor([[-0.5, 0.5], [-2.0, 2.0]]))
+    assert compute_advantages(values, [1.0, 0.5], settings).advantages[0].tolist() == [-0.75, 0.75]
+
+
+def test_a_group_with_one_reward_teaches_nothing() -> None:
+    result = computed([[NAN, 5.0, NAN]])
+    assert result.advantages[0, 1] == 0.0
+    assert result.advantages[0, [0, 2]].isnan().all()
+    assert (result.means.item(), result.stds.item(), result.constant.item()) == (5.0, 0.0, True)
+
+
+def test_a_group_without_rewards_has_no_mean() -> None:
+    result = computed([[NAN, NAN], [0.0, 1.0]])
+    assert result.advantages[0].isnan().all()
+    assert result.means.isnan().tolist() == [True, False]
+    assert result.constant.tolist() == [True, False]
+    assert not result.advantages[1].isnan().any()
+
+
+def test_small_differences_on_a_huge_offset() -> None:
+    """Differences of a hundredth on a million, in fp64, keep four digits."""
+    small = advantages_of(0.00, 0.01, 0.03, 0.02)
+    large = advantages_of(1e6, 1e6 + 0.01, 1e6 + 0.03, 1e6 + 0.02)
+    assert large == pytest.approx(small, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_reward_is_refused_by_name(value: float) -> None:
+    with pytest.raises(NonFiniteError, match="reward is not finite for 1 sample") as caught:
+        computed([[0.0, 1.0], [NAN, value]])
+    assert caught.value.sample_ids == ("1/1",)
+
+
+def test_metrics_by_hand() -> None:
+    """Rewards 5, 5, 1, 2 + imputed 3 and 4 + 3: over 5, 5, 5, 7 the mean is 5.5, the std 1."""
+    values = [[[2.0, 3.0], [2.0, 3.0]], [[2.0, NAN], [4.0, 3.0]], [[NAN, NAN], [NAN, NAN]]]
+    metrics = reward_metrics(computed(values, [1.0, 1.0], drop_constant_groups=True))
+    assert metrics == {
+        "reward": 5.5,
+        "reward_std": 1.0,
+        "frac_reward_zero_std": pytest.approx(2 / 3),
+        "groups_dropped": 2.0,
+        "groups_kept": 1.0,
+        "samples_without_reward": 2.0,
+        "rewards_imputed": 1.0,
+    }
+
+
+@given(GROUPS)
+def test_agrees_with_the_standard_library(rewards: list[float]) -> None:
+    std = statistics.stdev(rewards)
+    expected = [0.0 if std == 0 else (reward - statistics.fmean(rewards)) / (std + 1e-4) for reward in rewards]
+    assert advantages_of(*rewards) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", SCALES)
+@given(values=SAMPLES)
+def test_advantages_of_a_group_sum_to_zero(baseline: str, scale: str, values: Any) -> None:
+    found = computed(values, [1.0, -0.5], baseline=baseline, scale=scale).advantages.double()
+    assert found.sum(-1).tolist() == pytest.approx([0.0] * len(values), abs=1e-6 * float(1 + found.abs().sum()))
+
+
+@given(values=SAMPLES)
+def test_with_normalize_then_sum_they_do_too(values: Any) -> None:
+    found = computed(values, [1.0, -0.5], aggregation="normalize_then_sum").advantages.double()
+    assert found.sum(-1).tolist() == pytest.approx([0.0] * len(values), abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(values=SAMPLES)
+def test_leave_one_out_is_the_mean_baseline_times_n_over_n_minus_1(scale: str, values: Any) -> None:
+    mean, others = (
+        computed(values, [1.0, -0.5], baseline=name, scale=scale).advantages for name in ("mean", "leave_one_out")
+    )
+    torch.testing.assert_close(others, mean * 4 / 3, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*({"scale": scale} for scale in SCALES), {"baseline": "leave_one_out"}, {"aggregation": "normalize_then_sum"}],
+)
+@given(values=SAMPLES, shuffler=st.randoms(use_true_random=False))
+def test_order_of_siblings_and_groups_does_not_matter(options: dict[str, Any], values: Any, shuffler: Random) -> None:
+    samples = torch.tensor(values, dtype=torch.float64)
+    groups, siblings = list(range(len(values))), list(range(4))
+    shuffler.shuffle(groups)
+    shuffler.shuffle(siblings)
+    straight = computed(samples, [1.0, -0.5], **options).advantages
+    shuffled = computed(samples[groups][:, siblings], [1.0, -0.5], **options).advantages
+    torch.testing.assert_close(shuffled, straight[groups][:, siblings], rtol=1e-5, atol=1e-6)
+
+
+@given(GROUPS, st.floats(-1000, 1000, width=32))
+def test_a_shift_of_all_rewards_changes_nothing(rewards: list[float], shift: float) -> None:
+    assert advantages_of(*(reward + shift for reward in rewards)) == pytest.approx(
+        advantages_of(*rewards), rel=1e-3, abs=1e-5
+    )
+
+
+@given(st.lists(st.integers(-100, 100), min_size=2, max_size=8), st.floats(1e-3, 1e3))
+def test_a_positive_factor_changes_nothing_with_group_scale_and_no_eps(rewards: list[int], factor: float) -> None:
+    scaled = advantages_of(*(reward * factor for reward in rewards), eps=0.0)
+    assert scaled == pytest.approx(advantages_of(*rewards, eps=0.0), rel=1e-6, abs=1e-7)
+
+
+@given(GROUPS)
+def test_a_better_reward_never_has_the_smaller_advantage(rewards: list[float]) -> None:
+    found = advantages_of(*rewards)
+    pairs = sorted(zip(rewards, found, strict=True))
+    assert [advantage for _, advantage in pairs] == sorted(found)

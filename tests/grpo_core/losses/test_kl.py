@@ -1,0 +1,102 @@
+"""k1, k2, k3 by hand, their means, and their gradients in expectation over all of four ids."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_core.losses import estimate_kl, k1_kl, k2_kl, k3_kl
+
+LOGITS = torch.tensor([[0.3, -1.0, 0.7, 0.2]], dtype=torch.float64)
+OLD = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).log()
+REFERENCE = torch.tensor([[0.4, 0.1, 0.25, 0.25]], dtype=torch.float64).log()
+ALL = torch.ones(1, 4, dtype=torch.bool)
+DIFFERENCES = st.lists(st.floats(-20, 20, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32), min_size=1)
+
+
+def test_by_hand() -> None:
+    """lp = ln .5, ref = ln .25: k1 = ln 2, k2 = (ln 2)^2 / 2, k3 = .5 + ln 2 - 1."""
+    logprobs, reference = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.25, 0.5, 0.9]]).log()
+    mask = torch.tensor([[True, True, False]])
+    assert k1_kl(logprobs, reference, mask)[0].tolist() == pytest.approx([0.693147, 0, 0], abs=1e-6)
+    assert k2_kl(logprobs, reference, mask)[0].tolist() == pytest.approx([0.240227, 0, 0], abs=1e-6)
+    assert k3_kl(logprobs, reference, mask)[0].tolist() == pytest.approx([0.193147, 0, 0], abs=1e-6)
+    assert float(k1_kl(reference, logprobs, mask)[0, 0]) == pytest.approx(-0.693147)
+
+
+@given(DIFFERENCES)
+def test_k2_and_k3_are_never_negative(differences: list[float]) -> None:
+    reference = torch.tensor([differences])
+    mask = torch.ones_like(reference).bool()
+    assert (k2_kl(torch.zeros_like(reference), reference, mask) >= 0).all()
+    assert (k3_kl(torch.zeros_like(reference), reference, mask) >= 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(st.lists(st.floats(-20, -0.01) | st.floats(0.01, 20), min_size=1))
+def test_gradient_points_to_the_reference(estimator: Any, differences: list[float]) -> None:
+    """A step down the gradient of k2 or k3 brings the log-prob nearer; k1 knows one direction only: down."""
+    reference = torch.tensor([differences])
+    logprobs = torch.zeros_like(reference).requires_grad_()
+    estimate_kl(logprobs, reference, torch.ones_like(reference).bool(), estimator).sum().backward()
+    assert logprobs.grad is not None
+    expected = torch.ones_like(reference) if estimator == "k1" else -reference.sign()
+    assert torch.equal(logprobs.grad.sign(), expected)
+
+
+def gradient(objective: Tensor, logits: Tensor) -> Tensor:
+    return torch.autograd.grad(objective, logits)[0]
+
+
+def policy() -> tuple[Tensor, Tensor]:
+    logits = LOGITS.clone().requires_grad_()
+    return logits, logits.log_softmax(-1)
+
+
+def true_kl_gradient(*, reverse: bool) -> Tensor:
+    logits, logprobs = policy()
+    if reverse:
+        return gradient((logprobs.exp() * (logprobs - REFERENCE)).sum(), logits)
+    return gradient((REFERENCE.exp() * (REFERENCE - logprobs)).sum(), logits)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator: Any) -> None:
+    """Their mean under the policy is KL(policy || reference), summed by definition; k2's is not."""
+    kl = (OLD.exp() * (OLD - REFERENCE)).sum()
+    mean = (OLD.exp() * estimate_kl(OLD, REFERENCE, ALL, estimator)).sum()
+    torch.testing.assert_close(mean, kl)
+    assert abs(float((OLD.exp() * k2_kl(OLD, REFERENCE, ALL)).sum() - kl)) > 0.01
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_expected_gradient_on_policy(estimator: Any) -> None:
+    """k1: none. k2: that of KL(policy || reference). k3: that of KL(reference || policy)."""
+    logits, logprobs = policy()
+    found = gradient((logprobs.detach().exp() * estimate_kl(logprobs, REFERENCE, ALL, estimator)).sum(), logits)
+    expected = {
+        "k1": torch.zeros_like(LOGITS),
+        "k2": true_kl_gradient(reverse=True),
+        "k3": true_kl_gradient(reverse=False),
+    }[estimator]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_expected_gradient_off_policy_with_the_importance_ratio(estimator: Any) -> None:
+    """Samples of another policy, weighted by the ratio: that of KL(policy || reference)."""
+    logits, logprobs = policy()
+    ratio = (logprobs - OLD).exp()
+    kl = estimate_kl(logprobs, REFERENCE, ALL, estimator, importance_ratio=ratio)
+    torch.testing.assert_close(gradient((OLD.exp() * kl).sum(), logits), true_kl_gradient(reverse=True))
+
+
+def test_the_reference_gets_no_gradient() -> None:
+    logprobs, reference = OLD.clone().requires_grad_(), REFERENCE.clone().requires_grad_()
+    for estimator in (k1_kl, k2_kl, k3_kl):
+        estimator(logprobs, reference, ALL).sum().backward()
+    assert logprobs.grad is not None
+    assert reference.grad is None

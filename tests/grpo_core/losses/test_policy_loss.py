@@ -1,0 +1,283 @@
+"""The composed loss: by hand, over any split into microbatches, and blind to what is masked."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.losses import (
+    Denominators,
+    LossInputs,
+    LossSettings,
+    MismatchSettings,
+    compute_policy_loss,
+    count_clipped,
+    default_importance_level,
+    overlong_mask,
+)
+
+from .batches import Loss, count, loss_of, random_inputs
+
+SEEDS = st.integers(0, 2**32 - 1)
+LOSSES: tuple[Any, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo")
+PER_TOKEN = ("surrogate", "kl", "importance_ratio", "clipped_low", "clipped_high", "active")
+
+
+def everything(loss: Any, estimator: Any = "k3") -> LossSettings:
+    """Every switch that the loss has."""
+    return LossSettings(
+        loss,
+        default_importance_level(loss),
+        clip_range_high=0.28,
+        delta=1.5 if loss in ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo") else None,
+        ratio_cap=1.4,
+        kl_coef=0.1,
+        kl_estimator=estimator,
+        kl_importance_correction=True,
+        entropy_coef=0.05,
+        mismatch=MismatchSettings("truncate", "token", 1.5),
+        off_policy_threshold=0.2,
+    )
+
+
+def plain(loss: Any = "grpo", **options: Any) -> LossSettings:
+    return LossSettings(loss, default_importance_level(loss), **options)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, rows: int = 6) -> list[list[int]]:
+    """The rows in any order, cut anywhere."""
+    order = draw(st.permutations(range(rows)))
+    cuts = sorted(draw(st.sets(st.integers(1, rows - 1))))
+    return [order[start:end] for start, end in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def by_hand() -> LossInputs:
+    """Row 1, A = 1: ratios 1.5 and .5. Row 2, A = -2: one token of ratio 1. k3 = .193147 for the first token alone."""
+    return LossInputs(
+        logprobs=torch.tensor([[0.3, 0.2], [0.5, 0.1]]).log(),
+        old_logprobs=torch.tensor([[0.2, 0.4], [0.5, 0.9]]).log(),
+        advantages=torch.tensor([1.0, -2.0]),
+        loss_mask=torch.tensor([[True, True], [True, False]]),
+        rollout_logprobs=torch.tensor([[0.1, 0.4], [1.0, 0.5]]).log(),
+        ref_logprobs=torch.tensor([[0.15, 0.2], [0.5, 0.7]]).log(),
+        entropy=torch.tensor([[1.0, 2.0], [4.0, 8.0]]),
+        entropy_mask=None,
+    )
+
+
+KL = 0.1 * 0.193147
+ROOT = math.sqrt(0.75)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # grpo: the first ratio is clipped at 1.2; KL on the first token.
+        (plain(kl_coef=0.1), ((-1.2 - 0.5 + KL) / 2 + 2) / 2),
+        (plain("bnpo", kl_coef=0.1), (-1.2 - 0.5 + KL + 2) / 3),
+        (plain("dr_grpo", kl_coef=0.1), (-1.2 - 0.5 + KL + 2) / (2 * 11)),
+        (plain("dapo", kl_coef=0.1), (-1.2 - 0.5 + KL + 2) / 3),
+        # k1 is ln 2, k2 is (ln 2)^2 / 2; the correction multiplies by the ratio 1.5, which no clip touches.
+        (plain(kl_coef=0.1, kl_estimator="k1"), ((-1.7 + 0.1 * 0.693147) / 2 + 2) / 2),
+        (plain(kl_coef=0.1, kl_estimator="k2"), ((-1.7 + 0.1 * 0.240227) / 2 + 2) / 2),
+        (plain(kl_coef=0.1, kl_importance_correction=True), ((-1.7 + 1.5 * KL) / 2 + 2) / 2),
+        # gspo: the row's ratio is sqrt(1.5 * .5), one term a row whatever its length; luspo counts it for each token.
+        (plain("gspo"), (-ROOT + 2) / 2),
+        (plain("luspo"), (-2 * ROOT + 2) / 2),
+        (LossSettings("dapo", "sequence"), (-2 * ROOT + 2) / 3),
+        # cispo: ratio times log-prob.
+        (plain("cispo", ratio_cap=1.4), (-1.4 * math.log(0.3) - 0.5 * math.log(0.2) + 2 * math.log(0.5)) / 3),
+        # The mean entropy of three tokens is 7 / 3, whatever the loss's reduction.
+        (plain("dapo", entropy_coef=0.3), (-1.7 + 2) / 3 - 0.3 * 7 / 3),
+        (plain("grpo", entropy_coef=0.3), (-0.85 + 2) / 2 - 0.3 * 7 / 3),
+        # Mismatch ratios 2, 1 and .5; truncated at 1.5, or masked beyond it.
+        (plain("dapo", mismatch=MismatchSettings("truncate", "token", 1.5)), (-1.2 * 1.5 - 0.5 + 2 * 0.5) / 3),
+        (plain("dapo", mismatch=MismatchSettings("mask", "token", 1.5)), (-0.5 + 2 * 0.5) / 3),
+        (plain("dapo", mismatch=MismatchSettings("truncate", "sequence", 1.5)), (-1.7 * 1.5 + 2 * 0.5) / 3),
+        # The second row's log-prob fell from ln 1 to ln .5, by .69 nats: out at .5, in at .7.
+        (plain("dapo", off_policy_threshold=0.5), -1.7 / 3),
+        (plain("dapo", off_policy_threshold=0.7), (-1.7 + 2) / 3),
+    ],
+)
+def test_loss_by_hand(settings: LossSettings, expected: float) -> None:
+    assert loss_of(by_hand(), settings).value == pytest.approx(expected, abs=1e-6)
+
+
+def test_entropy_mask_by_hand() -> None:
+    """Only the second token of row 1 has a policy term and a bonus; KL and denominators keep all three tokens."""
+    inputs = replace(by_hand(), entropy_mask=torch.tensor([[False, True], [False, True]]))
+    found = loss_of(inputs, plain("dapo", kl_coef=0.1, entropy_coef=0.3))
+    assert found.value == pytest.approx((-0.5 + KL) / 3 - 0.3 * 2, abs=1e-6)
+    assert found.terms[0].active.tolist() == [[False, True], [False, False]]
+
+
+def test_terms_by_hand() -> None:
+    terms = loss_of(by_hand(), plain(kl_coef=0.1)).terms[0]
+    assert terms.importance_ratio.flatten().tolist() == pytest.approx([1.5, 0.5, 1.0, 0.0])
+    assert terms.surrogate.flatten().tolist() == pytest.approx([-1.2, -0.5, 2.0, 0.0])
+    assert terms.clipped_high.tolist() == [[True, False], [False, False]]
+    assert not terms.clipped_low.any()
+    inputs = replace(by_hand(), advantages=torch.tensor([-1.0, 1.0]))
+    terms = loss_of(inputs, plain(kl_coef=0.1)).terms[0]
+    assert terms.clipped_low.tolist() == [[False, True], [False, False]]
+    assert not terms.clipped_high.any()
+
+
+def test_clipped_rows_count_once_with_one_ratio_a_row() -> None:
+    """Row 1 has the ratio .866: below .9 and to become less likely, so clipped, once; as tokens, twice."""
+    inputs = replace(by_hand(), advantages=torch.tensor([-1.0, 1.0]))
+    terms = loss_of(inputs, plain("gspo", clip_range=0.1)).terms[0]
+    rows = count_clipped(terms, inputs.loss_mask, "sequence")
+    tokens = count_clipped(terms, inputs.loss_mask, "token")
+    assert (rows.low, rows.high, rows.counted) == (1, 0, 2)
+    assert (tokens.low, tokens.high, tokens.counted) == (2, 0, 3)
+
+
+def test_overlong_rows_stay_in_the_count_of_rows_and_leave_that_of_tokens() -> None:
+    inputs = by_hand()
+    inputs = replace(inputs, loss_mask=overlong_mask(inputs.loss_mask, torch.tensor([False, True])))
+    assert loss_of(inputs, plain("grpo")).value == pytest.approx(2 / 2)
+    assert loss_of(inputs, plain("dapo")).value == pytest.approx(2 / 1)
+
+
+def require_same(found: Loss, expected: Loss) -> None:
+    assert found.value == pytest.approx(expected.value, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(SEEDS, partitions(), st.sampled_from(["k1", "k2", "k3"]))
+def test_microbatches_add_up_to_the_minibatch(loss: Any, seed: int, split: list[list[int]], estimator: Any) -> None:
+    """Any rows in any microbatch, every switch on, the minibatch a part of a larger rollout set."""
+    inputs, settings = random_inputs(seed), everything(loss, estimator)
+    denominators = count(inputs, rollout_rows=20, rollout_tokens=81)
+    require_same(loss_of(inputs, settings, denominators, split), loss_of(inputs, settings, denominators))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_microbatches_add_up_in_single_precision(loss: Any) -> None:
+    inputs = random_inputs(3)
+    values = vars(inputs).items()
+    inputs = LossInputs(**{name: value.float() if value.is_floating_point() else value for name, value in values})
+    whole = loss_of(inputs, everything(loss))
+    parts = loss_of(inputs, everything(loss), split=[[4], [0, 5, 2], [1, 3]])
+    torch.testing.assert_close(parts.logprobs, whole.logprobs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(SEEDS)
+def test_nothing_under_the_mask_is_seen(loss: Any, seed: int) -> None:
+    """NaN and infinity there reach neither the loss, nor its gradient, nor its terms."""
+    inputs, settings = random_inputs(seed), everything(loss)
+    garbage = {
+        "logprobs": math.nan,
+        "old_logprobs": -math.inf,
+        "rollout_logprobs": math.nan,
+        "ref_logprobs": math.inf,
+        "entropy": math.nan,
+        "entropy_mask": True,
+    }
+    mask = inputs.loss_mask
+    changed = {name: torch.where(mask, getattr(inputs, name), value) for name, value in garbage.items()}
+    expected, found = loss_of(inputs, settings), loss_of(replace(inputs, **changed), settings, count(inputs))
+    assert found.value == expected.value
+    assert torch.equal(found.logprobs, expected.logprobs)
+    assert torch.equal(found.entropy, expected.entropy)
+    for name in PER_TOKEN:
+        values = getattr(found.terms[0], name)
+        assert torch.equal(values, getattr(expected.terms[0], name))
+        assert not values[~mask].any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_without_tokens_give_zero_and_no_nan(loss: Any) -> None:
+    inputs = replace(random_inputs(1), loss_mask=torch.zeros(6, 7, dtype=torch.bool))
+    found = loss_of(inputs, everything(loss))
+    assert found.value == 0.0
+    assert not found.logprobs.any()
+    assert not found.entropy.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_only_log_probs_and_entropy_get_a_gradient(loss: Any) -> None:
+    inputs = random_inputs(2)
+    constants = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs")
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in constants}
+    for name in ("logprobs", "entropy"):
+        leaves[name] = getattr(inputs, name).clone().requires_grad_()
+    value, _ = compute_policy_loss(replace(inputs, **leaves), everything(loss), count(inputs))
+    value.backward()
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {"logprobs", "entropy"}
+
+
+def token_weights(loss: str, inputs: LossInputs, denominators: Denominators) -> torch.Tensor:
+    """What one token counts in the reduction of the loss."""
+    mask = inputs.loss_mask.double()
+    rows, tokens = denominators.rows, denominators.rollout_tokens * denominators.rows / denominators.rollout_rows
+    return {
+        "grpo": mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows,
+        "bnpo": mask / denominators.tokens,
+        "dr_grpo": mask / rows / denominators.max_completion_length,
+        "dapo": mask / tokens,
+        "cispo": mask / tokens,
+        "sapo": mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows,
+        "gspo": mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows,
+        "luspo": mask / rows,
+        "vespo": mask / tokens,
+    }[loss]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(SEEDS)
+def test_on_policy_gradient_is_the_policy_gradient(loss: Any, seed: int) -> None:
+    """At ratio one the derivative by each log-prob is -A times the token's weight, and 0 where masked."""
+    inputs = random_inputs(seed)
+    inputs = replace(inputs, old_logprobs=inputs.logprobs, entropy_mask=None)
+    denominators = count(inputs, rollout_rows=18, rollout_tokens=70)
+    expected = -inputs.advantages.unsqueeze(-1) * token_weights(loss, inputs, denominators)
+    torch.testing.assert_close(loss_of(inputs, plain(loss), denominators).logprobs, expected)
+
+
+def test_a_row_without_advantage_has_a_kl_gradient_alone() -> None:
+    inputs = random_inputs(4)
+    still = inputs.advantages == 0
+    gradient = loss_of(inputs, plain(kl_coef=0.1)).logprobs
+    assert inputs.ref_logprobs is not None
+    away = torch.where(inputs.loss_mask, inputs.logprobs - inputs.ref_logprobs, 0.0)
+    assert still.any()
+    assert torch.equal(gradient[still].sign(), away[still].sign())
+    assert not loss_of(inputs, plain()).logprobs[still].any()
+
+
+def test_the_bonus_raises_the_entropy_of_its_tokens_alone() -> None:
+    inputs = random_inputs(5)
+    gradient = loss_of(inputs, plain(entropy_coef=0.4)).entropy
+    assert inputs.entropy_mask is not None
+    expected = torch.where(inputs.entropy_mask, -0.4 / int(inputs.entropy_mask.sum()), 0.0)
+    torch.testing.assert_close(gradient, expected.double())
+
+
+def test_drift_is_measured_against_the_old_policy_where_nothing_else_is_known() -> None:
+    """Row 2's log-prob is that of the old policy, so it stays; against the sampler's it had drifted."""
+    inputs = replace(by_hand(), rollout_logprobs=None)
+    assert loss_of(inputs, plain("dapo", off_policy_threshold=0.5)).value == pytest.approx((-1.7 + 2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing", "message"),
+    [
+        ({"kl_coef": 0.1}, "ref_logprobs", "switch off kl_coef"),
+        ({"mismatch": MismatchSettings("mask")}, "rollout_logprobs", "switch off mismatch"),
+        ({"entropy_coef": 0.1}, "entropy", "switch off entropy_coef"),
+    ],
+)
+def test_a_term_without_its_input_is_refused(options: dict[str, Any], missing: str, message: str) -> None:
+    inputs = replace(by_hand(), **{missing: None})
+    with pytest.raises(ValueError, match=f"needs {missing} .*{message}"):
+        compute_policy_loss(inputs, plain(**options), count(inputs))

@@ -1,0 +1,79 @@
+"""Where TRL's numbers depend on what they should not: shown on its own code, beside what ours does."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.losses import LossSettings
+
+from .batches import loss_of, random_inputs
+from .trl_oracle import configured, require_equal, trl_loss, with_entropy_mask
+
+
+def relative_change(first: Tensor, second: Tensor) -> float:
+    return float((first - second).abs().max() / first.abs().max())
+
+
+def test_bnpo_of_trl_depends_on_the_split() -> None:
+    """TRL's bnpo takes the mean of the microbatches' token means, so a short microbatch's tokens weigh more."""
+    inputs = replace(random_inputs(9), entropy_mask=None)
+    settings = configured("bnpo")
+    whole = trl_loss(inputs, settings)
+    halves = trl_loss(inputs, settings, split=[range(3), range(3, 6)])
+    assert relative_change(whole.logprobs, halves.logprobs) > 0.02
+    require_equal(loss_of(inputs, settings, split=[range(3), range(3, 6)]), whole)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "sapo", "luspo"])
+def test_row_means_of_trl_depend_on_an_uneven_split(loss: str) -> None:
+    """TRL divides each microbatch by its own rows, so a last microbatch with fewer rows weighs more a row."""
+    inputs = replace(random_inputs(9), entropy_mask=None)
+    settings = configured(loss)
+    whole = trl_loss(inputs, settings)
+    uneven = trl_loss(inputs, settings, split=[range(4), range(4, 6)])
+    assert relative_change(whole.logprobs, uneven.logprobs) > 0.1
+    require_equal(loss_of(inputs, settings, split=[range(4), range(4, 6)]), whole)
+
+
+def test_entropy_bonus_of_trl_depends_on_the_split() -> None:
+    """TRL's bonus is a mean of the microbatches' token means, whatever the loss's own reduction."""
+    inputs = replace(random_inputs(10), entropy_mask=None)
+    settings = configured("dapo", entropy_coef=0.5)
+    whole = trl_loss(inputs, settings)
+    halves = trl_loss(inputs, settings, split=[range(3), range(3, 6)])
+    assert relative_change(whole.entropy, halves.entropy) > 0.02
+    require_equal(loss_of(inputs, settings, split=[range(3), range(3, 6)]), whole)
+
+
+def test_entropy_quantile_of_trl_depends_on_the_split() -> None:
+    """TRL takes the quantile of each microbatch, so which tokens train depends on which rows share a forward pass."""
+    inputs = with_entropy_mask(random_inputs(11), 0.3)
+    settings = configured("dapo")
+    split = [range(2), range(2, 4), range(4, 6)]
+    whole = trl_loss(inputs, settings, quantile=0.3)
+    parts = trl_loss(inputs, settings, quantile=0.3, split=split)
+    assert ((whole.logprobs != 0) != (parts.logprobs != 0)).any()
+    require_equal(loss_of(inputs, settings, split=split), whole)
+
+
+def test_cispo_of_trl_reads_its_cap_from_epsilon_high() -> None:
+    """With TRL's default of 0.2 there, every ratio above 0.2 is cut to 0.2; here such a cap is refused."""
+    inputs = replace(random_inputs(12), entropy_mask=None)
+    inputs = replace(inputs, old_logprobs=inputs.logprobs)
+    settings = configured("cispo")
+    found = trl_loss(inputs, settings, epsilon_high=0.2).logprobs
+    torch.testing.assert_close(found, 0.2 * loss_of(inputs, settings).logprobs)
+    with pytest.raises(ValueError, match=r"update\.ratio_cap"):
+        LossSettings("cispo", "token", ratio_cap=0.2)
+
+
+def test_masked_garbage_reaches_the_loss_in_trl() -> None:
+    """TRL multiplies by the mask, so a NaN log-prob at a padded place makes its loss NaN; here it is never seen."""
+    inputs = replace(random_inputs(13), entropy_mask=None)
+    broken = replace(inputs, old_logprobs=torch.where(inputs.loss_mask, inputs.old_logprobs, torch.nan))
+    settings = configured("dapo")
+    assert math.isnan(trl_loss(broken, settings).value)
+    assert loss_of(broken, settings).value == loss_of(inputs, settings).value

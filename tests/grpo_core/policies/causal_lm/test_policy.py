@@ -1,0 +1,146 @@
+"""Completions end where they should, and are rendered as people read them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.family import FAMILY
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.trained import TrainingChoice
+from grpo_core.records import SampledTokens
+from tests.grpo_core.policies.causal_lm.made_models import make_model, make_tokenizer
+from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
+
+END = 268
+
+
+def drawn(policy: CausalLMPolicy, group_size: int = 8) -> SampledTokens:
+    return policy.sample(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+
+
+def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
+    policy = build_text_policy(CausalLMSettings(max_completion_length=6))
+    sampled = drawn(policy)
+    tokens = sampled.tokens
+    lengths = tokens.loss_mask.sum(-1).tolist()
+    assert len(set(lengths)) > 2
+    assert {True, False} == set(sampled.finished.tolist())
+    for row, length in enumerate(lengths):
+        ids = tokens.token_ids[row].tolist()
+        assert tokens.loss_mask[row].tolist() == [True] * length + [False] * (len(ids) - length)
+        assert END not in ids[: length - 1]
+        assert bool(sampled.finished[row]) == (ids[length - 1] == END)
+        assert length == 6 or sampled.finished[row]
+        assert not any(ids[length:])
+        assert not sampled.rollout_logprobs[row, length:].any()
+
+
+def test_the_loop_ends_when_every_row_has() -> None:
+    policy = build_text_policy(CausalLMSettings(max_completion_length=200))
+    tokens = policy.sample(PROMPTS[:1], group_size=4, seeds=range(4)).tokens
+    assert tokens.token_ids.shape[1] == int(tokens.loss_mask.sum(-1).max()) < 30
+
+
+def test_an_end_token_of_the_generation_configuration_ends_a_row_too() -> None:
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    model.generation_config.eos_token_id = [END, *range(60, 80)]
+    policy = build_text_policy(CausalLMSettings(max_completion_length=24), model=model, tokenizer=tokenizer)
+    sampled = drawn(policy)
+    last = [row[mask][-1].item() for row, mask in zip(sampled.tokens.token_ids, sampled.tokens.loss_mask, strict=True)]
+    assert any(60 <= token < 80 for token in last)
+    assert all(done == (token == END or 60 <= token < 80) for done, token in zip(sampled.finished, last, strict=True))
+
+
+def test_a_stop_text_ends_a_row_and_is_not_rendered() -> None:
+    policy = build_text_policy(CausalLMSettings(max_completion_length=12, stop=("n", "t")))
+    free = build_text_policy(CausalLMSettings(max_completion_length=12))
+    stopped, whole = drawn(policy), drawn(free)
+    texts = free.render(whole.tokens, noise_seeds=range(32))
+    assert policy.render(stopped.tokens, noise_seeds=range(32)) == [
+        text[: min((text + "nt").index("n"), (text + "nt").index("t"))] for text in texts
+    ]
+    for row, text in enumerate(texts):
+        if "n" in text or "t" in text:
+            ids = stopped.tokens.token_ids[row, stopped.tokens.loss_mask[row]]
+            assert policy.tokenizer.decode(ids)[-1] in "nt"
+            assert stopped.finished[row]
+    assert any("n" in text or "t" in text for text in texts)
+
+
+def test_rendered_text_has_no_special_tokens_and_keeps_all_else() -> None:
+    policy = build_text_policy()
+    tokenizer = policy.tokenizer
+    ids = tokenizer(" a  b<|user|>é .")["input_ids"] + [END]
+    sampled = drawn(policy, group_size=1).tokens.select([0])
+    row = replace(sampled, token_ids=torch.tensor([ids]), loss_mask=torch.ones(1, len(ids), dtype=torch.bool))
+    assert policy.render(row, noise_seeds=[0]) == [" a  bé ."]
+
+
+def test_16_bit_arithmetic_over_32_bit_weights_changes_little_and_is_the_same_on_both_sides() -> None:
+    exact, rounded = build_text_policy(), build_text_policy(autocast=torch.bfloat16)
+    sampled = drawn(rounded)
+    with torch.no_grad():
+        again, reference = rounded.logprobs(sampled.tokens).logprobs, exact.logprobs(sampled.tokens).logprobs
+    off = float((reference - sampled.rollout_logprobs).abs().max())
+    assert 1e-4 < off < 0.5
+    assert float((again - sampled.rollout_logprobs).abs().mean()) < 0.02
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        policy = build_text_policy(choice=TrainingChoice(lora=None, gradient_checkpointing=checkpointing))
+        tokens = drawn(policy, group_size=2).tokens
+        policy.prepare_for_update()
+        policy.logprobs(tokens).logprobs.sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.trainable_parameters().items()})
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_saved_weights_bring_the_policy_back(tmp_path: Path, lora: bool) -> None:
+    choice = None if lora else TrainingChoice(lora=None)
+    policy, other = build_text_policy(choice=choice, disturbed=0.05), build_text_policy(choice=choice)
+    policy.save_weights(tmp_path)
+    tokens = drawn(policy, group_size=2).tokens
+    other.load_weights(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(other.logprobs(tokens).logprobs, policy.logprobs(tokens).logprobs)
+        other.load_weights(None)
+        fresh = build_text_policy(choice=choice)
+        assert torch.equal(other.logprobs(tokens).logprobs, fresh.logprobs(tokens).logprobs)
+
+
+# --- the kind of policy
+
+
+def test_settings_come_from_a_configuration_and_from_a_stored_row() -> None:
+    settings = CausalLMSettings(temperature=0.5, top_k=4, stop=("a", "é"), system_prompt="be short")
+    section = {"temperature": 0.5, "top_k": 4, "stop": ("a", "é"), "system_prompt": "be short", "group_size": 8}
+    assert FAMILY.settings(section) == settings
+    assert FAMILY.settings({**section, "stop": json.dumps(["a", "é"])}) == settings
+
+
+def test_loaded_by_folder_it_answers() -> None:
+    settings = CausalLMSettings(temperature=1e-4, max_completion_length=12)
+    policy = FAMILY.load(
+        str(MODEL),
+        settings,
+        TrainingChoice(lora=None),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        autocast=None,
+    )
+    sampled = policy.sample(["sort the letters of goga"], group_size=1, seeds=[0])
+    assert policy.render(sampled.tokens, noise_seeds=[0]) == ["aggo"]
+
+
+def test_prompts_are_refused_by_the_tokenizer_alone() -> None:
+    FAMILY.refuse_prompts(str(MODEL), CausalLMSettings(max_completion_length=460), PROMPTS)
+    with pytest.raises(InputError, match="leave room"):
+        FAMILY.refuse_prompts(str(MODEL), CausalLMSettings(max_completion_length=460), [*PROMPTS, "b" * 80])

@@ -1,0 +1,279 @@
+"""References: how they are had, that they leave nothing behind, and their moving average by hand."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from grpo_core.errors import InputError
+from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice, train_model
+from grpo_core.policies.trained.choice import Reference
+from grpo_core.policies.trained.reference import exchanged, mix_into
+
+from .tiny_models import disturb, logprobs, same, tiny_llama, values_of
+
+LORA = TrainingChoice(LoraSettings(2, 4.0, "all-linear"))
+KINDS = [
+    pytest.param(LORA, id="adapters"),
+    pytest.param(TrainingChoice(None, reference="device"), id="on the device"),
+    pytest.param(TrainingChoice(None, reference="cpu"), id="in CPU memory"),
+]
+
+
+def trained(choice: TrainingChoice) -> TrainedModel:
+    return train_model(tiny_llama(), choice, base_name="tiny")
+
+
+@torch.no_grad()
+def reference_logprobs(model: TrainedModel) -> torch.Tensor:
+    with model.reference() as reference:
+        return logprobs(reference)
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_the_reference_is_the_model_before_training_and_leaves_no_trace(choice: TrainingChoice) -> None:
+    plain = logprobs(tiny_llama())
+    model = trained(choice)
+    parameters = model.trainable_parameters()
+    disturb(parameters)
+    before, places = values_of(parameters), {name: value.data_ptr() for name, value in parameters.items()}
+    moved = logprobs(model.model)
+    assert torch.equal(reference_logprobs(model), plain)
+    assert torch.equal(logprobs(model.model), moved)
+    assert not torch.allclose(moved, plain, atol=0.1)
+    after = model.trainable_parameters()
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    assert same(values_of(after), before)
+    assert places == {name: value.data_ptr() for name, value in after.items()}
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_weights_are_put_back_after_a_failure(choice: TrainingChoice) -> None:
+    model = trained(choice)
+    disturb(model.trainable_parameters())
+    before = values_of(model.trainable_parameters())
+    with pytest.raises(ZeroDivisionError), model.reference():
+        raise ZeroDivisionError
+    assert same(values_of(model.trainable_parameters()), before)
+    assert not torch.equal(logprobs(model.model), reference_logprobs(model))
+
+
+def test_both_places_give_the_same_log_probs() -> None:
+    found = []
+    for place in ("device", "cpu"):
+        model = trained(TrainingChoice(None, reference=place))  # type: ignore[arg-type]
+        disturb(model.trainable_parameters())
+        model.refresh_reference(0.3)
+        found.append(reference_logprobs(model))
+    assert torch.equal(*found)
+
+
+def _living_bytes() -> int:
+    """Of all tensors, each storage once."""
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
+
+
+@pytest.mark.parametrize("place", ["device", "cpu"])
+def test_a_reference_holds_one_copy_of_what_is_trained_inside_and_outside(place: Reference) -> None:
+    """Only the trained part is copied, and entering makes no further copy."""
+    choice = TrainingChoice(None, reference=place, frozen=r"model\.embed_tokens\.weight")
+    base = tiny_llama()
+    start = {name: value.clone() for name, value in base.state_dict().items()}
+    without = _living_bytes()
+    model = train_model(base, choice, base_name="tiny", initial_state=lambda: start)
+    outside = _living_bytes()
+    assert outside - without == sum(p.numel() * 4 for p in model.trainable_parameters().values())
+    with model.reference():
+        assert _living_bytes() == outside
+    assert _living_bytes() == outside
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_a_reference_in_cpu_memory_takes_no_gpu_memory() -> None:
+    model = train_model(tiny_llama().cuda(), TrainingChoice(None, reference="cpu"), base_name="tiny")
+    before = torch.cuda.memory_allocated()
+    disturbed = values_of(model.trainable_parameters())
+    held = torch.cuda.memory_allocated()
+    with model.reference():
+        assert torch.cuda.memory_allocated() == held
+    assert same(values_of(model.trainable_parameters()), disturbed)
+    del disturbed
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_without_a_reference_it_cannot_be_asked() -> None:
+    model = trained(TrainingChoice(None))
+    assert not model.has_reference
+    with pytest.raises(ValueError, match="no reference is kept"), model.reference():
+        pass
+    with pytest.raises(ValueError, match="no reference is kept"):
+        model.refresh_reference(0.5)
+
+
+# --- the moving average
+
+
+def test_mixing_by_hand() -> None:
+    """0.6 * 10 + 0.4 * 1 = 6.4, then 0.6 * 20 + 0.4 * 6.4 = 14.56."""
+    weight, values = torch.nn.Parameter(torch.tensor([10.0])), {"w": torch.tensor([1.0])}
+    mix_into(values, {"w": weight}, 0.6)
+    assert values["w"].item() == pytest.approx(6.4, rel=1e-6)
+    weight.data.fill_(20.0)
+    mix_into(values, {"w": weight}, 0.6)
+    assert values["w"].item() == pytest.approx(14.56, rel=1e-6)
+
+
+def test_mixing_is_in_fp32_and_rounds_once() -> None:
+    """In bfloat16, 0.6 is 0.6015625, 0.4 is 0.40039, and each product would be rounded too."""
+    own, former = torch.tensor([1.0078125, 257.0 / 256]), torch.tensor([3.0, 0.0078125])
+    values = {"w": former.bfloat16()}
+    mix_into(values, {"w": torch.nn.Parameter(own.bfloat16())}, 0.6)
+    exact = (0.6 * own.bfloat16().double() + 0.4 * former.bfloat16().double()).float()
+    assert torch.equal(values["w"], exact.bfloat16())
+
+
+@pytest.mark.parametrize("mix", [0.0, -0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(mix: float) -> None:
+    model = trained(LORA)
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        model.refresh_reference(mix)
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_a_refreshed_reference_is_the_average_of_weights(choice: TrainingChoice) -> None:
+    model = trained(choice)
+    start = values_of(model.trainable_parameters())
+    disturb(model.trainable_parameters())
+    first = values_of(model.trainable_parameters())
+    model.refresh_reference(0.6)
+    disturb(model.trainable_parameters(), seed=6)
+    second = values_of(model.trainable_parameters())
+    model.refresh_reference(0.25)
+    found = reference_logprobs(model)
+    assert same(values_of(model.trainable_parameters()), second)
+
+    oracle = trained(choice)
+    with torch.no_grad():
+        for name, parameter in oracle.trainable_parameters().items():
+            parameter.copy_(0.25 * second[name] + 0.75 * (0.6 * first[name] + 0.4 * start[name]))
+    torch.testing.assert_close(found, logprobs(oracle.model), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, logprobs(model.model), atol=0.02)
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_a_whole_share_makes_the_reference_the_policy(choice: TrainingChoice) -> None:
+    model = trained(choice)
+    disturb(model.trainable_parameters())
+    model.refresh_reference(1.0)
+    then = logprobs(model.model)
+    assert torch.equal(reference_logprobs(model), then)
+    disturb(model.trainable_parameters(), seed=6)
+    assert torch.equal(reference_logprobs(model), then)
+
+
+# --- on disk
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_path: Path) -> None:
+    model = trained(choice)
+    disturb(model.trainable_parameters())
+    model.refresh_reference(0.6)
+    before = values_of(model.trainable_parameters())
+    model.save_reference(tmp_path)
+    assert same(values_of(model.trainable_parameters()), before)
+
+    other = trained(choice)
+    other.load_reference(tmp_path)
+    assert torch.equal(reference_logprobs(other), reference_logprobs(model))
+    assert torch.equal(logprobs(other.model), logprobs(tiny_llama()))
+    # Both go on alike.
+    disturb(other.trainable_parameters())
+    model.refresh_reference(0.5)
+    other.refresh_reference(0.5)
+    assert torch.equal(reference_logprobs(other), reference_logprobs(model))
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_loading_nothing_is_the_initial_reference(choice: TrainingChoice) -> None:
+    model = trained(choice)
+    disturb(model.trainable_parameters())
+    before = values_of(model.trainable_parameters())
+    model.refresh_reference(1.0)
+    model.load_reference(None)
+    assert torch.equal(reference_logprobs(model), logprobs(tiny_llama()))
+    assert same(values_of(model.trainable_parameters()), before)
+
+
+@pytest.mark.parametrize("choice", KINDS)
+def test_a_reference_of_another_model_is_refused_whole(choice: TrainingChoice, tmp_path: Path) -> None:
+    other = TrainingChoice(LoraSettings(3, 4.0, "all-linear")) if choice.lora else TrainingChoice(None)
+    base = tiny_llama()
+    if not choice.lora:
+        base.resize_token_embeddings(40)
+    train_model(base, other, base_name="tiny").save(tmp_path)
+    model = trained(choice)
+    disturb(model.trainable_parameters())
+    model.refresh_reference(0.6)
+    reference, policy = reference_logprobs(model), logprobs(model.model)
+    with pytest.raises(InputError, match="for another model"):
+        model.load_reference(tmp_path)
+    assert torch.equal(reference_logprobs(model), reference)
+    assert torch.equal(logprobs(model.model), policy)
+
+
+def test_a_stored_reference_is_a_model_of_transformers(tmp_path: Path) -> None:
+    model = trained(TrainingChoice(None, reference="cpu"))
+    disturb(model.trainable_parameters())
+    model.refresh_reference(0.6)
+    model.save_reference(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logprobs(loaded.eval()), reference_logprobs(model))
+    assert load_file(tmp_path / "model.safetensors").keys() == model.model.state_dict().keys()
+
+
+# --- exchange
+
+
+def test_a_graph_over_weights_that_were_exchanged_cannot_be_run_backwards() -> None:
+    """Its gradients would be of a mixture."""
+    weight, other = torch.nn.Parameter(torch.tensor([2.0])), {"w": torch.tensor([5.0])}
+    loss = (weight * weight).sum()
+    with exchanged({"w": weight}, other):
+        assert weight.item() == 5.0
+    assert (weight.item(), other["w"].item()) == (2.0, 5.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_open_autocast_does_not_keep_the_former_weights() -> None:
+    """It rounds a weight once, and would use that again."""
+    weight, other = torch.nn.Parameter(torch.eye(2)), {"w": 5 * torch.eye(2)}
+    x = torch.ones(1, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ weight).tolist() == [[1.0, 1.0]]
+        with exchanged({"w": weight}, other):
+            assert (x @ weight).tolist() == [[5.0, 5.0]]
+        assert (x @ weight).tolist() == [[1.0, 1.0]]
+
+
+def test_values_can_be_held_in_another_form() -> None:
+    """In fp64 they are the same values; adapters that are switched off have none."""
+    model = trained(TrainingChoice(None, reference="device"))
+    before = reference_logprobs(model)
+    names = []
+
+    def widen(name: str, value: torch.Tensor) -> torch.Tensor:
+        names.append(name)
+        return value.double()
+
+    model.change_reference(widen)
+    assert names == list(model.trainable_parameters())
+    disturb(model.trainable_parameters())
+    assert torch.equal(reference_logprobs(model), before)
+    trained(LORA).change_reference(lambda name, value: pytest.fail(name))

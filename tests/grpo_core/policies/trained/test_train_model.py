@@ -1,0 +1,193 @@
+"""What is trained and what is left alone; saved weights of tied models; recomputation; refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from grpo_core.errors import InputError
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.policies.trained import (
+    LoraSettings,
+    TrainedModel,
+    TrainingChoice,
+    autocast,
+    refuse_unscaled_float16,
+    train_model,
+)
+
+from .tiny_models import disturb, logprobs, same, tiny_llama, tiny_opt
+
+LORA = LoraSettings(2, 4.0, r".*\.(q_proj|v_proj)")
+
+
+def one_step(model: TrainedModel) -> None:
+    model.prepare_for_update()
+    optimizer = PolicyOptimizer(model.trainable_parameters(), OptimizerSettings(0.1))
+    logprobs(model.model)[..., 3].mean().backward()
+    optimizer.step()
+
+
+def all_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# --- frozen parts
+
+
+def test_a_step_leaves_frozen_bits_alone_and_moves_the_others() -> None:
+    choice = TrainingChoice(None, frozen=r"model\.embed_tokens\.weight|.*\.mlp\..*")
+    model = train_model(tiny_llama(), choice, base_name="tiny", own_frozen=("lm_head.",))
+    before = all_weights(model.model)
+    one_step(model)
+    moved = {name for name, value in all_weights(model.model).items() if not torch.equal(value, before[name])}
+    still = {name for name in before if "embed_tokens" in name or ".mlp." in name or name.startswith("lm_head")}
+    assert moved == before.keys() - still
+    assert len(still) == 2 + 2 * 3
+
+
+@pytest.mark.parametrize("pattern", ["embed_tokens", r"model\.visual\..*"], ids=["a part of a name", "no name"])
+def test_a_pattern_that_matches_nothing_is_refused_with_names(pattern: str) -> None:
+    with pytest.raises(InputError, match=r"policy\.frozen: .*called model\.embed_tokens\.weight, .*self_attn"):
+        train_model(tiny_llama(), TrainingChoice(None, frozen=pattern), base_name="tiny")
+
+
+def test_freezing_everything_is_refused() -> None:
+    with pytest.raises(InputError, match=r"policy\.frozen: .*nothing to train"):
+        train_model(tiny_llama(), TrainingChoice(None, frozen=".*"), base_name="tiny")
+
+
+def test_what_is_no_pattern_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(InputError, match=r"policy\.frozen: got '\*\.mlp'\. It is no regular expression"):
+        TrainingChoice(None, frozen="*.mlp")
+    with pytest.raises(InputError, match=r"policy\.frozen: .*Adapters leave every weight"):
+        TrainingChoice(LORA, frozen=".*mlp.*")
+
+
+# --- adapters
+
+
+def test_open_targets_are_the_policy_s_own() -> None:
+    """Query and value projections of two layers, or all seven linear layers of each."""
+    named = train_model(tiny_llama(), TrainingChoice(LORA), base_name="tiny", default_targets="all-linear")
+    default = TrainingChoice(LoraSettings(2, 4.0))
+    every = train_model(tiny_llama(), default, base_name="tiny", default_targets="all-linear")
+    assert (len(named.trainable_parameters()), len(every.trainable_parameters())) == (2 * 2 * 2, 2 * 7 * 2)
+
+
+def test_targets_that_match_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match=r"policy\.lora\.targets: got 'no_such_layer'"):
+        train_model(tiny_llama(), TrainingChoice(LoraSettings(2, 4.0, "no_such_layer")), base_name="tiny")
+
+
+# --- tied weights
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
+def test_full_weights_of_a_tied_model_come_back_to_the_bit(tied: bool, tmp_path: Path) -> None:
+    choice = TrainingChoice(None, reference="cpu")
+    first = train_model(tiny_llama(tied=tied), choice, base_name="tiny")
+    disturb(first.trainable_parameters())
+    first.save(tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
+    second = train_model(tiny_llama(tied=tied, seed=1), choice, base_name="tiny")
+    start = all_weights(second.model)
+    second.load(tmp_path)
+    assert same(all_weights(second.model), all_weights(first.model))
+    shared = second.model.lm_head.weight is second.model.model.embed_tokens.weight  # type: ignore[union-attr]
+    assert shared == tied
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logprobs(loaded), logprobs(second.model))
+    second.load(None)
+    assert same(all_weights(second.model), start)
+
+
+def test_a_tied_reference_is_the_model_before_training() -> None:
+    model = train_model(tiny_llama(tied=True), TrainingChoice(None, reference="device"), base_name="tiny")
+    disturb(model.trainable_parameters())
+    with torch.no_grad(), model.reference() as reference:
+        assert torch.equal(logprobs(reference), logprobs(tiny_llama(tied=True)))
+
+
+def test_a_tied_head_is_frozen_by_its_embedding_s_name() -> None:
+    with pytest.raises(InputError, match=r"policy\.frozen: .*embed_tokens"):
+        train_model(tiny_llama(tied=True), TrainingChoice(None, frozen=r"lm_head\.weight"), base_name="tiny")
+    choice = TrainingChoice(None, frozen=r"model\.embed_tokens\.weight")
+    model = train_model(tiny_llama(tied=True), choice, base_name="tiny")
+    before = all_weights(model.model)["lm_head.weight"]
+    one_step(model)
+    assert torch.equal(model.model.lm_head.weight, before)  # type: ignore[union-attr]
+
+
+# --- recomputation
+
+
+def gradients(model: TrainedModel) -> dict[str, torch.Tensor]:
+    model.prepare_for_update()
+    logprobs(model.model)[..., 3].mean().backward()
+    return {name: p.grad.clone() for name, p in model.trainable_parameters().items() if p.grad is not None}
+
+
+def saved_bytes(model: TrainedModel) -> int:
+    """Bytes of all tensors that a graph keeps."""
+    kept: dict[int, int] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    model.prepare_for_update()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        logprobs(model.model).sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "full weights"])
+@pytest.mark.parametrize("build", [tiny_llama, lambda: tiny_opt(0.5)], ids=["llama", "layers with dropout"])
+def test_recomputation_changes_memory_and_no_gradient(lora: LoraSettings | None, build: Any) -> None:
+    plain = train_model(build(), TrainingChoice(lora), base_name="tiny")
+    checkpointed = train_model(build(), TrainingChoice(lora, gradient_checkpointing=True), base_name="tiny")
+    for model in (plain, checkpointed):
+        disturb(model.trainable_parameters())
+    expected, found = gradients(plain), gradients(checkpointed)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-8) for name, value in expected.items())
+    assert saved_bytes(checkpointed) < 0.75 * saved_bytes(plain)
+    checkpointed.prepare_for_sampling()
+    assert not any(module.training for module in checkpointed.model.modules())
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    choice = TrainingChoice(None, gradient_checkpointing=True)
+    with pytest.raises(InputError, match=r"policy\.gradient_checkpointing: .*Linear has no layers"):
+        train_model(torch.nn.Linear(2, 2), choice, base_name="tiny")
+
+
+# --- 16 bits
+
+
+def test_autocast_rounds_the_arithmetic_and_not_the_weights() -> None:
+    model = train_model(tiny_llama(), TrainingChoice(None), base_name="tiny")
+    plain = logprobs(model.model)
+    with autocast(torch.device("cpu"), None):
+        assert torch.equal(logprobs(model.model), plain)
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        rounded = logprobs(model.model).float()
+    rounded[..., 3].mean().backward()
+    assert 1e-4 < (rounded - plain).abs().max() < 0.1
+    weight = model.trainable_parameters()["model.layers.0.mlp.up_proj.weight"]
+    assert weight.grad is not None
+    assert {weight.dtype, weight.grad.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "place"),
+    [(torch.float16, None, "policy.dtype"), (torch.float32, torch.float16, "policy.autocast")],
+)
+def test_float16_is_refused(dtype: torch.dtype, inner: torch.dtype | None, place: str) -> None:
+    with pytest.raises(InputError, match=f"{place}: got 'float16'.*bfloat16 or float32"):
+        refuse_unscaled_float16(dtype, inner)
+    refuse_unscaled_float16(torch.float32, torch.bfloat16)

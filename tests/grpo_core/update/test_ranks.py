@@ -1,0 +1,147 @@
+"""Several processes share an update: each its own rows, together the weights of one."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_core.losses import LossSettings
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.parity import ParityTolerance
+from grpo_core.update import ALONE, Ranks, UpdateResult, UpdateSettings, update_policy
+from grpo_core.update.accelerated import AcceleratedRanks, in_buckets
+from grpo_core.update.ranks import share
+from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
+from tests.processes import in_processes
+
+ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25, -0.25, 2.0]
+# Nine rows, four an optimizer step, one or two a pass: processes run out of parts in most minibatches.
+SETTINGS = UpdateSettings(
+    epochs=3,
+    minibatch_size=4,
+    micro_batch_size=1,
+    loss=LossSettings("grpo", "token", clip_range_high=0.28, kl_coef=0.1, entropy_coef=0.01),
+    entropy_quantile=1.0,
+    mask_truncated=False,
+    max_length=5,
+    max_grad_norm=0.05,
+    parity=ParityTolerance(1e-4, 1e-5),
+)
+VARIANTS = {
+    "grpo": SETTINGS,
+    "pairs": replace(SETTINGS, micro_batch_size=2),
+    "dapo": replace(SETTINGS, loss=replace(SETTINGS.loss, loss="dapo")),
+    "bnpo": replace(SETTINGS, loss=replace(SETTINGS.loss, loss="bnpo")),
+    "dr_grpo": replace(SETTINGS, loss=replace(SETTINGS.loss, loss="dr_grpo")),
+    "gspo": replace(SETTINGS, loss=replace(SETTINGS.loss, loss="gspo", importance_level="sequence")),
+    "entropy": replace(SETTINGS, entropy_quantile=0.5),
+    "even": replace(SETTINGS, minibatch_size=6, epochs=1),
+}
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """One of several processes, by its number alone."""
+
+    rank: int
+    count: int
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_every_part_counts_once_and_every_process_takes_as_many(parts: int, count: int) -> None:
+    shares = [share(range(parts), Numbered(rank, count)) for rank in range(count)]  # type: ignore[arg-type]
+    assert {len(taken) for taken in shares} == {-(-parts // count)}
+    counted = [part for taken in shares for part, counts in taken if counts]
+    assert sorted(counted) == list(range(parts))
+
+
+def test_alone_everything_is_done_here() -> None:
+    assert share("abc", ALONE) == [("a", True), ("b", True), ("c", True)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=12), st.integers(1, 20))
+def test_buckets_hold_every_gradient_in_order(sizes: list[tuple[int, bool]], elements: int) -> None:
+    tensors = [torch.zeros(size, dtype=torch.float64 if double else torch.float32) for size, double in sizes]
+    buckets = list(in_buckets(tensors, elements))
+    assert [id(tensor) for bucket in buckets for tensor in bucket] == [id(tensor) for tensor in tensors]
+    for bucket in buckets:
+        assert len({tensor.dtype for tensor in bucket}) == 1
+        assert len(bucket) == 1 or sum(len(tensor) for tensor in bucket) <= elements
+
+
+# --- in processes
+
+
+def updated(settings: UpdateSettings, ranks: Ranks) -> tuple[TablePolicy, UpdateResult]:
+    policy = TablePolicy(9)
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.01))
+    return policy, update_policy(policy, optimizer, sampled_rows(policy, ADVANTAGES), settings, seed=4, ranks=ranks)
+
+
+def update_every_variant(folder: Path) -> None:
+    ranks = AcceleratedRanks(torch.device("cpu"))
+    for name, settings in VARIANTS.items():
+        policy, result = updated(settings, ranks)
+        torch.save(policy.table.detach(), folder / f"{name}-{ranks.rank}.pt")
+        (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([policy.seen, result.metrics()]))
+    ranks.leave()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_loss_comes_to_the_weights_of_one_process(tmp_path: Path, count: int) -> None:
+    in_processes(count, update_every_variant, tmp_path)
+    for name, settings in VARIANTS.items():
+        alone, result = updated(settings, ALONE)
+        tables: list[Tensor] = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(count)]
+        for table in tables:
+            assert torch.equal(table, tables[0]), f"{name}: the processes differ"
+            torch.testing.assert_close(table, alone.table.detach(), rtol=0, atol=1e-6)
+        for rank in range(count):
+            _, metrics = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert metrics == pytest.approx(result.metrics(), rel=1e-5, abs=1e-6)
+
+
+def test_rows_of_the_processes_are_apart_and_all_rows_together(tmp_path: Path) -> None:
+    """A minibatch of six and one of three rows by two processes: the last part of the second counts on the first."""
+    in_processes(2, update_every_variant, tmp_path)
+    first, second = (json.loads((tmp_path / f"even-{rank}.json").read_text())[0] for rank in range(2))
+    assert len(first) == len(second) == 5
+    assert second[-1] == first[-1]
+    rows = [prompt for part in [*first, *second[:-1]] for prompt in part]
+    assert sorted(rows) == [str(row) for row in range(9)]
+
+
+def refuse_other_weights(folder: Path) -> None:
+    ranks = AcceleratedRanks(torch.device("cpu"))
+    values = {"whole": torch.ones(3), "turned": torch.tensor([1.0, 2.0, 3.0])}
+    ranks.require_equal(values)
+    if ranks.rank == 1:
+        values["turned"] = values["turned"].flip(0)
+    try:
+        ranks.require_equal(values)
+    except RuntimeError as error:
+        (folder / f"{ranks.rank}.txt").write_text(str(error))
+    ranks.leave()
+
+
+def test_weights_that_differ_are_refused_by_every_process(tmp_path: Path) -> None:
+    in_processes(2, refuse_other_weights, tmp_path)
+    assert "are not those of process 0 on another process" in (tmp_path / "0.txt").read_text()
+    assert "are not those of process 0, turned first" in (tmp_path / "1.txt").read_text()
+
+
+def fail_on_the_second(folder: Path) -> None:
+    ranks = AcceleratedRanks(torch.device("cpu"))
+    if ranks.rank == 1:
+        raise ValueError("the second fails")
+    ranks.add(torch.ones(1))
+
+
+def test_the_first_error_ends_the_processes_that_wait(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="the second fails"):
+        in_processes(2, fail_on_the_second, tmp_path)

@@ -1,0 +1,74 @@
+"""The memory of an update, as bytes alive while it runs: microbatches count, groups and stored rollouts do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+
+from grpo_core.losses import LossSettings
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.parity import ParityTolerance
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.records import TrainingRows
+from grpo_core.sampling import Truncation
+from grpo_core.update import UpdateSettings, update_policy
+from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
+from tests.tiny_policy import PROMPTS, build_policy
+
+SETTINGS = UpdateSettings(
+    epochs=1,
+    minibatch_size=64,
+    micro_batch_size=4,
+    loss=LossSettings(loss="grpo", importance_level="token", kl_coef=0.1, entropy_coef=0.01),
+    entropy_quantile=1.0,
+    mask_truncated=False,
+    max_length=42,
+    max_grad_norm=1.0,
+    parity=ParityTolerance(1e-4, 1e-4),
+)
+
+
+def group_rows(policy: GlmImagePolicy, group_size: int) -> TrainingRows:
+    sampled = policy.sample(PROMPTS[:1], group_size=group_size, seeds=range(group_size))
+    return TrainingRows(
+        sample_ids=tuple(str(row) for row in range(group_size)),
+        tokens=sampled.tokens,
+        rollout_logprobs=sampled.rollout_logprobs,
+        advantages=torch.linspace(-1, 1, group_size),
+        finished=sampled.finished,
+        on_policy=torch.ones(group_size, dtype=torch.bool),
+    )
+
+
+def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size: int, *, checkpointed: bool) -> int:
+    """Most bytes alive in an update of one step on one group, beside weights and rows.
+
+    The rows are counted twice, as they were stored and as the minibatch, with both recomputed log-probs.
+    """
+    policy = build_policy(
+        pipeline, width=64, truncation=Truncation(top_p=0.9), gradient_checkpointing=checkpointed, disturbed=0.02
+    )
+    rows = group_rows(policy, group_size)
+    support = rows.tokens.support
+    assert support is not None
+    stored = [rows.tokens.token_ids, rows.tokens.loss_mask, support.ids, support.counts, rows.rollout_logprobs]
+    weights = [*policy.trained.model.parameters(), *policy.trained.model.buffers()]
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e-4))
+    settings = replace(SETTINGS, micro_batch_size=micro_batch_size)
+    with PeakBytes([*weights, *stored, rows.advantages]) as watched:
+        update_policy(policy, optimizer, rows, settings, seed=0)
+    return watched.peak - sum(part.nbytes for part in stored) - 2 * rows.rollout_logprobs.nbytes
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_memory_grows_with_the_microbatch_and_not_with_the_group(
+    shipped_pipeline: GlmImagePipeline, checkpointed: bool
+) -> None:
+    small, medium, large = (
+        peak_of_update(shipped_pipeline, size, 4, checkpointed=checkpointed) for size in (4, 16, 64)
+    )
+    assert large == pytest.approx(medium, rel=0.01)
+    # At the peak of a step's first microbatch there are no gradients yet.
+    assert medium == pytest.approx(small, rel=0.04)
+    assert peak_of_update(shipped_pipeline, 16, 8, checkpointed=checkpointed) > 1.8 * medium

@@ -1,0 +1,301 @@
+"""One update: every row once an epoch, the same gradient however it is split, and never a number that is not finite."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from torch import Tensor
+
+from grpo_core.errors import NonFiniteError
+from grpo_core.losses import LossSettings
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.parity import ParityError, ParityTolerance
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.records import TrainingRows
+from grpo_core.update import UpdateResult, UpdateSettings, minibatches, update_policy
+from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
+from tests.tiny_policy import LORA, PROMPTS, build_policy, equal_weights, weights_of
+
+ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
+SETTINGS = UpdateSettings(
+    epochs=1,
+    minibatch_size=3,
+    micro_batch_size=2,
+    loss=LossSettings("grpo", "token", clip_range=0.2, clip_range_high=0.28),
+    entropy_quantile=1.0,
+    mask_truncated=False,
+    max_length=5,
+    max_grad_norm=1e9,
+    parity=ParityTolerance(1e-4, 1e-5),
+)
+
+
+def changed(**changes: Any) -> UpdateSettings:
+    """SETTINGS with these changes, those of the loss among them."""
+    of_loss = {name: value for name, value in changes.items() if name in LossSettings.__dataclass_fields__}
+    others = {name: value for name, value in changes.items() if name not in of_loss}
+    return replace(SETTINGS, loss=replace(SETTINGS.loss, **of_loss), **others)
+
+
+def train(policy: TablePolicy, rows: TrainingRows, seed: int = 0, lr: float = 0.05, **changes: Any) -> UpdateResult:
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(lr))
+    return update_policy(policy, optimizer, rows, changed(**changes), seed=seed)
+
+
+def table_after(seed: int = 0, **changes: Any) -> Tensor:
+    policy = TablePolicy(7)
+    train(policy, sampled_rows(policy, ADVANTAGES), seed, **changes)
+    return policy.table.detach()
+
+
+def test_each_epoch_sees_each_row_once_in_an_order_of_its_own() -> None:
+    policy = TablePolicy(7)
+    result = train(policy, sampled_rows(policy, ADVANTAGES), epochs=2)
+    assert [len(prompts) for prompts in policy.seen] == [2, 1, 2, 1, 1] * 2
+    seen = [prompt for prompts in policy.seen for prompt in prompts]
+    assert sorted(seen[:7]) == sorted(seen[7:]) == [str(row) for row in range(7)]
+    assert seen[:7] != seen[7:]
+    assert len(result.steps) == 6
+
+
+def test_order_of_the_rows_comes_from_the_seed() -> None:
+    first, again, other = (list(minibatches(50, 8, 2, seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert [len(batch) for batch in first] == [8, 8, 8, 8, 8, 8, 2] * 2
+
+
+def test_the_same_seed_gives_the_same_weights_to_the_bit() -> None:
+    assert torch.equal(table_after(epochs=2), table_after(epochs=2))
+    assert not torch.equal(table_after(epochs=2), table_after(seed=1, epochs=2))
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_microbatch_size_does_not_change_the_gradient(kl_coef: float) -> None:
+    tables = [
+        table_after(epochs=2, minibatch_size=7, micro_batch_size=size, kl_coef=kl_coef) for size in (1, 2, 3, 7, 100)
+    ]
+    for table in tables:
+        torch.testing.assert_close(table, tables[0], rtol=1e-6, atol=1e-6)
+
+
+def test_first_gradient_by_hand() -> None:
+    """One row, one token, uniform over four ids, A = 2: the derivative of -A log p_i by the logits is A (p - e_i)."""
+    policy = TablePolicy(1, time=1)
+    with torch.no_grad():
+        policy.table.zero_()
+    rows = sampled_rows(policy, [2.0])
+    result = train(policy, rows)
+    expected = torch.full((4,), 0.5)
+    expected[rows.tokens.token_ids[0, 0]] -= 2.0
+    assert policy.table.grad is not None
+    torch.testing.assert_close(policy.table.grad.flatten(), expected)
+    (step,) = result.steps
+    assert step.grad_norm == pytest.approx(float(expected.norm()))
+    assert step.loss == pytest.approx(-2.0)
+    assert step.entropy == pytest.approx(math.log(4))
+    assert (step.ratio_mean, step.kl, step.clip_low, step.clip_high) == (1.0, None, 0.0, 0.0)
+    assert "kl" not in result.metrics()
+
+
+def test_the_gradient_is_clipped_to_the_norm() -> None:
+    policy = TablePolicy(7)
+    result = train(policy, sampled_rows(policy, ADVANTAGES), max_grad_norm=1e-3, minibatch_size=7)
+    assert result.steps[0].grad_norm > 1e-2
+    assert policy.table.grad is not None
+    assert float(policy.table.grad.norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_no_gradient_is_left_from_an_earlier_step() -> None:
+    """At a learning rate of zero every step has the gradient of the first, whatever stood there before."""
+    policy = TablePolicy(7)
+    policy.table.grad = torch.full_like(policy.table, 100.0)
+    result = train(policy, sampled_rows(policy, ADVANTAGES), epochs=3, minibatch_size=7, lr=0.0)
+    norms = [step.grad_norm for step in result.steps]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert norms[0] < 5
+
+
+def test_probability_follows_the_sign_of_the_advantage() -> None:
+    policy = TablePolicy(7)
+    rows = sampled_rows(policy, ADVANTAGES)
+    result = train(policy, rows, epochs=8, minibatch_size=7)
+    with torch.no_grad():
+        gained = (policy.logprobs(rows.tokens).logprobs - rows.rollout_logprobs).sum(-1)
+    assert torch.equal(gained.sign(), rows.advantages.sign())
+    losses = [step.loss for step in result.steps]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_clipping_stops_what_is_repeated() -> None:
+    """Far more epochs on the same rows: every ratio is pushed past its bound, then its gradient is gone."""
+    policy = TablePolicy(7)
+    result = train(policy, sampled_rows(policy, ADVANTAGES), epochs=60, minibatch_size=7)
+    metrics = result.metrics()
+    assert result.steps[-1].clip_high + result.steps[-1].clip_low > 0.9
+    assert metrics["clip_ratio/low_min"] == 0.0
+    assert metrics["clip_ratio/high_max"] > 0.4
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(
+        metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    )
+    assert metrics["optimizer_steps"] == 60
+
+
+def test_zero_advantages_change_nothing_and_every_metric_is_finite() -> None:
+    policy = TablePolicy(7)
+    before = policy.table.detach().clone()
+    result = train(policy, sampled_rows(policy, [0.0] * 7), kl_coef=0.1)
+    assert all(math.isfinite(value) for value in result.metrics().values())
+    assert [step.grad_norm for step in result.steps] == pytest.approx([0.0] * 3, abs=1e-6)
+    # What is left is the rounding of the KL's zero, which AdamW may scale up; without the KL it is exactly nothing.
+    fresh = TablePolicy(7)
+    train(fresh, sampled_rows(fresh, [0.0] * 7))
+    assert torch.equal(fresh.table.detach(), before)
+
+
+def test_a_row_without_tokens_teaches_nothing() -> None:
+    policy = TablePolicy(7)
+    rows = sampled_rows(policy, ADVANTAGES)
+    mask = rows.tokens.loss_mask.clone()
+    mask[2] = False
+    rows = replace(rows, tokens=replace(rows.tokens, loss_mask=mask))
+    before = policy.table.detach().clone()
+    result = train(policy, rows, micro_batch_size=1)
+    assert torch.equal(policy.table.detach()[2], before[2])
+    assert not torch.equal(policy.table.detach()[1], before[1])
+    assert all(math.isfinite(value) for value in result.metrics().values())
+
+
+def test_kl_holds_the_policy_near_its_reference() -> None:
+    free, held = TablePolicy(7), TablePolicy(7)
+    for policy, kl_coef in ((free, 0.0), (held, 5.0)):
+        train(policy, sampled_rows(policy, ADVANTAGES), epochs=10, kl_coef=kl_coef)
+    distances = [float((policy.table.detach() - policy.reference).norm()) for policy in (free, held)]
+    assert distances[1] < 0.7 * distances[0]
+
+
+def test_without_rows_nothing_is_changed() -> None:
+    policy = TablePolicy(1)
+    before = policy.table.detach().clone()
+    result = train(policy, sampled_rows(policy, [1.0]).select([]))
+    assert result.metrics() == {"optimizer_steps": 0.0}
+    assert torch.equal(policy.table.detach(), before)
+
+
+def test_progress_counts_every_microbatch_to_its_end() -> None:
+    policy = TablePolicy(7)
+    told: list[tuple[int, int]] = []
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.1))
+    settings = replace(SETTINGS, epochs=2)
+    rows = sampled_rows(policy, ADVANTAGES)
+    update_policy(policy, optimizer, rows, settings, seed=0, on_progress=lambda *ticks: told.append(ticks))
+    # 4 of the recomputation; (2 + 2 + 1) an epoch.
+    assert told == [(done, 14) for done in range(1, 15)]
+
+
+def test_a_disturbed_log_prob_is_refused_before_any_weight_changes() -> None:
+    policy = TablePolicy(7)
+    rows = sampled_rows(policy, ADVANTAGES)
+    disturbed = rows.rollout_logprobs.clone()
+    disturbed[4, 2] += 0.3
+    before = policy.table.detach().clone()
+    with pytest.raises(ParityError, match=r"0\.3 nats \(allowed 0\.0001\).*worst samples: s4.*a few rows only"):
+        train(policy, replace(rows, rollout_logprobs=disturbed))
+    assert torch.equal(policy.table.detach(), before)
+
+
+@pytest.mark.parametrize("part", ["rollout_logprobs", "advantages", "weights", "reference"])
+def test_nan_is_refused_by_name_and_leaves_the_weights(part: str) -> None:
+    policy = TablePolicy(7)
+    rows = sampled_rows(policy, ADVANTAGES)
+    if part == "weights":
+        with torch.no_grad():
+            policy.table[5, 1, 0] = math.nan
+    elif part == "reference":
+        policy.reference[5, 1, 0] = math.nan
+    else:
+        damaged = getattr(rows, part).clone()
+        damaged[5] = math.nan
+        rows = replace(rows, **{part: damaged})
+    before = policy.table.detach().clone()
+    with pytest.raises(NonFiniteError, match="s5") as caught:
+        train(policy, rows, kl_coef=0.1, minibatch_size=7)
+    assert caught.value.sample_ids == ("s5",)
+    assert torch.equal(policy.table.detach().nan_to_num(), before.nan_to_num())
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
+    policy = TablePolicy(3)
+    rows = sampled_rows(policy, [1.0, -1.0, 0.5])
+    policy.table.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    before = policy.table.detach().clone()
+    with pytest.raises(NonFiniteError, match="gradient is not finite") as caught:
+        train(policy, rows)
+    assert set(caught.value.sample_ids) == {"s0", "s1", "s2"}
+    assert torch.equal(policy.table.detach(), before)
+
+
+# --- the shipped model
+
+
+def glm_rows(policy: GlmImagePolicy) -> TrainingRows:
+    sampled = policy.sample(PROMPTS[:2], group_size=2, seeds=range(4))
+    return TrainingRows(
+        sample_ids=("s0", "s1", "s2", "s3"),
+        tokens=sampled.tokens,
+        rollout_logprobs=sampled.rollout_logprobs,
+        advantages=torch.tensor([1.0, -1.0, 0.7, -0.7]),
+        finished=sampled.finished,
+        on_policy=torch.ones(4, dtype=torch.bool),
+    )
+
+
+def glm_weights_after(
+    pipeline: GlmImagePipeline, *, checkpointing: bool = False, lr: float = 1e-3
+) -> dict[str, Tensor]:
+    policy = build_policy(pipeline, gradient_checkpointing=checkpointing, disturbed=0.02)
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(lr))
+    settings = changed(epochs=2, minibatch_size=2, kl_coef=0.05)
+    update_policy(policy, optimizer, glm_rows(policy), settings, seed=0)
+    return weights_of(policy)
+
+
+def test_glm_image_update_repeats_to_the_bit_and_checkpointing_changes_nothing(
+    shipped_pipeline: GlmImagePipeline,
+) -> None:
+    first = glm_weights_after(shipped_pipeline)
+    assert equal_weights(first, glm_weights_after(shipped_pipeline))
+    checkpointed = glm_weights_after(shipped_pipeline, checkpointing=True)
+    for name, value in first.items():
+        torch.testing.assert_close(checkpointed[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_glm_image_learns_what_is_good(shipped_pipeline: GlmImagePipeline, lora: bool) -> None:
+    policy = build_policy(shipped_pipeline, lora=LORA if lora else None, keep_reference=not lora)
+    rows = glm_rows(policy)
+    reference = policy.reference_logprobs(rows.tokens)
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(5e-3 if lora else 1e-3))
+    settings = changed(epochs=4, minibatch_size=4, kl_coef=0.01)
+    result = update_policy(policy, optimizer, rows, settings, seed=0)
+    with torch.no_grad():
+        gained = (policy.logprobs(rows.tokens).logprobs - rows.rollout_logprobs).sum(-1)
+    assert torch.equal(gained.sign(), rows.advantages.sign())
+    assert result.steps[-1].loss < result.steps[0].loss
+    assert result.steps[0].kl == pytest.approx(0.0, abs=1e-6)
+    assert result.steps[-1].kl > 1e-5
+    assert torch.equal(policy.reference_logprobs(rows.tokens), reference)
+
+
+def test_glm_image_rows_of_another_policy_are_refused_and_no_weight_changes(
+    shipped_pipeline: GlmImagePipeline,
+) -> None:
+    rows = glm_rows(build_policy(shipped_pipeline, disturbed=0.02))
+    policy = build_policy(shipped_pipeline)
+    before = weights_of(policy)
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e-3))
+    with pytest.raises(ParityError, match="weights other than those that sampled"):
+        update_policy(policy, optimizer, rows, SETTINGS, seed=0)
+    assert equal_weights(weights_of(policy), before)

@@ -1,0 +1,41 @@
+"""A function in several processes at once that find each other.
+
+They are forked from a server that has imported the libraries and done nothing else: the imports take many seconds, and
+a fork of this process would hang in the thread pools of polars.
+"""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.multiprocessing import start_processes
+
+_IMPORTED = [
+    "pytest",
+    "grpo_core.policies.causal_lm.policy",
+    "grpo_core.policies.glm_image.policy",
+    "grpo_core.update.sharded",
+    "tasks.collect_rollouts",
+    "tasks.update_job",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+def in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Run a module's function in each of `count` processes, as `accelerate launch` would.
+
+    The first error of one of them ends all and is raised here.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload(_IMPORTED)
+    start_processes(_joined, (count, port, function, arguments), count, start_method="forkserver")
+
+
+def _joined(rank: int, count: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"})
+    function(*arguments)

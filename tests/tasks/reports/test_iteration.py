@@ -1,0 +1,115 @@
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tests.tasks.reports.made_runs import RunMaker
+
+EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"
+
+
+def record_of(maker: RunMaker, iteration: int = 1, draws: int = 1) -> IterationRecord:
+    """As the flow makes it, with the artifacts of every draw."""
+    maker.iteration(iteration, draws=draws)
+    place = f"iteration_{iteration:06d}"
+    folders = [place if draw == 1 else f"{place}/draw_{draw:02d}" for draw in range(1, draws + 1)]
+    pairs = []
+    for folder in folders:
+        rollouts, rewards = maker.store.find(f"{folder}/rollouts"), maker.store.find(f"{folder}/rewards")
+        assert rollouts is not None
+        assert rewards is not None
+        pairs.append((rollouts, rewards))
+    advantages = maker.store.find(f"{folders[-1]}/advantages")
+    assert advantages is not None
+    return IterationRecord(iteration, tuple(pairs), advantages, {**advantages.metrics, "kl": 0.25})
+
+
+def rows(markdown: str, header: str) -> list[list[str]]:
+    """Cells of the table that begins with this header, as a Markdown reader splits them."""
+    lines = markdown.split("\n")
+    start = next(index for index, line in enumerate(lines) if line.startswith(header)) + 2
+    table = lines[start : next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_pictures_are_ranked_over_the_iteration(tmp_path: Path) -> None:
+    markdown = iteration_markdown(RunMaker(tmp_path).store, "r", [record_of(RunMaker(tmp_path))])
+    best = rows(markdown, "| picture | reward | ssim | prompt | sample |")
+    assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.500**"]
+    assert best[0][2:] == ["0.900", "a red square", "`i000001.p0000.s02`"]
+    worst = rows(markdown.split("## Worst")[1], "| picture")
+    assert [cells[1] for cells in worst] == ["**0.100**", "**0.400**"]
+    assert best[0][0].startswith("![i000001.p0000.s02](data:image/png;base64,")
+    assert "dataset" not in markdown
+
+
+def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text")
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    first, second = rows(markdown, "| prompt | best | worst |")
+    assert first == [
+        "a red square",
+        "**0.900** (ssim 0.900): answer 2 of group 0",
+        "**0.100** (ssim 0.100): answer 1 of group 0",
+        "",
+    ]
+    assert second[1] == "**0.500** (ssim 0.500): answer 0 of group 1"
+    assert "picture" not in markdown
+
+
+@pytest.mark.parametrize("medium", ["picture", "text"])
+def test_nothing_that_was_asked_or_written_breaks_out_of_its_cell(tmp_path: Path, medium: str) -> None:
+    maker = RunMaker(tmp_path, medium=medium, prompts=(EVIL, "plain"), datasets=(EVIL, "other"))
+    maker.written = {(0, 2): EVIL, (0, 1): "", (1, 0): EVIL * 100}
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    header = (
+        "| picture | reward | ssim | prompt | dataset | sample |" if medium == "picture" else "| prompt | dataset |"
+    )
+    width = header.count("|") - 1 if medium == "picture" else 5
+    for cells in rows(markdown, header):
+        assert len(cells) == width
+    assert "<" not in markdown
+    assert "http:" not in markdown
+    assert "`c`" not in markdown
+    assert len(re.findall("^#", markdown, re.MULTILINE)) == (3 if medium == "picture" else 2)
+    assert "a | b ⏎  ⏎ # head ⏎ <script>x</script> ![i](http://x)" in unescape(markdown)
+    assert ("*empty*" in markdown) == (medium == "text")
+
+
+def test_long_texts_are_shortened_and_many_groups_counted(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text", prompts=tuple(f"prompt {index}" for index in range(11)))
+    maker.written = {(0, 2): "begin" + "x" * 10_000 + "end"}
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    table = rows(markdown, "| prompt | best | worst |")
+    assert len(table) == 8
+    assert "The first 8 of 11 prompts." in markdown
+    assert len(table[0][1]) < 600
+    assert table[0][1].endswith("end")
+
+
+def test_all_draws_count_and_what_was_left_out_is_told(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "poems"))
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker, draws=2)])
+    figures = dict(rows(markdown, "| figure | value |"))
+    assert figures["groups left out for lack of spread"] == "2"
+    assert figures["draws"] == "2"
+    assert (figures["sums: reward"], figures["poems: reward"]) == ("0.5", "0.6")
+    table = rows(markdown, "| prompt | dataset | best | worst |")
+    assert [(cells[1], cells[-1]) for cells in table] == [("sums", ""), ("poems", "left out")] * 2
+    assert "iteration_000001/draw_02/rollouts" in markdown
+    assert "iteration_000001/draw_02/advantages" in markdown
+
+
+def test_pictures_of_a_later_draw_are_found(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker, draws=2)])
+    best = rows(markdown, "| picture")
+    assert [cells[-1] for cells in best[:2]] == ["`i000001.p0000.s02`", "`i000001.d02.p0000.s02`"]
+
+
+def test_a_row_a_figure_to_six_digits(tmp_path: Path) -> None:
+    record = record_of(RunMaker(tmp_path))
+    table = iteration_table(IterationRecord(1, record.draws, record.advantages, {"b": 1 / 3, "a": 2.0}))
+    assert table == [{"metric": "a", "value": 2.0}, {"metric": "b", "value": 0.333333}]

@@ -1,0 +1,44 @@
+import hashlib
+from pathlib import Path
+
+from PIL import Image
+
+from tasks.reports.target_reader import TargetReader, over_white
+from tests.tasks.reports.made_runs import png
+
+
+def test_targets_are_verified(tmp_path: Path) -> None:
+    kept, gone, changed, broken = (tmp_path / name for name in ("kept.png", "gone.png", "changed.png", "broken.png"))
+    for path in (kept, gone, changed):
+        path.write_bytes(png((1, 2, 3)))
+    broken.write_bytes(b"no picture")
+    known = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (kept, gone, changed, broken)}
+    gone.unlink()
+    changed.write_bytes(png((9, 9, 9)))
+    targets = TargetReader(320)
+    found = {path.name: targets.read(str(path), sha256) for path, sha256 in known.items()}
+    target = found.pop("kept.png")
+    assert target is not None
+    assert target.getpixel((0, 0)) == (1, 2, 3)
+    assert set(found.values()) == {None}
+    assert set(targets.missing) == {str(gone), str(changed), str(broken)}
+    assert "not the file" in targets.missing[str(changed)]
+
+
+def test_where_no_target_is_named_none_is_missing() -> None:
+    targets = TargetReader(320)
+    assert targets.read(None, None) is None
+    assert targets.missing == {}
+
+
+def test_a_large_target_is_made_smaller(tmp_path: Path) -> None:
+    content = png((1, 2, 3), side=64)
+    (tmp_path / "large.png").write_bytes(content)
+    read = TargetReader(16).read(str(tmp_path / "large.png"), hashlib.sha256(content).hexdigest())
+    assert read is not None
+    assert read.size == (16, 16)
+
+
+def test_a_transparent_target_lies_over_white() -> None:
+    half = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
+    assert over_white(half).getpixel((0, 0)) == (255, 255, 255)

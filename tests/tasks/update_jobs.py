@@ -1,0 +1,248 @@
+"""Updates to be carried out over stored rollouts of the shipped tiny models, with advantages as a test wants them."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from configs.schema import (
+    LoraSection,
+    MismatchSection,
+    PictureRolloutSection,
+    PlacementSection,
+    PolicySection,
+    RolloutSection,
+    TextRolloutSection,
+    UpdateSection,
+)
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.records import TokenBatch, TokenLogprobs
+from grpo_core.update import ALONE
+from tasks.collect_rollouts import collect_rollouts_task
+from tasks.model_files import model_digest
+from tasks.models import ModelSpec
+from tasks.plan import GroupPlan, RolloutPlan
+from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.storage.store import ArtifactStore, current_store
+from tasks.storage.tables import write_table
+from tasks.update_job import SharedJob, UpdateJob, UpdateOutcome, carry_out
+from tasks.update_process import JOB_FILE, OUTCOME_FILE, take_part
+from tests.processes import in_processes
+from tests.tiny_policy import MODEL as PICTURE_MODEL
+from tests.tiny_text_policy import MODEL as TEXT_MODEL
+
+# Minibatches of four and of three rows, a row at a time: one process of two has one microbatch more to do.
+UPDATE = UpdateSection(
+    learning_rate=2e-4,
+    epochs=2,
+    minibatch_size=4,
+    micro_batch_size=1,
+    kl_coef=0.05,
+    entropy_coef=0.01,
+    # So that one set of rollouts serves several versions.
+    mismatch=MismatchSection(mode="truncate"),
+)
+ADVANTAGE_OF = (1.0, -1.0, 0.5, None, -0.5, 1.5, -1.5, 0.25)
+"""Of eight samples; the one without is left out."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A tiny model and how it is sampled."""
+
+    policy: PolicySection
+    rollout: RolloutSection
+    prompts: tuple[str, str]
+
+    def spec(self) -> ModelSpec:
+        reference = "none" if self.policy.lora else "device"
+        return ModelSpec(
+            section=self.policy, digest=model_digest(self.policy.model), adapter_seed=3, reference=reference
+        )
+
+    def collect(self, policy: PolicyRef | None = None) -> ArtifactRef:
+        """Rollouts of a version, of the model as it is given by default."""
+        policy = policy or PolicyRef(version=0, digest=self.spec().digest)
+        groups = tuple(
+            GroupPlan(
+                group_id=f"g{place}",
+                prompt_id=f"p{place}",
+                dataset="default",
+                prompt=prompt,
+                columns={},
+                target_uri=None,
+                target_sha256=None,
+            )
+            for place, prompt in enumerate(self.prompts)
+        )
+        plan = RolloutPlan(
+            folder=f"iteration_{policy.version + 1:06d}",
+            title="an iteration",
+            seed=11,
+            group_size=4,
+            shared_noise=True,
+            groups=groups,
+        )
+        return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(device="cpu"))
+
+
+PICTURES = Medium(
+    PolicySection(model=str(PICTURE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)),
+    PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
+    ("a red circle", "a blue cross on a green background"),
+)
+TEXTS = Medium(
+    PolicySection(kind="causal_lm", model=str(TEXT_MODEL), dtype="float32", lora=None),
+    TextRolloutSection(max_completion_length=12),
+    ("sort the letters of banana", "sort the letters of it, please"),
+)
+
+
+def changed(medium: Medium, **policy: Any) -> Medium:
+    """The medium with changes of its policy's section."""
+    return replace(medium, policy=medium.policy.model_copy(update=policy))
+
+
+def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANTAGE_OF) -> ArtifactRef:
+    """A table of these advantages, one a sample."""
+    store = current_store()
+    rows = len(values)
+    names = [f"g{index // 4}.s{index % 4:02d}" for index in range(rows)]
+    columns: dict[str, Any] = {
+        "sample_id": names,
+        "group_id": [name[:2] for name in names],
+        "prompt_id": ["p"] * rows,
+        "dataset": ["default"] * rows,
+        "reward": [0.5] * rows,
+        "kl_penalty": [None] * rows,
+        "advantage": values,
+        "group_mean": [0.5] * rows,
+        "group_std": [1.0] * rows,
+        "dropped": [False] * rows,
+        "imputed": [0] * rows,
+    }
+    with store.staging() as staged:
+        digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
+        where = f"{rollouts.folder.removesuffix('rollouts')}advantages"
+        return store.commit(
+            staged, where, digest=digest, schema_version=SCHEMA_VERSION, rows=rows, seconds=0.0, metrics={}
+        )
+
+
+def job_of(
+    medium: Medium,
+    rollouts: ArtifactRef,
+    advantages: ArtifactRef,
+    *,
+    policy: PolicyRef | None = None,
+    update: UpdateSection = UPDATE,
+    **placement: Any,
+) -> UpdateJob:
+    """An update of a version, of the model as it is given by default."""
+    spec = medium.spec()
+    return UpdateJob(
+        policy=policy or PolicyRef(version=0, digest=spec.digest),
+        rollouts=(rollouts,),
+        advantages=advantages,
+        model=spec,
+        update=update,
+        seed=11,
+        max_staleness=5,
+        placement=PlacementSection(device="cpu", **placement),
+    )
+
+
+def alone(job: UpdateJob, folder: Path) -> UpdateOutcome:
+    """The update in this process."""
+    folder.mkdir()
+    outcome = carry_out(job, folder, ALONE, None)
+    assert outcome is not None
+    return outcome
+
+
+def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
+    """The update in as many processes as its placement says, through the function that launched processes run."""
+    store = current_store()
+    folder.mkdir()
+    exchanged = folder.with_name(f"{folder.name}-exchanged")
+    exchanged.mkdir()
+    shared = SharedJob(job=job, root=store.root, run=store.run, staged=str(folder))
+    (exchanged / JOB_FILE).write_text(shared.model_dump_json())
+    in_processes(job.placement.processes, _take_part_recorded, exchanged)
+    return UpdateOutcome.model_validate_json((exchanged / OUTCOME_FILE).read_text())
+
+
+def _take_part_recorded(folder: Path) -> None:
+    """Take part, and leave the tokens of every row that went through the model with gradients."""
+    passes: list[list[list[int]]] = []
+    for kind in (CausalLMPolicy, GlmImagePolicy):
+        kind.logprobs = _recording(kind.logprobs, passes)  # type: ignore[method-assign]
+    take_part(folder)
+    (folder / f"passes-{os.environ['RANK']}.json").write_text(json.dumps(passes))
+
+
+def _recording(score: Callable[..., TokenLogprobs], passes: list[list[list[int]]]) -> Callable[..., TokenLogprobs]:
+    def logprobs(self: Any, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
+        if torch.is_grad_enabled():
+            rows = zip(tokens.token_ids, tokens.loss_mask, strict=True)
+            passes.append([ids[mask].tolist() for ids, mask in rows])
+        return score(self, tokens, entropy=entropy)
+
+    return logprobs
+
+
+def passes_of(folder: Path, rank: int) -> list[list[list[int]]]:
+    """The tokens of each row of each pass with gradients that a process of `together` made."""
+    found: list[list[list[int]]] = json.loads(
+        (folder.with_name(f"{folder.name}-exchanged") / f"passes-{rank}.json").read_text()
+    )
+    return found
+
+
+def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOutcome) -> PolicyRef:
+    """What the update left, as a version."""
+    checkpoint = store.commit(
+        staged,
+        f"policies/{job.version:06d}",
+        digest=outcome.checkpoint_digest,
+        schema_version=SCHEMA_VERSION,
+        rows=outcome.rows,
+        seconds=0.0,
+        metrics=outcome.metrics,
+    )
+    return PolicyRef(
+        version=job.version,
+        digest=outcome.digest,
+        checkpoint=checkpoint,
+        reference_digest=outcome.reference_digest,
+    )
+
+
+def weights_and_moments(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a version's folder by file and name."""
+    files = sorted(folder.rglob("*.safetensors"))
+    return {f"{path.relative_to(folder)}|{name}": value for path in files for name, value in load_file(path).items()}
+
+
+def largest_difference(first: Path, second: Path, part: str = "") -> float:
+    """Of two versions' tensors, which have the same names and shapes; `part` is in the names of those compared."""
+    ours, theirs = weights_and_moments(first), weights_and_moments(second)
+    assert ours.keys() == theirs.keys()
+    compared = [name for name in ours if part in name]
+    assert compared
+    worst = 0.0
+    for name in compared:
+        assert ours[name].shape == theirs[name].shape, name
+        if ours[name].numel():
+            worst = max(worst, float((ours[name].double() - theirs[name].double()).abs().max()))
+    assert not math.isnan(worst)
+    return worst
