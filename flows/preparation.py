@@ -60,7 +60,14 @@ class Run:
         """The update section, the length of its schedule decided."""
         return with_total_steps(self.config)
 
-    def plan(self, iteration: int, draw: int, count: int, statistics: PromptStatistics | None) -> RolloutPlan:
+    def plan(
+        self,
+        iteration: int,
+        draw: int,
+        count: int,
+        statistics: PromptStatistics | None = None,
+        earlier: Sequence[RolloutPlan] = (),
+    ) -> RolloutPlan:
         """What a draw of a training iteration samples.
 
         Args:
@@ -68,6 +75,7 @@ class Run:
             draw: from 1; later ones replace groups that taught nothing.
             count: prompts.
             statistics: of earlier iterations, where the curriculum asks for them.
+            earlier: draws of this iteration, whose prompts are avoided while there are others.
         """
         config = self.config
         drawn = draw_prompts(
@@ -78,6 +86,7 @@ class Run:
             count=count,
             curriculum=config.data.curriculum,
             statistics=statistics,
+            avoided={(group.dataset, group.prompt_id) for plan in earlier for group in plan.groups},
         )
         return plan_draw(
             drawn,

@@ -84,12 +84,13 @@ def draw_groups(
     """
     section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
     draws: tuple[Draw, ...] = ()
+    plans: tuple[RolloutPlan, ...] = ()
     count, statistics = wanted, history.statistics(run)
     for draw in range(1, section.max_draws + 1):
-        plan = run.plan(iteration, draw, count, statistics)
+        plan = run.plan(iteration, draw, count, statistics, plans)
         rollouts = collect_rollouts(run, policy, plan)
         rewards = score_rewards(run, rollouts, plan)
-        draws = (*draws, (rollouts, rewards))
+        draws, plans = (*draws, (rollouts, rewards)), (*plans, plan)
         advantages = compute_advantages(run, draws, plan)
         count = wanted - int(advantages.metrics["groups_kept"])
         if section.constant_groups != "redraw" or count <= 0:

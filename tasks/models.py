@@ -60,6 +60,8 @@ class _Held:
 
 
 _held: _Held | None = None
+# Of a reference None is the model as it was given.
+_IN_BETWEEN = "in between two references"
 
 
 def configure_torch(placement: PlacementSection) -> torch.device:
@@ -107,7 +109,10 @@ def _take_weights(held: _Held, reference: PolicyRef) -> None:
         held.digest != reference.digest,
         held.reference_digest != reference.reference_digest,
     )
-    held.digest = held.reference_digest = None
+    if other_weights:
+        held.digest = None
+    if other_reference:
+        held.reference_digest = _IN_BETWEEN
     with tempfile.TemporaryDirectory() as fetched:
         folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
         if other_weights:
@@ -122,6 +127,12 @@ def weights_in_between() -> None:
     """An update begins: until it names the version it made, the weights held are no version at all."""
     if _held is not None:
         _held.digest = None
+
+
+def reference_in_between() -> None:
+    """The reference begins to change: until the update names what it made of it, the one held is none at all."""
+    if _held is not None:
+        _held.reference_digest = _IN_BETWEEN
 
 
 def weights_became(digest: str, reference_digest: str | None) -> None:

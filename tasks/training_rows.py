@@ -35,11 +35,13 @@ class StoredRows:
     too_stale: int
 
     def metrics(self) -> dict[str, float]:
-        """Staleness, where there is any."""
-        if not any(self.staleness) and not self.too_stale:
+        """Rows of other weights and their staleness, where there are any."""
+        others = int((~self.rows.on_policy).sum())
+        if not others and not self.too_stale:
             return {}
         count = max(1, len(self.staleness))
         return {
+            "rows_off_policy": float(others),
             "staleness/mean": sum(self.staleness) / count,
             "staleness/max": float(max(self.staleness, default=0)),
             "rows_left_out": float(self.too_stale),

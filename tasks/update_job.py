@@ -20,7 +20,14 @@ from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
 from grpo_core.seeds import derive_seed
 from grpo_core.update import Ranks, StepMetrics, UpdateResult, update_policy
-from tasks.models import REFERENCE_FOLDER, ModelSpec, policy_at, weights_digest, weights_in_between
+from tasks.models import (
+    REFERENCE_FOLDER,
+    ModelSpec,
+    policy_at,
+    reference_in_between,
+    weights_digest,
+    weights_in_between,
+)
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.schemas import UPDATE_STEPS
 from tasks.storage.store import current_store
@@ -191,6 +198,7 @@ def _keep_reference(learner: Policy, job: UpdateJob, staged: Path) -> str | None
     every = job.update.reference.refresh_every
     due = every > 0 and job.version % every == 0
     if due:
+        reference_in_between()
         learner.refresh_reference(job.update.reference.mix)
     if not due and job.policy.reference_digest is None:
         return None

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,11 +150,15 @@ def _failure(folder: Path, code: int) -> Exception:
     records = sorted((ErrorRecord.model_validate_json(path.read_text()) for path in files), key=_rank_of_error)
     if records and records[0].known:
         return records[0].error()
-    said = (folder / ERROR_OUTPUT).read_text(errors="replace").strip().splitlines()[-TOLD_LINES:]
-    cause = f"{records[0].kind}: {records[0].message}" if records else "none of them said why; one may have been killed"
+    said = (folder / ERROR_OUTPUT).read_text(errors="replace").strip()
+    killed = re.search(r"Signal \d+ \((\w+)\) received by PID \d+", said)
+    if killed:
+        cause = f"one was ended from outside, by {killed[1]}; the machine's memory may have run out"
+    else:
+        cause = f"{records[0].kind}: {records[0].message}" if records else "none of them said why"
     return UpdateProcessError(
         f"the update's processes ended with code {code}: {cause}. The last policy version is whole; start again with "
-        "the same command.\n" + "\n".join(said)
+        "the same command.\n" + "\n".join(said.splitlines()[-TOLD_LINES:])
     )
 
 

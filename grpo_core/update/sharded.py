@@ -56,6 +56,8 @@ class ShardedRanks(AcceleratedRanks):
         # Of a model with adapters these alone are saved.
         adapters_only = isinstance(trained.model, PeftModel)
         for module in trained.model.modules():
+            # Those that fully_shard left would look for shares when weights are loaded.
+            module._load_state_dict_post_hooks.clear()
             parameters: dict[str, Any] = module._parameters
             for name, parameter in parameters.items():
                 if _is_share(parameter) and (parameter.requires_grad or not adapters_only):

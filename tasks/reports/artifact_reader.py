@@ -1,12 +1,12 @@
 """A run's artifacts, verified and never touched: what is damaged is told and left where it is."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.storage.files import is_local, sha256_of
+from tasks.storage.manifest import opened
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import ArtifactStore
@@ -90,12 +90,12 @@ class ArtifactReader:
         if manifest is None:
             return None
         try:
-            described = json.loads(manifest)
+            described = opened(manifest)
             files: dict[str, str] = dict(described.pop("files"))
             uri, sha256 = f"{self.store.run}/{folder}", hashlib.sha256(manifest).hexdigest()
             reference = ArtifactRef(uri=uri, sha256=sha256, **described)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self.damaged(name, f"it is not a manifest ({type(error).__name__})")
+            self.damaged(name, f"it is no manifest, or not as it was written ({type(error).__name__})")
             return None
         if reference.schema_version != SCHEMA_VERSION:
             reason = f"schema version {reference.schema_version}; this program reads {SCHEMA_VERSION}"

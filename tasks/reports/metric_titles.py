@@ -54,6 +54,7 @@ _TITLES = {
     "clip_ratio/high_max": ("clipped above, most", "in one optimizer step"),
     "clip_ratio/region_mean": ("clipped tokens", "share of tokens whose ratio left the clip range"),
     "optimizer_steps": ("optimizer steps", "of this iteration"),
+    "rows_off_policy": ("rows of other weights", "sampled by other weights than those that were trained"),
     "rows_left_out": ("{noun}s left out", "of the update: drawn by policies further back than it allows"),
     "mismatch/mean_weight": (
         "mismatch weight",

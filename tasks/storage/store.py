@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
 from grpo_core.errors import InputError
 from tasks.storage.failures import StorageError, storage_failures_told
 from tasks.storage.files import is_local, publish_folder, sha256_of, write_whole
+from tasks.storage.manifest import opened, sealed
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.staging import clear_abandoned, staging_folder
 
@@ -107,7 +107,7 @@ class ArtifactStore:
             "metrics": metrics,
             "files": files,
         }
-        manifest = json.dumps(described, indent=1, sort_keys=True, allow_nan=False).encode()
+        manifest = sealed(described)
         self._write_manifest(folder, manifest, staged)
         return self._reference(f"{self.run}/{folder}", manifest)
 
@@ -118,7 +118,7 @@ class ArtifactStore:
         return f"{folder}.manifest.json"
 
     def _reference(self, uri: str, manifest: bytes) -> ArtifactRef:
-        described: dict[str, Any] = json.loads(manifest)
+        described = opened(manifest)
         described.pop("files")
         return ArtifactRef(uri=uri, sha256=hashlib.sha256(manifest).hexdigest(), **described)
 
@@ -141,7 +141,7 @@ class ArtifactStore:
         sha256 = hashlib.sha256(manifest).hexdigest()
         if sha256 != reference.sha256:
             return f"{name} has sha256 {sha256[:12]}, not {reference.sha256[:12]}"
-        for file, expected in json.loads(manifest)["files"].items():
+        for file, expected in opened(manifest)["files"].items():
             try:
                 found = sha256_of(self.filesystem, f"{folder}/{file}")
             except FileNotFoundError:

@@ -108,7 +108,7 @@ async def compare(config: RunConfig) -> Timings:
     async with recording(run):
         for iteration in range(1, config.run.iterations + 1):
             begun = time.perf_counter()
-            plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration, None))
+            plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration))
             between = time.perf_counter()
             policy = await train_iteration(run, policy, iteration, history)
             timings.plain.append(between - begun)

@@ -112,7 +112,7 @@ class TestSettings:
             ("rollout.grup_size=4", "rollout.grup_size", "4", "did you mean group_size?"),
             ("update.learning_rate=fast", "update.learning_rate", "'fast'", "number"),
             ("update.learning_rate=.nan", "update.learning_rate", "nan", "finite"),
-            ("rollout.top_p=0.9", "rollout.top_p", "0.9", "whole distribution"),
+            ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
             ("nonsense", "--set", "nonsense", "section.key=value"),
             ("run.name.first=x", "--set", "run.name.first=x", "not a section"),
             ("rewards.7.weight=1", "--set", "rewards.7.weight=1", "no index of a list of 2"),

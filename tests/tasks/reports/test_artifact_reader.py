@@ -1,10 +1,10 @@
-import json
 from pathlib import Path
 
 import pytest
 
 from tasks.reports import artifact_reader
 from tasks.reports.artifact_reader import ArtifactReader, Damage
+from tasks.storage.manifest import opened, sealed
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_manifest_is_told(maker: RunMaker, content: bytes) -> None:
 
 def test_another_schema_version_is_told(maker: RunMaker) -> None:
     manifest = maker.folder / "iteration_000001/rewards.manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema_version": 99}))
+    manifest.write_bytes(sealed(opened(manifest.read_bytes()) | {"schema_version": 99}))
     reader = ArtifactReader(maker.store)
     assert reader.find("iteration_000001/rewards") is None
     assert "99" in reader.damages[0].reason

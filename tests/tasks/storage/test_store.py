@@ -52,7 +52,12 @@ class TestCommit:
     def test_manifest_names_every_file_with_its_sha256(self, store: ArtifactStore) -> None:
         reference = commit(store)
         manifest = Path(store.path(f"{FOLDER}.manifest.json")).read_bytes()
-        assert json.loads(manifest) == {
+        described = json.loads(manifest)
+        assert (
+            described.pop("seal")
+            == hashlib.sha256(json.dumps(described, indent=1, sort_keys=True).encode()).hexdigest()
+        )
+        assert described == {
             "digest": "d" * 64,
             "schema_version": 1,
             "rows": 4,
@@ -218,8 +223,7 @@ class TestDamage:
             changed = bytearray(whole)
             changed[position] ^= 1 << (position % 8)
             manifest.write_bytes(changed)
-            found = store.find(FOLDER)  # never an error, and never the reference that was written
-            assert found is None or found.sha256 != reference.sha256
+            assert store.find(FOLDER) is None
         manifest.write_bytes(whole)
         assert store.find(FOLDER) == reference
 
