@@ -1,13 +1,17 @@
 """The four stages as Prefect tasks. Each reads artifacts, makes one call into grpo_core, writes one artifact.
 
 collect_rollouts, score_rewards, compute_advantages, update_policy
-plan         which prompts an iteration or an evaluation draws, with which seeds
+take_advantages   in place of the third, for a replay: those that another run made
+rollout_rows, training_rows   sampled groups -> stored columns -> rows to learn from
+update_job, update_launch, update_process, error_records   the fourth on several processes of accelerate
+curriculum, dataset_shares   which prompts an iteration draws
+plan         their names and seeds
 prompts, targets, input_files, prompt_formats     what a person gives
 model_files  what a model's files are, by content
 models       the policy that this process holds, taken from version to version
 caching      the key of a stage's result
 storage/     where results are kept
 reports/     what a person sees: tables, curves, pictures
-record       an iteration's figures, gathered from its stages
+record, draw_figures   an iteration's figures, gathered from its stages
 progress     how far a stage is
 """

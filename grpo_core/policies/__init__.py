@@ -1,6 +1,9 @@
 """Models that can be trained: each samples tokens, renders them, and gives their log-probs again.
 
 protocol     what the stages ask of a policy
-adapters     LoRA or full weights: what is trained, how it is saved, and how the reference is had
+family       the kinds of policy by name, and what can be known of a model before it is loaded
+estimate     the records of what a model needs of a GPU and of the disk
+trained/     LoRA or full weights: what is trained, how it is saved, and how the reference is had
 glm_image/   GLM-Image: an autoregressive model over picture tokens, then a diffusion decoder
+causal_lm/   any causal language model of transformers
 """

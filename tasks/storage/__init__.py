@@ -1,6 +1,7 @@
 """Where stages leave their results: whole or not at all, and verified when read.
 
 reference   the small record that stands for an artifact
+manifest    the file that makes a folder an artifact
 store       a run's folder: staging, committing, verifying, setting aside, bringing home
 staging     folders of running processes; a killed one's are cleared away
 failures    a disk that is full, told in one message

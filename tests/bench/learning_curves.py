@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import polars as pl
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from configs.loader import read_config
@@ -125,6 +125,7 @@ def train_with_trl(seed: int) -> Curve:
             train_dataset=Dataset.from_list(rows),
             args=settings,
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     return Curve(tuple(float(step["reward"]) for step in steps), tuple(float(step["step_time"]) for step in steps))

@@ -22,6 +22,7 @@ from tasks.progress import listen
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "configs" / "tiny.yaml"
+TINY_TEXT = REPOSITORY / "configs" / "tiny_text.yaml"
 SMALL = {
     "run.iterations": 2,
     "policy.lora.rank": 4,
@@ -80,9 +81,18 @@ class Runs:
 
     def start(self, run: str = "run", **changes: object) -> Start:
         """Run, or go on with, a training run in this process."""
+        return self._train(TINY, self.overrides(run__name=run, **changes))
+
+    def start_text(self, run: str = "run", **changes: object) -> Start:
+        """The same with the shipped text configuration."""
+        given = {"run.name": run, "storage.root": str(self.root)}
+        settings = {**given, **{key.replace("__", "."): value for key, value in changes.items()}}
+        return self._train(TINY_TEXT, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+    def _train(self, file: Path, overrides: list[str]) -> Start:
         from flows.train import train
 
-        config = read_config(TINY, self.overrides(run__name=run, **changes))
+        config = read_config(file, overrides)
         heard = Heard([], [])
 
         def body() -> TrainSummary:

@@ -115,9 +115,12 @@ def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path:
     assert second[3] == first[3]
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_a_run_goes_on_with_another_number_of_processes(store: ArtifactStore, tmp_path: Path, sharding: str) -> None:
-    rollouts = TEXTS.collect()
+@pytest.mark.parametrize(("sharding", "name"), [("ddp", "texts, refreshed reference"), ("fsdp2", "texts, adapters")])
+def test_a_run_goes_on_with_another_number_of_processes(
+    store: ArtifactStore, tmp_path: Path, sharding: str, name: str
+) -> None:
+    medium, update = SHARDED[name]
+    rollouts = medium.collect()
     advantages = advantages_of(rollouts)
     last: dict[str, Path] = {}
     for way in ("one", "changing"):
@@ -126,7 +129,7 @@ def test_a_run_goes_on_with_another_number_of_processes(store: ArtifactStore, tm
         policy: PolicyRef | None = None
         for version in (1, 2, 3):
             shared = {"processes": 2, "sharding": sharding} if (way, version) == ("changing", 2) else {}
-            job = job_of(TEXTS, rollouts, advantages, policy=policy, **shared)
+            job = job_of(medium, rollouts, advantages, policy=policy, update=update, **shared)
             folder = tmp_path / f"{way}-{version}"
             outcome = together(job, folder) if shared else alone(job, folder)
             policy = commit(kept, job, folder, outcome)
@@ -136,6 +139,7 @@ def test_a_run_goes_on_with_another_number_of_processes(store: ArtifactStore, tm
     assert largest_difference(last["one"], last["changing"]) < 3e-6
     states = [(folder / "training_state.json").read_text() for folder in last.values()]
     assert all('"optimizer_steps": 12' in state for state in states)
+    assert all((folder / "reference").exists() for folder in last.values())
 
 
 REPORT = ParityReport(0.5, 0.1, 0.6, 1.0, 1.6, 40, 4, 1, ("s1", "s2"))

@@ -1,5 +1,6 @@
 """GLM-Image as a policy: picture tokens are the actions, the diffusion decoder is part of the environment.
 
+    settings    how pictures are drawn
     geometry    picture size -> the two token grids
     prompts     prompt -> input ids and the three-axis positions of everything that follows
     sampling    the autoregressive loop with its own cache
@@ -8,6 +9,7 @@
     folder      what a saved pipeline's files say without loading it
     loading     a folder or hub name -> the pipeline's components
     policy      the policy made of these
+    family      the same without importing what its models need
 
     architecture   the networks by their configurations alone, built without memory
     released       the released model's configurations, for where its files are not at hand

@@ -1,0 +1,123 @@
+"""Whole trainings of the tiny text model: loss, reward, KL and entropy move as they should, draws are made again."""
+
+import json
+import math
+
+import polars as pl
+import pytest
+
+from .conftest import Runs
+
+STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
+SMALL = {"rollout__prompts_per_iteration": 4, "rollout__prompts_per_batch": 4, "update__minibatch_size": None}
+
+
+def metrics_of(runs: Runs, name: str) -> list[float]:
+    table = pl.read_parquet(runs.path("iteration_*", "metrics.parquet")).sort("iteration")
+    return table.filter(pl.col("metric") == name)["value"].to_list()
+
+
+def test_loss_reward_and_entropy_move_as_they_should(empty: Runs) -> None:
+    start = empty.start_text(run__iterations=12, update__epochs=2, update__kl_coef=0.01, evaluate__every=0)
+    summary = start.summary
+    assert summary.heldout_before is not None
+    assert summary.heldout_after is not None
+    assert summary.heldout_after > summary.heldout_before + 0.1
+    rewards, entropy, kl = metrics_of(empty, "reward"), metrics_of(empty, "entropy"), metrics_of(empty, "kl")
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    assert entropy[-1] < entropy[0] - 0.2
+    assert min(kl) >= 0
+    assert kl[-1] > kl[0]
+    assert max(metrics_of(empty, "sampling/sampling_logp_difference/max")) < 1e-4
+    for iteration in range(1, 13):
+        steps = pl.read_parquet(empty.path("policies", f"{iteration:06d}", "update_steps.parquet"))
+        first, second = steps.iter_rows(named=True)
+        # On the rows it was just trained on, the policy is better than before.
+        assert second["loss"] < first["loss"]
+        assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    everything = pl.read_parquet(empty.path("iteration_*", "metrics.parquet"))["value"]
+    assert all(math.isfinite(value) for value in everything)
+
+
+def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> None:
+    """An exact reward is zero for most groups of two, so one draw is rarely enough."""
+    exact = [{"reward": "answer", "settings": {"mode": "exact"}}]
+    empty.start_text(
+        run__iterations=2,
+        rollout__group_size=2,
+        rewards=exact,
+        advantages__constant_groups="redraw",
+        advantages__max_draws=3,
+        evaluate__prompts=None,
+        **SMALL,
+    )
+    draws = metrics_of(empty, "draws")
+    kept = metrics_of(empty, "groups_kept")
+    assert max(draws) == 3
+    for iteration, (count, groups) in enumerate(zip(draws, kept, strict=True), start=1):
+        folder = empty.path(f"iteration_{iteration:06d}")
+        assert len(list(folder.glob("draw_*"))) == count - 1
+        assert groups == 4 or count == 3
+        last = folder if count == 1 else folder / f"draw_{int(count):02d}"
+        advantages = pl.read_parquet(last / "advantages" / "advantages.parquet")
+        rollouts = pl.concat([pl.read_parquet(path) for path in sorted(folder.rglob("rollouts/*.parquet"))])
+        assert set(advantages["sample_id"]) == set(rollouts["sample_id"])
+        assert rollouts["prompt_id"].n_unique() == rollouts["group_id"].n_unique()
+        trained = advantages.filter(pl.col("advantage").is_not_null())
+        assert trained["group_id"].n_unique() == groups
+
+
+def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:
+    train = "data/prompts/letters_train.jsonl"
+    empty.start_text(
+        run__iterations=2,
+        data={
+            "datasets": [
+                {"name": "similar", "prompts": train, "weight": 3},
+                {"name": "exact", "prompts": train, "weight": 1},
+            ],
+            "curriculum": {"kind": "difficulty"},
+        },
+        rewards=[
+            {"reward": "answer", "datasets": ["similar"]},
+            {"reward": "answer", "name": "exact", "datasets": ["exact"], "settings": {"mode": "exact"}},
+        ],
+        evaluate__prompts=None,
+        **SMALL,
+    )
+    for iteration in (1, 2):
+        folder = empty.path(f"iteration_{iteration:06d}")
+        advantages = pl.read_parquet(folder / "advantages" / "advantages.parquet")
+        groups = advantages.unique("group_id")["dataset"].value_counts().rows()
+        assert dict(groups) == {"similar": 3, "exact": 1}
+        for name, other in (("answer", "exact"), ("exact", "similar")):
+            scores = pl.read_parquet(folder / "rewards" / f"{name}.parquet").join(
+                advantages.select("sample_id", "dataset", "reward"), on="sample_id"
+            )
+            mine = scores.filter(pl.col("dataset") != other)
+            assert mine["value"].to_list() == mine["reward"].to_list()
+            assert scores.filter(pl.col("dataset") == other)["value"].null_count() == scores.height - mine.height
+
+
+def test_a_cut_and_penalised_run_goes_on_where_it_was(empty: Runs) -> None:
+    """Truncation, a KL in the reward, a refreshed reference: all of it comes back when the run is started again."""
+    settings = {
+        **SMALL,
+        "rollout__top_k": 8,
+        "rollout__top_p": 0.9,
+        "advantages__kl_coef": 0.01,
+        "update__kl_coef": 0.01,
+        "update__reference": {"refresh_every": 2},
+        "update__lr_scheduler": "cosine",
+        "update__total_steps": 8,
+        "evaluate__prompts": None,
+    }
+    whole = empty.start_text("whole", run__iterations=4, **settings)
+    # Under a root of its own, where nothing of the whole run can be used again.
+    other = Runs(empty.root.parent / "other")
+    other.start_text("halved", run__iterations=3, **settings)
+    halved = other.start_text("halved", run__iterations=4, **settings)
+    assert halved.stages == tuple(f"iteration 4: {stage}" for stage in STAGES)
+    assert halved.summary.policy_digest == whole.summary.policy_digest
+    state = json.loads(empty.path("policies", "000004", "training_state.json", run="whole").read_text())
+    assert state["optimizer_steps"] == 4
