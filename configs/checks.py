@@ -20,7 +20,6 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_policy(config),
         *_reference(config),
         *_schedule(config),
-        *_placement(config),
     ]
 
 
@@ -103,13 +102,6 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
     if config.policy.lora is not None and reference.placement == "cpu":
         mend = "With adapters the reference is the model without them and takes no memory; set it to auto."
         yield InputError("update.reference.placement", "cpu", mend)
-
-
-def _placement(config: RunConfig) -> Iterator[InputError]:
-    placement, optimizer = config.placement, config.update.optimizer
-    if placement.processes > 1 and placement.sharding == "fsdp2" and optimizer != "adamw":
-        mend = "Its state cannot be shared out between processes; use adamw, or placement.sharding ddp."
-        yield InputError("update.optimizer", optimizer, mend)
 
 
 def _schedule(config: RunConfig) -> Iterator[InputError]:

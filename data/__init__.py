@@ -1,4 +1,4 @@
-"""What the project ships: drawn pictures with captions, the prompts made from them, the tiny GLM-Image and the tiny text model.
+"""What the project ships: drawn pictures with captions, prompts, the tiny GLM-Image and the tiny text model.
 
 :mod:`data.shapes` draws a picture for a caption, :mod:`data.codebook` turns pictures into image tokens and back,
 :mod:`data.prompt_files` writes the prompt files and their targets, :mod:`data.tiny_glm_image` builds, trains, measures

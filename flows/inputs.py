@@ -16,6 +16,7 @@ from tasks.models import torch_device
 from tasks.prompts import read_prompts
 from tasks.storage.store import ArtifactStore
 from tasks.targets import TargetReference, pair_targets
+from tasks.update_job import refuse_unusable_placement
 
 
 def compares_with_targets(config: RunConfig, dataset: str) -> bool:
@@ -69,10 +70,14 @@ def _device_problems(config: RunConfig) -> Iterator[InputError]:
     if device == "cuda" and not torch.cuda.is_available():
         yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
         return
-    try:
-        refuse_unavailable(config.update.optimizer, torch_device(config.placement))
-    except InputError as error:
-        yield error
+    for check in (
+        lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
+        lambda: refuse_unusable_placement(config.placement, config.update),
+    ):
+        try:
+            check()
+        except InputError as error:
+            yield error
 
 
 def _require_usable_settings(config: RunConfig) -> None:

@@ -185,6 +185,7 @@ def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:
 
 def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
     metrics = reward_metrics(result)
+    metrics["reward_std_within_groups"] = float(result.stds.double().mean())
     if samples.penalties is not None:
         metrics["kl_penalty"] = float(samples.penalties.mean())
     datasets = [names[0] for names in samples.table["dataset"].to_list()]

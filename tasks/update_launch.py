@@ -49,7 +49,7 @@ def carry_out_together(
     """
     refuse_unusable_placement(job.placement, job.update)
     _verify(job, store)
-    if torch.cuda.is_available():
+    if job.placement.device != "cpu" and torch.cuda.is_available():
         release_policy()
     with tempfile.TemporaryDirectory(prefix="grpo-update-") as scratch:
         folder = Path(scratch)
@@ -151,7 +151,8 @@ def _failure(folder: Path, code: int) -> Exception:
     if records and records[0].known:
         return records[0].error()
     said = (folder / ERROR_OUTPUT).read_text(errors="replace").strip()
-    killed = re.search(r"Signal \d+ \((\w+)\) received by PID \d+", said)
+    # The launcher ends the others by a signal too; it reports the first to fail last.
+    killed = re.search(r"Signal \d+ \((\w+)\) received by PID \d+", said.rpartition("Root Cause")[2])
     if killed:
         cause = f"one was ended from outside, by {killed[1]}; the machine's memory may have run out"
     else:

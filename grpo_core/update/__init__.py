@@ -5,7 +5,9 @@ batches         which rows make a minibatch, and which of them go through the mo
 recompute       log-probs of stored tokens under the weights at hand and under the reference
 step            one optimizer step over a minibatch
 metrics         what the steps measured, under the names that dashboards know
-ranks           several processes that share one update
+ranks           several processes that share one update: what each of them asks of the others
+accelerated     the same over accelerate, the whole model in each process
+sharded         the same with a share of the model in each (FSDP2)
 policy_update   the whole
 """
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState  # type: ignore[import-untyped]
+from accelerate import PartialState
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

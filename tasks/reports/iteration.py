@@ -22,7 +22,7 @@ PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
 _FIGURES = (
     ("reward", "reward"),
-    ("spread within groups", "reward_std"),
+    ("spread within groups", "reward_std_within_groups"),
     ("groups without spread", "frac_reward_zero_std"),
     ("KL to the reference", "kl"),
     ("KL inside the reward", "kl_penalty"),

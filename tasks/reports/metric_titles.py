@@ -21,7 +21,8 @@ class MetricTitle:
 _TITLES = {
     "reward": ("reward", "mean of the weighted rewards over the iteration's {noun}s"),
     "heldout_reward": ("held-out reward", "the same over prompts that are never trained on, with fixed seeds"),
-    "reward_std": (
+    "reward_std": ("reward: standard deviation", "over all {noun}s of the iteration, groups without spread included"),
+    "reward_std_within_groups": (
         "spread within groups",
         "mean over groups of the reward's standard deviation; without it nothing is learnt",
     ),
@@ -49,9 +50,9 @@ _TITLES = {
     ),
     "importance_ratio/mean": ("importance ratio", "policy in training over policy before the update, mean over tokens"),
     "clip_ratio/low_mean": ("clipped below", "share of tokens whose ratio fell below the clip range"),
-    "clip_ratio/low_min": ("clipped below, least", "in one optimizer step"),
+    "clip_ratio/low_min": ("clipped below, least", "share of one {noun}"),
     "clip_ratio/high_mean": ("clipped above", "share of tokens whose ratio rose above the clip range"),
-    "clip_ratio/high_max": ("clipped above, most", "in one optimizer step"),
+    "clip_ratio/high_max": ("clipped above, most", "share of one {noun}"),
     "clip_ratio/region_mean": ("clipped tokens", "share of tokens whose ratio left the clip range"),
     "optimizer_steps": ("optimizer steps", "of this iteration"),
     "rows_off_policy": ("rows of other weights", "sampled by other weights than those that were trained"),

@@ -19,7 +19,7 @@ from tasks.reports.pictures import data_uri, shrunk
 from tasks.reports.run_records import IterationView, Noun, RunView
 
 CHARTED = (
-    "reward_std",
+    "reward_std_within_groups",
     "kl",
     "entropy",
     "grad_norm",

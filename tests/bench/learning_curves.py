@@ -43,11 +43,9 @@ class Curve:
 
     Attributes:
         rewards: mean training reward of each iteration.
-        seconds: of each iteration.
     """
 
     rewards: tuple[float, ...]
-    seconds: tuple[float, ...]
 
 
 def configured(seed: int, root: str) -> TextRunConfig:
@@ -59,13 +57,12 @@ def configured(seed: int, root: str) -> TextRunConfig:
 
 
 def train_here(seed: int) -> Curve:
-    """One run, its rewards and times from its own tables."""
+    """One run, its rewards from its own tables."""
     with tempfile.TemporaryDirectory() as root:
         asyncio.run(train(configured(seed, root)))
         table = pl.read_parquet(f"{root}/seed{seed}/iteration_*/metrics.parquet").sort("iteration")
         rewards = table.filter(pl.col("metric") == "reward")["value"].to_list()
-        seconds = table.filter(pl.col("metric") == "step_time")["value"].to_list()
-    return Curve(tuple(rewards), tuple(seconds))
+    return Curve(tuple(rewards))
 
 
 def answer_reward(
@@ -128,7 +125,7 @@ def train_with_trl(seed: int) -> Curve:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         steps = [entry for entry in trainer.state.log_history if "reward" in entry]
-    return Curve(tuple(float(step["reward"]) for step in steps), tuple(float(step["step_time"]) for step in steps))
+    return Curve(tuple(float(step["reward"]) for step in steps))
 
 
 def draw(ours: Sequence[Curve], theirs: Sequence[Curve]) -> None:
@@ -148,7 +145,7 @@ def draw(ours: Sequence[Curve], theirs: Sequence[Curve]) -> None:
 
 
 def main() -> None:
-    """Train in turn, so that a busy machine slows both alike; write the figure and print the table."""
+    """Train in turn, write the figure and print the table."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     ours, theirs = [], []
@@ -157,13 +154,12 @@ def main() -> None:
         theirs.append(train_with_trl(seed))
         print(f"seed {seed}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
     draw(ours, theirs)
-    print("| | first 3 iterations | last 5 iterations, by seed | median seconds an iteration |")
-    print("|---|---|---|---|")
+    print("| | first 3 iterations | last 5 iterations, by seed |")
+    print("|---|---|---|")
     for name, curves in (("this project", ours), ("TRL 1.16", theirs)):
         first = statistics.fmean(reward for curve in curves for reward in curve.rewards[:3])
         last = ", ".join(f"{statistics.fmean(curve.rewards[-5:]):.3f}" for curve in curves)
-        seconds = statistics.median(second for curve in curves for second in curve.seconds)
-        print(f"| {name} | {first:.3f} | {last} | {seconds:.2f} |")
+        print(f"| {name} | {first:.3f} | {last} |")
 
 
 if __name__ == "__main__":
