@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 from configs.core_settings import advantage_settings, loss_settings, optimizer_settings, with_total_steps
 from configs.dataset_checks import dataset_contradictions
-from configs.schema import SCHEDULES_WITH_LENGTH, RunConfig
+from configs.schema import RunConfig
 from grpo_core.errors import InputError
+from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.policies.family import policy_family
 from grpo_core.rewards.registry import build_reward
 
@@ -109,6 +110,6 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
     if update.warmup_steps and update.lr_scheduler == "constant":
         mend = "It needs update.lr_scheduler: constant_with_warmup, or another that warms up."
         yield InputError("update.warmup_steps", update.warmup_steps, mend)
-    if update.total_steps is not None and update.lr_scheduler not in SCHEDULES_WITH_LENGTH:
+    if update.total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
         mend = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
         yield InputError("update.total_steps", update.total_steps, mend)

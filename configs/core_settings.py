@@ -1,7 +1,6 @@
 """Sections of a configuration -> the records that the core reads, everything that they leave open decided."""
 
 from configs.schema import (
-    SCHEDULES_WITH_LENGTH,
     AdvantagesSection,
     MismatchSection,
     PolicySection,
@@ -11,6 +10,7 @@ from configs.schema import (
 from grpo_core.advantages import AdvantageSettings
 from grpo_core.losses import LossSettings, MismatchSettings, default_importance_level
 from grpo_core.optimizer import OptimizerSettings
+from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
 from grpo_core.update import UpdateSettings
@@ -119,7 +119,7 @@ def loss_settings(update: UpdateSection) -> LossSettings:
 def with_total_steps(config: RunConfig) -> UpdateSection:
     """The update section with the length of its schedule, where the schedule has one and it was left open."""
     update = config.update
-    if update.total_steps is not None or update.lr_scheduler not in SCHEDULES_WITH_LENGTH:
+    if update.total_steps is not None or update.lr_scheduler not in WITH_LENGTH:
         return update
     an_epoch = -(-config.rows_per_iteration // (update.minibatch_size or config.rows_per_iteration))
     return update.model_copy(update={"total_steps": config.run.iterations * update.epochs * an_epoch})

@@ -6,6 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from grpo_core.advantages.settings import Aggregation, Baseline, Scale
+from grpo_core.losses import ImportanceLevel, KlEstimator, LossName, MismatchMode
+from grpo_core.optimizer import OptimizerKind, Schedule
+from grpo_core.policies.trained import Reference
+from grpo_core.rewards.combine import MissingRewards
+
 Digits = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -158,22 +164,20 @@ class RewardSection(Section):
 class AdvantagesSection(Section):
     """How rewards become advantages."""
 
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="of the group, or of the others (RLOO)")
-    scale: Literal["group", "batch", "none"] = Field("group", description="whose std divides; none is Dr. GRPO")
-    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+    baseline: Baseline = Field("mean", description="of the group, or of the others (RLOO)")
+    scale: Scale = Field("group", description="whose std divides; none is Dr. GRPO")
+    aggregation: Aggregation = Field(
         "sum_then_normalize", description="normalize_then_sum normalises each reward by itself first (GDPO)"
     )
     eps: NotNegative = 1e-4
     clip: Positive | None = Field(None, description="largest |advantage|")
-    missing: Literal["group_mean", "renormalize", "drop"] = Field(
-        "group_mean", description="what stands in where a reward is null for some siblings"
-    )
+    missing: MissingRewards = Field("group_mean", description="what stands in where a reward is null for some siblings")
     constant_groups: Literal["keep", "drop", "redraw"] = Field(
         "keep", description="without spread: kept with advantage 0, left out, or replaced by other prompts (DAPO)"
     )
     max_draws: Digits = Field(4, description="collections an iteration, at most, with constant_groups: redraw")
     kl_coef: NotNegative = Field(0.0, description="weight of the KL to the reference inside the reward")
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: KlEstimator = "k1"
 
 
 class ParitySection(Section):
@@ -186,27 +190,16 @@ class ParitySection(Section):
 class MismatchSection(Section):
     """Correction by exp(old - rollout) where the sampler is not the policy that is trained (TIS, IcePop)."""
 
-    mode: Literal["none", "truncate", "mask"] = "none"
-    level: Literal["token", "sequence"] = "token"
+    mode: Literal["none"] | MismatchMode = "none"
+    level: ImportanceLevel = "token"
     cap: float = Field(3.0, ge=1)
     floor: float = Field(0.0, ge=0, le=1)
-
-
-SCHEDULES_WITH_LENGTH = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "cosine_with_min_lr",
-    "warmup_stable_decay",
-)
-"""Of transformers' schedules, those that depend on how many steps there will be."""
 
 
 class ReferenceSection(Section):
     """The policy that the KL is measured against."""
 
-    placement: Literal["auto", "none", "device", "cpu"] = Field(
+    placement: Literal["auto"] | Reference = Field(
         "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
     )
     refresh_every: int = Field(0, ge=0, description="iterations between refreshes; 0: never")
@@ -216,30 +209,20 @@ class ReferenceSection(Section):
 class UpdateSection(Section):
     """How stored rollouts change the policy."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
+    optimizer: OptimizerKind = "adamw"
     learning_rate: Positive = 1e-5
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
-    lr_scheduler: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-        "inverse_sqrt",
-        "cosine_with_min_lr",
-        "warmup_stable_decay",
-    ] = "constant"
+    lr_scheduler: Schedule = "constant"
     lr_scheduler_kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     warmup_steps: int = Field(0, ge=0, description="optimizer steps")
     total_steps: Digits | None = Field(None, description="length of the schedule; null: of run.iterations iterations")
     epochs: Digits = Field(1, description="passes over an iteration's rows")
     minibatch_size: Digits | None = Field(None, description="rows an optimizer step; null: all rows of an iteration")
     micro_batch_size: Digits = Field(8, description="rows a forward and backward pass; no effect on the gradient")
-    loss: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo"] = "grpo"
-    importance_level: Literal["token", "sequence"] | None = Field(None, description="null: as the loss has it")
+    loss: LossName = "grpo"
+    importance_level: ImportanceLevel | None = Field(None, description="null: as the loss has it")
     clip_range: float = Field(0.2, gt=0, lt=1)
     clip_range_high: Positive | None = Field(None, description="null: the same as clip_range")
     delta: Positive | None = Field(None, description="cap on the ratio of the unclipped branch")
@@ -251,7 +234,7 @@ class UpdateSection(Section):
     vespo_k_neg: Positive = 3.0
     vespo_lambda_neg: Positive = 2.0
     kl_coef: NotNegative = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KlEstimator = "k3"
     kl_importance_correction: bool = Field(
         True, description="multiply the KL by the importance ratio: its gradient is then that of the KL itself"
     )

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from configs.schema import RunConfig
 from grpo_core.errors import InputError, InputErrors
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
 
 application = typer.Typer(
     name="grpo",
@@ -63,7 +65,7 @@ def told_in_one_message() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def resolved(config: Path, run: str | None, overrides: list[str] | None) -> RunConfig:
+def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "RunConfig":
     """The configuration with its overrides."""
     # Checking rewards imports torch, which a command without a configuration need not wait for.
     from configs.loader import read_config

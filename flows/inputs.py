@@ -1,7 +1,7 @@
 """What a configuration points at, read and checked before a model loads, a server starts or a file is written."""
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -70,10 +70,11 @@ def _device_problems(config: RunConfig) -> Iterator[InputError]:
     if device == "cuda" and not torch.cuda.is_available():
         yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
         return
-    for check in (
+    checks: tuple[Callable[[], None], ...] = (
         lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
         lambda: refuse_unusable_placement(config.placement, config.update),
-    ):
+    )
+    for check in checks:
         try:
             check()
         except InputError as error:

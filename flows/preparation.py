@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from configs.core_settings import reference_placement, with_total_steps
-from configs.schema import SCHEDULES_WITH_LENGTH, PictureRolloutSection, RunConfig, UpdateSection
+from configs.schema import PictureRolloutSection, RunConfig, UpdateSection
 from flows.inputs import read_prompt_sets, require_inputs
+from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.seeds import derive_seed
 from tasks.caching import code_digest, library_versions
 from tasks.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
@@ -152,7 +153,7 @@ def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
     run = config.get("run", {})
     # A schedule that ends with the run is another one when the run is longer.
     update = config.get("update", {})
-    bound = update.get("total_steps") is None and update.get("lr_scheduler") in SCHEDULES_WITH_LENGTH
+    bound = update.get("total_steps") is None and update.get("lr_scheduler") in WITH_LENGTH
     return {**values, "run": {"seed": run.get("seed"), **({"iterations": run.get("iterations")} if bound else {})}}
 
 

@@ -104,7 +104,9 @@ def _refuse_phases(warmup_steps: int, total_steps: int, kwargs: Mapping[str, Sch
 def _multiplier(
     name: str, learning_rate: float, warmup_steps: int, total_steps: int | None, kwargs: dict[str, ScheduleValue]
 ) -> Callable[[int], float]:
-    # Importing transformers takes seconds, and most of what imports this module builds no schedule.
+    if name == "constant":
+        return lambda step: 1.0
+    # Importing its schedules takes seconds, and the checks of most configurations need none of them.
     from transformers import get_scheduler
 
     # A schedule is asked of an optimizer; this one only lends its learning rate.
