@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from configs.core_settings import training_choice
 from configs.schema import DatasetSection, PictureRolloutSection, PromptsSection, RunConfig
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
@@ -121,6 +122,8 @@ def require_inputs(config: RunConfig) -> None:
         model_digest(config.policy.model)
         # What was downloaded can be read now, and it is not loaded yet.
         _require_usable_settings(config)
+        choice = training_choice(config.policy, reference="none", seed=0)
+        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
         ArtifactStore(config.storage.root, config.run.name).require_writable()
     except InputError as error:
         raise InputErrors([error]) from error

@@ -53,6 +53,9 @@ class PolicyFamily(Protocol):
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError when the model cannot read one of the prompts; its tokenizer alone is loaded."""
 
+    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
+        """Raise InputError when the choice fits nothing of the model, which is built without values."""
+
     def estimate(self, model: str, settings: Any, choice: TrainingChoice, workload: Workload) -> ModelEstimate:
         """What the model needs of one GPU and of the disk; nothing is loaded.
 

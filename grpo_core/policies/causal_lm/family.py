@@ -77,6 +77,17 @@ class CausalLMFamily:
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
+    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
+        """See PolicyFamily.refuse_choice."""
+        from transformers import AutoModelForCausalLM
+
+        from grpo_core.policies.causal_lm.loading import read_config
+        from grpo_core.policies.causal_lm.training import train_causal_lm
+
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(read_config(model))
+        train_causal_lm(base, choice, base_name=model, initial_state=dict)
+
     def estimate(
         self, model: str, settings: CausalLMSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:

@@ -59,6 +59,13 @@ class GlmImageFamily:
 
         refuse_unusable_prompts(model, prompts)
 
+    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
+        """See PolicyFamily.refuse_choice."""
+        from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
+        from grpo_core.policies.glm_image.policy import train_token_model
+
+        train_token_model(build_on_meta(find_configs(model)).autoregressive, choice, model, initial_state=dict)
+
     def estimate(
         self, model: str, settings: GlmImageSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:

@@ -1,6 +1,6 @@
 """GLM-Image behind the Policy protocol. Nothing outside this package knows of grids, latents or denoising."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,24 @@ LANGUAGE_MODEL_LINEARS = (
     r".*language_model\.layers\.\d+\.(self_attn\.(q_proj|k_proj|v_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
 )
 FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
+
+
+def train_token_model(
+    base: Any, choice: TrainingChoice, model: str, *, initial_state: Callable[[], dict[str, Tensor]]
+) -> TrainedModel:
+    """See `train_model`: what of the autoregressive half is trained.
+
+    Raises:
+        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
+    """
+    return train_model(
+        base,
+        choice,
+        base_name=model,
+        default_targets=LANGUAGE_MODEL_LINEARS,
+        own_frozen=FROZEN_PARTS,
+        initial_state=initial_state,
+    )
 
 
 class GlmImagePolicy:
@@ -80,14 +98,7 @@ class GlmImagePolicy:
         """
         pipeline = load_pipeline(model, dtype=dtype, device=device)
         base = pipeline.vision_language_encoder
-        trained = train_model(
-            base,
-            choice,
-            base_name=model,
-            default_targets=LANGUAGE_MODEL_LINEARS,
-            own_frozen=FROZEN_PARTS,
-            initial_state=lambda: read_initial_state(model, dtype),
-        )
+        trained = train_token_model(base, choice, model, initial_state=lambda: read_initial_state(model, dtype))
         return cls(pipeline, settings, trained, autocast=autocast)
 
     @property
