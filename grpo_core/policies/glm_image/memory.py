@@ -65,48 +65,52 @@ def estimate_memory(
     # The last sampled token is never fed back.
     length = prompt_tokens + tokens - 1
     sequences, decoded = prompts_per_batch * group_size, min(decode_batch_size, group_size)
-    size = f"{height}x{width}"
-    cache = sequences * length * cache_bytes_per_token(sizes, b)
-    kept = kept_bytes(sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing)
-    layer = layer_bytes(sizes, b, rows=micro_batch_size, length=length, checkpointed=gradient_checkpointing)
-    logits = logits_bytes(sizes, b, rows=micro_batch_size, tokens=tokens)
-    scored = micro_batch_size * tokens
-    which = "each layer's input" if gradient_checkpointing else "every layer's"
-    redone = ", computed again" if gradient_checkpointing else ""
+    checkpointed = gradient_checkpointing
     parts = [
         *_weight_parts(sizes, dtype),
         *_training_parts(sizes, b, reference=reference_on_device, eight_bit=eight_bit_optimizer),
         MemoryPart("device overhead", "always", device_overhead, "CUDA context and the libraries' own buffers"),
-        MemoryPart(
-            "key-value cache",
-            "sampling",
-            cache,
-            f"{sequences} rows x {length} ids x {cache_bytes_per_token(sizes, b)} bytes",
-        ),
-        MemoryPart(
-            "sampling distribution",
-            "sampling",
-            sampling_bytes(sizes, b, rows=sequences),
-            "one step's logits, fp64 sums",
-        ),
-        MemoryPart(
-            "decoding",
-            "decoding",
-            max(
-                denoising_bytes(sizes, b, rows=decoded, height=height, width=width),
-                vae_bytes(sizes, b, rows=1, height=height, width=width),
-            ),
-            f"{size}: a decoder block for {decoded} pictures, or the autoencoder's widest tensors for one",
-        ),
-        MemoryPart("activations", "backward", kept, f"{micro_batch_size} rows x {length} ids: {which}"),
-        MemoryPart(
-            "backward pass at work",
-            "backward",
-            max(layer, logits),
-            f"one layer{redone}, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens",
-        ),
+        *_sampling_parts(sizes, b, sequences=sequences, length=length),
+        _decoding_part(sizes, b, rows=decoded, height=height, width=width),
+        *_backward_parts(sizes, b, rows=micro_batch_size, length=length, tokens=tokens, checkpointed=checkpointed),
     ]
     return MemoryEstimate(tuple(part for part in parts if part.bytes))
+
+
+def _sampling_parts(sizes: ComponentSizes, b: int, *, sequences: int, length: int) -> list[MemoryPart]:
+    each = cache_bytes_per_token(sizes, b)
+    distribution = sampling_bytes(sizes, b, rows=sequences)
+    return [
+        MemoryPart(
+            "key-value cache", "sampling", sequences * length * each, f"{sequences} rows x {length} ids x {each} bytes"
+        ),
+        MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
+    ]
+
+
+def _decoding_part(sizes: ComponentSizes, b: int, *, rows: int, height: int, width: int) -> MemoryPart:
+    widest = max(
+        denoising_bytes(sizes, b, rows=rows, height=height, width=width),
+        vae_bytes(sizes, b, rows=1, height=height, width=width),
+    )
+    what = f"{height}x{width}: a decoder block for {rows} pictures, or the autoencoder's widest tensors for one"
+    return MemoryPart("decoding", "decoding", widest, what)
+
+
+def _backward_parts(
+    sizes: ComponentSizes, b: int, *, rows: int, length: int, tokens: int, checkpointed: bool
+) -> list[MemoryPart]:
+    kept = kept_bytes(sizes, b, rows=rows, length=length, checkpointed=checkpointed)
+    layer = layer_bytes(sizes, b, rows=rows, length=length, checkpointed=checkpointed)
+    logits = logits_bytes(sizes, b, rows=rows, tokens=tokens)
+    scored = rows * tokens
+    which = "each layer's input" if checkpointed else "every layer's"
+    redone = ", computed again" if checkpointed else ""
+    at_work = f"one layer{redone}, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens"
+    return [
+        MemoryPart("activations", "backward", kept, f"{rows} rows x {length} ids: {which}"),
+        MemoryPart("backward pass at work", "backward", max(layer, logits), at_work),
+    ]
 
 
 def checkpoint_bytes(sizes: ComponentSizes, dtype: Literal["float32", "bfloat16", "float16"]) -> int:

@@ -40,17 +40,7 @@ def sample_tokens(
     Returns:
         Sampled ids, the log-prob each was drawn with, and the ids each was drawn from where the truncation cut any.
     """
-    cache = DynamicCache()
-    step = model(
-        input_ids=encoded.input_ids,
-        attention_mask=encoded.attention_mask,
-        position_ids=encoded.position_ids[:, :, : encoded.length],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    cache.batch_repeat_interleave(group_size)
-    logits = step.logits[:, -1].repeat_interleave(group_size, 0)
+    logits, cache = _prefill(model, encoded, group_size)
     rows = encoded.repeat(group_size)
     attention = torch.cat([rows.attention_mask, rows.attention_mask.new_ones(len(seeds), tokens)], 1)
     uniforms = uniform_numbers(seeds, tokens).to(logits.device)
@@ -75,3 +65,20 @@ def sample_tokens(
             logits_to_keep=1,
         ).logits[:, -1]
     return ids, logprobs, recorder.support() if recorder else None
+
+
+def _prefill(
+    model: nn.Module, encoded: EncodedPrompts, group_size: int
+) -> tuple[Float[Tensor, "samples vocab"], DynamicCache]:
+    """Each prompt once; its last logits and its cache, one a sibling."""
+    cache = DynamicCache()
+    step = model(
+        input_ids=encoded.input_ids,
+        attention_mask=encoded.attention_mask,
+        position_ids=encoded.position_ids[:, :, : encoded.length],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache.batch_repeat_interleave(group_size)
+    return step.logits[:, -1].repeat_interleave(group_size, 0), cache

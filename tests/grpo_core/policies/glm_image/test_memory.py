@@ -318,7 +318,7 @@ def test_checkpointing_and_a_reference_change_what_they_should(tiny_configs: Com
     assert checkpointed.part("activations") < plain.part("activations")
     assert checkpointed.rollout_peak == plain.rollout_peak
     referenced = tiny_estimate(full, reference_on_device=True)
-    assert referenced.part("reference model") == full.autoregressive * 4
+    assert referenced.part("reference model") == full.language_model * 4
     assert plain.part("reference model") == 0
 
 
