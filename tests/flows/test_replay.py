@@ -27,6 +27,7 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityError
 from tasks.progress import listen
+from tasks.storage.manifest import opened, sealed
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore
 
@@ -386,7 +387,7 @@ class TestBadInput:
 
     def test_rollouts_of_another_schema_version(self, finished: Runs) -> None:
         manifest = finished.path("iteration_000001/rollouts.manifest.json")
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 1}))
+        manifest.write_bytes(sealed(opened(manifest.read_bytes()) | {"schema_version": 1}))
         (error,) = refused(finished)
         assert (error.place, error.value) == ("run/iteration_000001/rollouts", "schema version 1")
 
