@@ -210,7 +210,7 @@ class UpdateSection(Section):
     """How stored rollouts change the policy."""
 
     optimizer: OptimizerKind = "adamw"
-    learning_rate: Positive = 1e-5
+    learning_rate: float = Field(1e-5, gt=0, le=1e3)
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0

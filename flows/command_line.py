@@ -98,7 +98,7 @@ def replay(
     source: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
     advantages: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="stored, recomputed, or a rescoring; by default stored unless --set says so"),
+        typer.Option(metavar="NAME", help="stored, recomputed, or a name below rescored/; stored unless --set says so"),
     ] = None,
     iterations: Annotated[
         str | None, typer.Option(metavar="A-B", help="of the source, one update each; by default all")

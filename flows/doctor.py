@@ -16,6 +16,7 @@ from flows.inputs import input_problems
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload
 from grpo_core.policies.family import policy_family
+from grpo_core.policies.trained import TrainingChoice
 from tasks.storage.files import is_local
 from tasks.storage.store import ArtifactStore
 
@@ -61,7 +62,9 @@ def examine(config: RunConfig) -> Diagnosis:
     memory: MemoryEstimate | None = None
     checkpoint = 0
     try:
-        estimate = model_estimate(config)
+        choice = training_choice(config.policy, reference=reference_placement(config), seed=0)
+        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
+        estimate = model_estimate(config, choice)
         memory, checkpoint = estimate.memory, estimate.checkpoint
         findings += [_weights(config, estimate.counted), _memory(config, memory)]
     except InputError as error:
@@ -80,7 +83,7 @@ def _inputs(config: RunConfig) -> Iterator[Finding]:
         yield Finding("inputs", True, f"prompts, targets and picture size are usable; rewards ready: {labels}")
 
 
-def model_estimate(config: RunConfig) -> ModelEstimate:
+def model_estimate(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
     """What the configuration needs of one GPU and of the disk."""
     family, rollout = policy_family(config.policy.kind), config.rollout
     workload = Workload(
@@ -90,7 +93,6 @@ def model_estimate(config: RunConfig) -> ModelEstimate:
         micro_batch_size=config.update.micro_batch_size,
         eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
     )
-    choice = training_choice(config.policy, reference=reference_placement(config), seed=0)
     return family.estimate(config.policy.model, family.settings(rollout.model_dump()), choice, workload)
 
 

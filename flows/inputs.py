@@ -90,10 +90,12 @@ def _require_usable_settings(config: RunConfig) -> None:
 def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
     sections: tuple[tuple[PromptsSection, str], ...] = ((config.data, "data"), (config.evaluate, "evaluate"))
     for section, place in sections:
-        try:
-            read_prompt_sets(config, section, place)
-        except InputError as error:
-            yield error
+        for index, dataset in enumerate(section.sets):
+            try:
+                where = f"{place}.datasets.{index}" if section.datasets else place
+                _read_prompt_set(dataset, where, with_targets=compares_with_targets(config, dataset.name))
+            except InputError as error:
+                yield error
 
 
 def _reward_problems(config: RunConfig) -> Iterator[InputError]:
@@ -104,8 +106,29 @@ def _reward_problems(config: RunConfig) -> Iterator[InputError]:
         reward = build_reward(section.reward, section.settings)
         if side is not None and side < reward.min_side:
             yield InputError(place, f"{side} pixels", f"It needs pictures of at least {reward.min_side} pixels a side.")
+        yield from _column_problems(config, index)
         for problem in reward.preflight():
             yield InputError(place, dict(section.settings), problem)
+
+
+def _column_problems(config: RunConfig, index: int) -> Iterator[InputError]:
+    """A column that no prompt has, in a dataset that the reward is meant for."""
+    section = config.rewards[index]
+    column = build_reward(section.reward, section.settings).needs_column
+    if column is None:
+        return
+    for part, data in (("data", config.data), ("evaluate", config.evaluate)):
+        for dataset in data.sets:
+            if not section.scores(dataset.name):
+                continue
+            try:
+                prompts = read_prompts(dataset.prompts, column=dataset.prompt_column)
+            except InputError:
+                continue  # told with the prompts
+            found = sorted({name for prompt in prompts for name in prompt.columns})
+            if column not in found:
+                mend = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
+                yield InputError(f"rewards.{index}.{section.label}", column, mend)
 
 
 def require_inputs(config: RunConfig) -> None:

@@ -212,7 +212,7 @@ def _advantages_problems(request: ReplayRequest, former: RunConfig, config: RunC
     for index, section in enumerate(config.rewards):
         known = stored.get(section.label)
         if known is None or section.model_copy(update={"weight": known.weight}) != known:
-            mend = f"The source holds no such scores; it has {', '.join(stored)}. Score it anew with grpo rescore."
+            mend = f"The source has scores of {', '.join(stored)}, as they were configured; weights alone can change."
             yield InputError(f"rewards.{index}", section.label, mend)
     changed = config.advantages != former.advantages or _mix(config) != _mix(former)
     if changed and chosen != RECOMPUTED:

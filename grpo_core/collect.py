@@ -38,7 +38,9 @@ class RolloutGroup:
         tokens: sampled ids, one row a sibling.
         rollout_logprobs: as recorded while sampling.
         finished: whether the row ended by itself.
-        ref_logprobs: of the same tokens under the reference; None where nothing asked for them.
+        scored_logprobs: of the same tokens under the policy that sampled, in one pass as the reference's; None where
+            nothing asked for them.
+        ref_logprobs: under the reference; likewise.
         outputs: the finished pictures or texts.
     """
 
@@ -46,6 +48,7 @@ class RolloutGroup:
     tokens: TokenBatch
     rollout_logprobs: Float[Tensor, "siblings time"]
     finished: Bool[Tensor, " siblings"]
+    scored_logprobs: Float[Tensor, "siblings time"] | None
     ref_logprobs: Float[Tensor, "siblings time"] | None
     outputs: tuple[Output, ...]
 
@@ -64,7 +67,7 @@ def collect_rollouts(
         policy: at the weights that sample.
         requests: groups of one size.
         prompts_per_batch: groups sampled at once.
-        with_reference: record the reference's log-probs too, for a KL inside the reward.
+        with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
         rows_per_pass: rows of a forward pass of the reference.
 
     Raises:
@@ -85,12 +88,14 @@ def collect_rollouts(
             rows = list(range(index * group_size, (index + 1) * group_size))
             tokens = sampled.tokens.select(rows).trimmed()
             time = tokens.token_ids.shape[1]
+            scored, reference = _compared(policy, tokens, rows_per_pass) if with_reference else (None, None)
             yield RolloutGroup(
                 request=request,
                 tokens=tokens,
                 rollout_logprobs=sampled.rollout_logprobs[rows, :time],
                 finished=sampled.finished[rows],
-                ref_logprobs=_reference_logprobs(policy, tokens, rows_per_pass) if with_reference else None,
+                scored_logprobs=scored,
+                ref_logprobs=reference,
                 outputs=tuple(policy.render(tokens, noise_seeds=request.noise_seeds)),
             )
 
@@ -102,9 +107,18 @@ def _require_finite(sampled: SampledTokens, sample_ids: Sequence[str]) -> None:
         raise NonFiniteError("rollout log-prob", broken, "The policy's weights are damaged; go back a version.")
 
 
-def _reference_logprobs(policy: Policy, tokens: TokenBatch, rows_per_pass: int) -> Float[Tensor, "siblings time"]:
-    parts = []
+@torch.no_grad()
+def _compared(
+    policy: Policy, tokens: TokenBatch, rows_per_pass: int
+) -> tuple[Float[Tensor, "siblings time"], Float[Tensor, "siblings time"]]:
+    """Log-probs under the policy and under its reference.
+
+    Both in one pass over whole rows: against those recorded while sampling, token by token, an unchanged policy would
+    differ from itself by the rounding, and a reward without any other spread would be that difference.
+    """
+    scored, reference = [], []
     for start in range(0, len(tokens), rows_per_pass):
         chunk = tokens.select(range(start, min(start + rows_per_pass, len(tokens))))
-        parts.append(policy.reference_logprobs(chunk).cpu())
-    return torch.cat(parts)
+        scored.append(policy.logprobs(chunk, entropy=False).logprobs.cpu())
+        reference.append(policy.reference_logprobs(chunk).cpu())
+    return torch.cat(scored), torch.cat(reference)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,6 +29,7 @@ _SOURCES = ("grpo_core", "tasks", "configs")
 _WITHOUT_EFFECT = ("tasks/reports/", "configs/checks.py", "configs/dataset_checks.py", "configs/loader.py")
 _LIBRARIES = (
     "accelerate",
+    "bitsandbytes",
     "diffusers",
     "lpips",
     "numpy",
@@ -36,6 +37,7 @@ _LIBRARIES = (
     "pillow",
     "pyarrow",
     "pytorch-msssim",
+    "rapidfuzz",
     "safetensors",
     "tokenizers",
     "torch",
@@ -68,7 +70,15 @@ def determining_sources() -> list[str]:
 
 def library_versions() -> dict[str, str]:
     """The libraries that do the numbers, with the versions installed here."""
-    return {library: version(library) for library in _LIBRARIES}
+    return {library: _version(library) for library in _LIBRARIES}
+
+
+def _version(library: str) -> str:
+    """Of an optional library that is not installed, `none`."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"
 
 
 @dataclass

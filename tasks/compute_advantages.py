@@ -138,14 +138,14 @@ def _read_draw(
 
 
 def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float]:
-    stored = pl.read_parquet(list(files), columns=["rollout_logprobs", "ref_logprobs", "loss_mask"])
+    stored = pl.read_parquet(list(files), columns=["scored_logprobs", "ref_logprobs", "loss_mask"])
     if stored["ref_logprobs"].null_count():
         raise ValueError(
             "advantages.kl_coef needs the reference's log-probs, and these rollouts were collected without; collect "
             "them with this configuration, or set advantages.kl_coef to 0"
         )
     penalties = kl_penalty(
-        padded(stored["rollout_logprobs"].to_list(), torch.float32),
+        padded(stored["scored_logprobs"].to_list(), torch.float32),
         padded(stored["ref_logprobs"].to_list(), torch.float32),
         padded(stored["loss_mask"].to_list(), torch.bool),
         estimator=settings.kl_estimator,

@@ -58,7 +58,8 @@ def rollout_columns(
         "sibling": range(rows),
         "token_ids": _rows(tokens.token_ids, tokens.loss_mask),
         "rollout_logprobs": _rows(group.rollout_logprobs, tokens.loss_mask),
-        "ref_logprobs": [None] * rows if group.ref_logprobs is None else _rows(group.ref_logprobs, tokens.loss_mask),
+        "scored_logprobs": _rows_or_nulls(group.scored_logprobs, tokens.loss_mask),
+        "ref_logprobs": _rows_or_nulls(group.ref_logprobs, tokens.loss_mask),
         "loss_mask": _rows(tokens.loss_mask, tokens.loss_mask),
         **_support_columns(tokens),
         "length": tokens.loss_mask.sum(-1).tolist(),
@@ -78,6 +79,10 @@ def _rows(values: Tensor, mask: Tensor) -> list[list[Any]]:
     places = torch.arange(1, mask.shape[1] + 1)
     lengths = (mask * places).amax(-1).tolist()
     return [row[:length] for row, length in zip(values.tolist(), lengths, strict=True)]
+
+
+def _rows_or_nulls(values: Tensor | None, mask: Tensor) -> list[list[Any]] | list[None]:
+    return [None] * len(mask) if values is None else _rows(values, mask)
 
 
 def _support_columns(tokens: TokenBatch) -> dict[str, Sequence[Any]]:

@@ -8,7 +8,7 @@ from grpo_core.losses.kl import KlEstimator, estimate_kl
 
 
 def kl_penalty(
-    rollout_logprobs: Float[Tensor, "batch time"],
+    logprobs: Float[Tensor, "batch time"],
     ref_logprobs: Float[Tensor, "batch time"],
     loss_mask: Bool[Tensor, "batch time"],
     *,
@@ -20,9 +20,9 @@ def kl_penalty(
     2022, arXiv:2203.02155, equation 2). It is summed, not averaged: a longer row has gone further.
 
     Args:
-        rollout_logprobs: under the policy that sampled, as stored.
+        logprobs: under the policy that sampled, computed as the reference's were.
         ref_logprobs: under the reference.
         loss_mask: True for a trained token; what stands elsewhere is not looked at.
         estimator: k1, k2 or k3.
     """
-    return estimate_kl(rollout_logprobs, ref_logprobs, loss_mask, estimator).detach().sum(-1, dtype=torch.float64)
+    return estimate_kl(logprobs, ref_logprobs, loss_mask, estimator).detach().sum(-1, dtype=torch.float64)

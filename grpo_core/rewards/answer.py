@@ -36,6 +36,13 @@ class AnswerReward:
 
     def __post_init__(self) -> None:
         check_choice("rewards.answer.mode", self.mode, MODES)
+        if not isinstance(self.column, str) or not self.column:
+            raise InputError("rewards.answer.column", self.column, "Give the name of a column, as text.")
+
+    @property
+    def needs_column(self) -> str:
+        """The answer's."""
+        return self.column
 
     def settings(self) -> Mapping[str, object]:
         """Column and mode."""

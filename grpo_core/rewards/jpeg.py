@@ -39,6 +39,7 @@ class JpegReward:
     name: ClassVar[str] = "jpeg"
     medium: ClassVar[Medium] = "picture"
     needs_target: ClassVar[bool] = False
+    needs_column: ClassVar[str | None] = None
     min_side: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

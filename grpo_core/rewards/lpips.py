@@ -69,6 +69,7 @@ class LpipsReward:
     medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
+    needs_column: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check_choice("rewards.lpips.net", self.net, tuple(TRUNKS))

@@ -88,6 +88,10 @@ class Reward(Protocol):
         """Whether a sample without a target picture has no score."""
 
     @property
+    def needs_column(self) -> str | None:
+        """Column of the prompt file without which no sample has a score."""
+
+    @property
     def min_side(self) -> int:
         """Smallest side of a picture that it can score, in pixels."""
 

@@ -31,6 +31,7 @@ class PsnrReward:
     medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
+    needs_column: ClassVar[str | None] = None
     min_side: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ class SsimReward:
     medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
+    needs_column: ClassVar[str | None] = None
     min_side: ClassVar[int] = WINDOW
 
     def settings(self) -> Mapping[str, object]:

@@ -107,7 +107,17 @@ def optimizer_step(
         raise NonFiniteError("gradient", minibatch.rows.sample_ids, mend)
     learning_rate = optimizer.learning_rate
     optimizer.step()
+    _require_finite_weights(optimizer, minibatch, ranks)
     return sums.metrics(ranks, grad_norm=grad_norm, learning_rate=learning_rate, with_reference=settings.with_reference)
+
+
+def _require_finite_weights(optimizer: PolicyOptimizer, minibatch: Minibatch, ranks: Ranks) -> None:
+    """Every process raises where one of them has a broken weight, or the others would wait for it."""
+    shares = (getattr(weight, "to_local", lambda weight=weight: weight)() for weight in optimizer.parameters.values())
+    broken = sum(int(not torch.isfinite(share.detach()).all()) for share in shares)
+    if float(ranks.add(torch.tensor(float(broken)))):
+        mend = "Lower the learning rate or the weight decay; the last policy version is whole."
+        raise NonFiniteError("weight after a step", minibatch.rows.sample_ids, mend)
 
 
 def _backward(

@@ -38,7 +38,8 @@ _SAMPLE = [
 _TOKENS = [
     ("token_ids", pa.list_(pa.int32())),
     ("rollout_logprobs", pa.list_(pa.float32())),
-    ("ref_logprobs", pa.list_(pa.float32())),  # null: no reward needed the reference's
+    ("scored_logprobs", pa.list_(pa.float32())),  # in one pass, as the next; null: no reward needed the reference's
+    ("ref_logprobs", pa.list_(pa.float32())),
     ("loss_mask", pa.list_(pa.bool_())),
     ("support_ids", pa.list_(pa.int32())),  # of all tokens one after another; null: every id could be drawn
     ("support_counts", pa.list_(pa.int32())),  # how many of them belong to each token

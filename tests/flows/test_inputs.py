@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flows.command_line import application
 
-from .conftest import REPOSITORY, TINY
+from .conftest import REPOSITORY, TINY, TINY_TEXT
 
 TARGETS = REPOSITORY / "data" / "targets"
 
@@ -119,6 +119,8 @@ class TestSettings:
                 "'x'",
                 "matches no parameter",
             ),
+            ("policy.lora.targets=(", "policy.lora.targets", "'('", "regular expression"),
+            ("update.learning_rate=1e39", "update.learning_rate", "1e+39", "less than or equal to 1000"),
             ("update.micro_batch_size=0", "update.micro_batch_size", "0", "greater than or equal to 1"),
             ("placement.sharding=fsdp2", "placement.sharding", "fsdp2", "processes to 2"),
             ("update.optimizer=paged_adamw", "update.optimizer", "paged_adamw", "adamw"),
@@ -207,3 +209,36 @@ def test_told_before_a_model_or_a_server(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
     # Libraries of the rewards are imported by now, which is most of it; a model or server would take several times it.
     assert time.perf_counter() - begun < 30
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "mend"),
+    [
+        ("rewards.0.settings={column: nope}", "rewards.0.answer: got 'nope'", "it has answer, word"),
+        ("rewards.0.settings={column: 3}", "rewards.answer.column: got 3", "name of a column"),
+        ("policy.model=data/prompts", "policy.model: got 'data/prompts'", "config.json"),
+        ("rollout.max_completion_length=4000", "rollout.max_completion_length: got 4000", "set it lower"),
+        ("rewards=[{reward: jpeg}]", "rewards.0.reward: got 'jpeg'", "makes a text"),
+        (
+            "data={datasets: [{name: a, prompts: one.txt}, {name: b, prompts: two.txt}]}",
+            "data.datasets.1.prompts: got 'two.txt'",
+            "no such file",
+        ),
+    ],
+)
+def test_what_a_text_run_may_not_say(override: str, place: str, mend: str) -> None:
+    result = CliRunner().invoke(application, ["train", str(TINY_TEXT), "--set", override])
+    told = " ".join(result.output.split())
+    assert result.exit_code == 2
+    assert place in told
+    assert mend in told
+
+
+def test_a_model_without_its_weights_is_refused_before_the_run_is_touched(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "data" / "models" / "tiny-text", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    options = ["--set", f"policy.model={tmp_path / 'model'}", "--set", f"storage.root={tmp_path / 'runs'}"]
+    result = CliRunner().invoke(application, ["train", str(TINY_TEXT), *options])
+    assert result.exit_code == 2
+    assert "holds no weights" in " ".join(result.output.split())
+    assert not (tmp_path / "runs").exists()

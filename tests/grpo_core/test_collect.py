@@ -96,6 +96,8 @@ def test_the_reference_is_asked_where_the_reward_needs_it() -> None:
         assert group.ref_logprobs is not None
         torch.testing.assert_close(group.ref_logprobs, policy.reference_logprobs(group.tokens))
         assert not torch.allclose(group.ref_logprobs, group.rollout_logprobs)
+        assert group.scored_logprobs is not None
+        torch.testing.assert_close(group.scored_logprobs, group.rollout_logprobs)
     assert all(group.ref_logprobs is None for group in collected(REQUESTS, 2))
 
 

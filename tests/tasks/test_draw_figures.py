@@ -1,3 +1,7 @@
+import statistics
+
+import pytest
+
 from tasks.draw_figures import over_draws
 from tasks.storage.reference import ArtifactRef
 
@@ -27,3 +31,24 @@ def test_a_draw_without_a_figure_has_no_weight_in_it() -> None:
         "rewards/a/mean": 0.5,
         "rewards/a/null": 3.0,
     }
+
+
+def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None:
+    """Each draw also has samples that the reward does not apply to, one in the first and three in the second."""
+    first, second = [0.1, 0.5, 0.9], [0.2, 0.3]
+    figures = [
+        stage(
+            len(values) + nulls,
+            rewards__a__mean=statistics.fmean(values),
+            rewards__a__std=statistics.stdev(values),
+            rewards__a__null=float(nulls),
+        )
+        for values, nulls in ((first, 1), (second, 3))
+    ]
+    assert over_draws(figures) == pytest.approx(
+        {
+            "rewards/a/mean": statistics.fmean([*first, *second]),
+            "rewards/a/std": statistics.stdev([*first, *second]),
+            "rewards/a/null": 4.0,
+        }
+    )

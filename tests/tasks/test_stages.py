@@ -284,10 +284,20 @@ def test_a_kl_in_the_reward_needs_the_reference_beside_the_rollouts(store: Artif
     for row, penalty, reward, value in zip(
         drawn.iter_rows(named=True), table["kl_penalty"], table["reward"], scores, strict=True
     ):
-        by_hand = sum(a - b for a, b in zip(row["rollout_logprobs"], row["ref_logprobs"], strict=True))
+        assert row["scored_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
+        by_hand = sum(a - b for a, b in zip(row["scored_logprobs"], row["ref_logprobs"], strict=True))
         assert penalty == pytest.approx(by_hand, abs=1e-4)
         assert penalty != 0
         assert reward == pytest.approx(value - 0.5 * penalty, abs=1e-6)
+
+
+def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first update the KL is zero to the bit, or groups without spread would train on its rounding."""
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
+    rollouts = collect(base(), plan(), with_reference=True)
+    advantages = compare(rollouts, score(rollouts), kl_coef=0.5, constant_groups="drop")
+    assert table_of(store, advantages)["kl_penalty"].to_list() == [0.0] * 4
+    assert advantages.metrics["groups_dropped"] == 2.0
 
 
 def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:

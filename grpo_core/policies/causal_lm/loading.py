@@ -28,6 +28,8 @@ def refuse_missing_folder(model: str) -> None:
         if not (path / CONFIG_FILE).is_file():
             mend = f"The folder holds no {CONFIG_FILE}; give a folder written by save_pretrained."
             raise InputError("policy.model", model, mend)
+        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+            raise InputError("policy.model", model, "The folder holds no weights; save the model there.")
     elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
         raise InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")
 

@@ -1,5 +1,6 @@
 """Adapters over a frozen base."""
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,6 +129,6 @@ def _with_adapters(base: nn.Module, settings: LoraSettings, targets: str, seed: 
         torch.manual_seed(seed)
         try:
             return get_peft_model(base, config)
-        except ValueError as error:
+        except (ValueError, re.error) as error:
             mend = f"Give a regular expression over the model's layer names ({error})."
             raise InputError("policy.lora.targets", targets, mend) from error

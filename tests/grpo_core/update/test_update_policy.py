@@ -226,6 +226,14 @@ def test_nan_is_refused_by_name_and_leaves_the_weights(part: str) -> None:
     assert torch.equal(policy.table.detach().nan_to_num(), before.nan_to_num())
 
 
+def test_weights_that_a_step_broke_are_refused() -> None:
+    policy = TablePolicy(3)
+    rows = sampled_rows(policy, [1.0, -1.0, 0.5])
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e20, weight_decay=1e20))
+    with pytest.raises(NonFiniteError, match="weight after a step is not finite"):
+        update_policy(policy, optimizer, rows, SETTINGS, seed=0)
+
+
 def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
     policy = TablePolicy(3)
     rows = sampled_rows(policy, [1.0, -1.0, 0.5])

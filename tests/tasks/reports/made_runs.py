@@ -126,6 +126,7 @@ class RunMaker:
             "target_sha256": hashlib.sha256(target.read_bytes()).hexdigest() if target else None,
             "token_ids": [1, 2, 3],
             "rollout_logprobs": LOGPROBS,
+            "scored_logprobs": None,
             "ref_logprobs": None,
             "loss_mask": MASK,
             "support_ids": None,

@@ -25,6 +25,7 @@ SAMPLE = [
 TOKENS = [
     ("token_ids", "list<element: int32>"),
     ("rollout_logprobs", "list<element: float>"),
+    ("scored_logprobs", "list<element: float>"),
     ("ref_logprobs", "list<element: float>"),
     ("loss_mask", "list<element: bool>"),
     ("support_ids", "list<element: int32>"),
@@ -133,6 +134,7 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
         "target_sha256": None,
         "token_ids": [1, 2, 3],
         "rollout_logprobs": [-0.5, -0.25, 0.0],
+        "scored_logprobs": None,
         "ref_logprobs": None,
         "loss_mask": [True, True, False],
         "support_ids": None,
