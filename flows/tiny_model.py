@@ -14,8 +14,10 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from data.prompt_files import HELDOUT_FILE, TRAIN_FILE, choose_scenes, write_prompt_file
+from data.recipe_file import write_recipe
 from data.shapes import split_scenes
 from data.tiny_glm_image import (
+    LIBRARIES,
     AutoregressiveMetrics,
     DecoderMetrics,
     TinyRecipe,
@@ -24,7 +26,6 @@ from data.tiny_glm_image import (
     save_tiny_model,
     train_autoregressive,
     train_decoder,
-    write_recipe,
 )
 from flows.terminal import training_progress
 from tasks.progress import progress_of
@@ -54,7 +55,7 @@ def measure_and_save(pipeline: GlmImagePipeline, recipe: TinyRecipe, measured: d
     _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
     save_tiny_model(pipeline, folder)
     reports = [asdict(evaluate_tiny_model(folder, unseen, temperature=warm)) for warm in TEMPERATURES]
-    write_recipe(folder, recipe, {**measured, "heldout": reports})
+    write_recipe(folder, recipe, {**measured, "heldout": reports}, libraries=LIBRARIES)
 
 
 @task(name="write prompt files", cache_policy=NO_CACHE)

@@ -13,7 +13,9 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.recipe_file import write_recipe
 from data.tiny_text import (
+    LIBRARIES,
     TinyTextRecipe,
     TrainingMetrics,
     build_model,
@@ -22,7 +24,6 @@ from data.tiny_text import (
     save_tiny_text_model,
     train_model,
     write_prompt_files,
-    write_recipe,
 )
 from data.tiny_text.letters import split_words
 from flows.terminal import training_progress
@@ -54,7 +55,7 @@ def measure_and_save(
     _, unseen = split_words(recipe.seed, train=0, heldout=recipe.heldout_words)
     save_tiny_text_model(model, tokenizer, folder)
     reports = [asdict(evaluate_tiny_text_model(folder, unseen, temperature=warm)) for warm in TEMPERATURES]
-    write_recipe(folder, recipe, {**measured, "heldout": reports})
+    write_recipe(folder, recipe, {**measured, "heldout": reports}, libraries=LIBRARIES)
 
 
 @task(name="write text prompt files", cache_policy=NO_CACHE)

@@ -12,7 +12,7 @@
     saving           the folder that diffusers loads, and recipe.json
 
 The whole recipe: ``build_pipeline``, ``train_autoregressive``, ``train_decoder``, ``save_tiny_model``,
-``evaluate_tiny_model``, ``write_recipe``.
+``evaluate_tiny_model``.
 """
 
 from data.tiny_glm_image.autoregressive import AutoregressiveMetrics, train_autoregressive
@@ -20,9 +20,10 @@ from data.tiny_glm_image.components import build_pipeline
 from data.tiny_glm_image.decoder import DecoderMetrics, train_decoder
 from data.tiny_glm_image.evaluation import TinyModelReport, evaluate_tiny_model
 from data.tiny_glm_image.recipe import TinyRecipe
-from data.tiny_glm_image.saving import save_tiny_model, write_recipe
+from data.tiny_glm_image.saving import LIBRARIES, save_tiny_model
 
 __all__ = [
+    "LIBRARIES",
     "AutoregressiveMetrics",
     "DecoderMetrics",
     "TinyModelReport",
@@ -32,5 +33,4 @@ __all__ = [
     "save_tiny_model",
     "train_autoregressive",
     "train_decoder",
-    "write_recipe",
 ]

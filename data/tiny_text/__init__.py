@@ -11,18 +11,19 @@
     prompts      the prompt files for training by rewards
 
 The whole recipe: ``build_tokenizer``, ``build_model``, ``train_model``, ``save_tiny_text_model``,
-``evaluate_tiny_text_model``, ``write_recipe``, ``write_prompt_files``.
+``evaluate_tiny_text_model``, ``write_prompt_files``.
 """
 
 from data.tiny_text.evaluation import TinyTextReport, evaluate_tiny_text_model
 from data.tiny_text.model import build_model
 from data.tiny_text.prompts import write_prompt_files
 from data.tiny_text.recipe import TinyTextRecipe
-from data.tiny_text.saving import save_tiny_text_model, write_recipe
+from data.tiny_text.saving import LIBRARIES, save_tiny_text_model
 from data.tiny_text.tokenizer import build_tokenizer
 from data.tiny_text.training import TrainingMetrics, train_model
 
 __all__ = [
+    "LIBRARIES",
     "TinyTextRecipe",
     "TinyTextReport",
     "TrainingMetrics",
@@ -32,5 +33,4 @@ __all__ = [
     "save_tiny_text_model",
     "train_model",
     "write_prompt_files",
-    "write_recipe",
 ]

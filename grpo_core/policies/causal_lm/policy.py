@@ -1,11 +1,9 @@
 """Causal language models behind the Policy protocol. Nothing outside this package knows of templates or end tokens."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -23,12 +21,12 @@ from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_comple
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.causal_lm.stopping import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.training import train_causal_lm
-from grpo_core.policies.trained import TrainedModel, TrainingChoice, refuse_unscaled_float16
+from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, refuse_unscaled_float16
 from grpo_core.policies.trained import autocast as autocast_to
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
 
 
-class CausalLMPolicy:
+class CausalLMPolicy(TrainedPolicy):
     """A text model that answers prompts."""
 
     def __init__(
@@ -159,47 +157,6 @@ class CausalLMPolicy:
                 entropy=entropy,
                 whole_logits=self.whole_logits,
             )
-
-    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
-        """See Policy.logprobs."""
-        return self._score(self.trained.model, tokens, entropy=entropy)
-
-    def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
-        """See Policy.reference_logprobs."""
-        with torch.no_grad(), self.trained.reference() as reference:
-            return self._score(reference, tokens, entropy=False).logprobs
-
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """See Policy.trainable_parameters."""
-        return self.trained.trainable_parameters()
-
-    def prepare_for_update(self) -> None:
-        """See Policy.prepare_for_update."""
-        self.trained.prepare_for_update()
-
-    def prepare_for_sampling(self) -> None:
-        """See Policy.prepare_for_sampling."""
-        self.trained.prepare_for_sampling()
-
-    def save_weights(self, folder: Path) -> None:
-        """See Policy.save_weights."""
-        self.trained.save(folder)
-
-    def load_weights(self, folder: Path | None) -> None:
-        """See Policy.load_weights."""
-        self.trained.load(folder)
-
-    def refresh_reference(self, mix: float) -> None:
-        """See Policy.refresh_reference."""
-        self.trained.refresh_reference(mix)
-
-    def save_reference(self, folder: Path) -> None:
-        """See Policy.save_reference."""
-        self.trained.save_reference(folder)
-
-    def load_reference(self, folder: Path | None) -> None:
-        """See Policy.load_reference."""
-        self.trained.load_reference(folder)
 
 
 def _unwrapped(model: nn.Module) -> Any:

@@ -1,12 +1,11 @@
 """GLM-Image behind the Policy protocol. Nothing outside this package knows of grids, latents or denoising."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import GlmImagePipeline
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from grpo_core.policies.glm_image.prompts import EncodedPrompts, encode_prompts
 from grpo_core.policies.glm_image.sampling import sample_tokens
 from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import TrainedModel, TrainingChoice, autocast, train_model
+from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, autocast, train_model
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
@@ -46,7 +45,7 @@ def train_token_model(
     )
 
 
-class GlmImagePolicy:
+class GlmImagePolicy(TrainedPolicy):
     """The autoregressive half is the policy; the diffusion decoder is frozen and part of the environment."""
 
     def __init__(
@@ -199,44 +198,3 @@ class GlmImagePolicy:
                 support=tokens.support,
                 entropy=entropy,
             )
-
-    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
-        """See Policy.logprobs."""
-        return self._score(self.trained.model, tokens, entropy=entropy)
-
-    def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
-        """See Policy.reference_logprobs."""
-        with torch.no_grad(), self.trained.reference() as reference:
-            return self._score(reference, tokens, entropy=False).logprobs
-
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """See Policy.trainable_parameters."""
-        return self.trained.trainable_parameters()
-
-    def prepare_for_update(self) -> None:
-        """See Policy.prepare_for_update."""
-        self.trained.prepare_for_update()
-
-    def prepare_for_sampling(self) -> None:
-        """See Policy.prepare_for_sampling."""
-        self.trained.prepare_for_sampling()
-
-    def save_weights(self, folder: Path) -> None:
-        """See Policy.save_weights."""
-        self.trained.save(folder)
-
-    def load_weights(self, folder: Path | None) -> None:
-        """See Policy.load_weights."""
-        self.trained.load(folder)
-
-    def refresh_reference(self, mix: float) -> None:
-        """See Policy.refresh_reference."""
-        self.trained.refresh_reference(mix)
-
-    def save_reference(self, folder: Path) -> None:
-        """See Policy.save_reference."""
-        self.trained.save_reference(folder)
-
-    def load_reference(self, folder: Path | None) -> None:
-        """See Policy.load_reference."""
-        self.trained.load_reference(folder)

@@ -1,0 +1,32 @@
+"""The file beside a shipped model that says how it was made."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RECIPE_FILE = "recipe.json"
+
+
+def write_recipe(
+    folder: Path, recipe: "DataclassInstance", measured: Mapping[str, object], *, libraries: Sequence[str]
+) -> None:
+    """Writes recipe.json into a saved model's folder: the recipe, library versions, and what was measured.
+
+    Args:
+        folder: of the saved model.
+        recipe: the one that was followed.
+        measured: plain JSON values by name, such as the fields of the training metrics and reports.
+        libraries: whose versions decide what comes of the recipe.
+    """
+    content = {
+        "recipe": asdict(recipe),
+        "versions": {name: version(name) for name in libraries},
+        "measured": dict(measured),
+    }
+    (folder / RECIPE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
