@@ -25,8 +25,8 @@ class TableWriter:
         self._sha256 = hashlib.sha256()
 
     def write(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Append rows, one sequence a column."""
-        table = pa.table([pa.array(columns[field.name], field.type) for field in self.schema], schema=self.schema)
+        """Append rows, one sequence or array a column."""
+        table = pa.table([_array(columns[field.name], field.type) for field in self.schema], schema=self.schema)
         self._writer.write_table(table)
         self.rows += table.num_rows
         kept = table.select(self._kept)
@@ -38,6 +38,10 @@ class TableWriter:
         """Finish the file; the digest of all values except measured times."""
         self._writer.close()
         return self._sha256.hexdigest()
+
+
+def _array(values: Sequence[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
+    return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)
 
 
 def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, Sequence[Any]]) -> str:
