@@ -75,7 +75,7 @@ def _plain(value: object) -> object:
 
 
 def _rows(values: Tensor, mask: Tensor) -> pa.ListArray:
-    """Without the padding at the end of a row; as an array, because a list of lists takes a hundred times as long."""
+    """Without the padding at the end of a row."""
     places = torch.arange(1, mask.shape[1] + 1)
     lengths = (mask * places).amax(-1)
     return _lists(values[places <= lengths.unsqueeze(-1)], lengths)
