@@ -83,7 +83,7 @@ class Runs:
         """Run, or go on with, a training run in this process."""
         return self._train(TINY, self.overrides(run__name=run, **changes))
 
-    def start_text(self, run: str = "run", **changes: object) -> Start:
+    def start_text(self, run: str = "text", **changes: object) -> Start:
         """The same with the shipped text configuration."""
         given = {"run.name": run, "storage.root": str(self.root)}
         settings = {**given, **{key.replace("__", "."): value for key, value in changes.items()}}

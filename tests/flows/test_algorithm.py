@@ -13,7 +13,7 @@ SMALL = {"rollout__prompts_per_iteration": 4, "rollout__prompts_per_batch": 4, "
 
 
 def metrics_of(runs: Runs, name: str) -> list[float]:
-    table = pl.read_parquet(runs.path("iteration_*", "metrics.parquet")).sort("iteration")
+    table = pl.read_parquet(runs.path("iteration_*", "metrics.parquet", run="text")).sort("iteration")
     return table.filter(pl.col("metric") == name)["value"].to_list()
 
 
@@ -30,12 +30,12 @@ def test_loss_reward_and_entropy_move_as_they_should(empty: Runs) -> None:
     assert kl[-1] > kl[0]
     assert max(metrics_of(empty, "sampling/sampling_logp_difference/max")) < 1e-4
     for iteration in range(1, 13):
-        steps = pl.read_parquet(empty.path("policies", f"{iteration:06d}", "update_steps.parquet"))
+        steps = pl.read_parquet(empty.path("policies", f"{iteration:06d}", "update_steps.parquet", run="text"))
         first, second = steps.iter_rows(named=True)
         # On the rows it was just trained on, the policy is better than before.
         assert second["loss"] < first["loss"]
         assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    everything = pl.read_parquet(empty.path("iteration_*", "metrics.parquet"))["value"]
+    everything = pl.read_parquet(empty.path("iteration_*", "metrics.parquet", run="text"))["value"]
     assert all(math.isfinite(value) for value in everything)
 
 
@@ -55,7 +55,7 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
     kept = metrics_of(empty, "groups_kept")
     assert max(draws) == 3
     for iteration, (count, groups) in enumerate(zip(draws, kept, strict=True), start=1):
-        folder = empty.path(f"iteration_{iteration:06d}")
+        folder = empty.path(f"iteration_{iteration:06d}", run="text")
         assert len(list(folder.glob("draw_*"))) == count - 1
         assert groups == 4 or count == 3
         last = folder if count == 1 else folder / f"draw_{int(count):02d}"
@@ -86,7 +86,7 @@ def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:
         **SMALL,
     )
     for iteration in (1, 2):
-        folder = empty.path(f"iteration_{iteration:06d}")
+        folder = empty.path(f"iteration_{iteration:06d}", run="text")
         advantages = pl.read_parquet(folder / "advantages" / "advantages.parquet")
         groups = advantages.unique("group_id")["dataset"].value_counts().rows()
         assert dict(groups) == {"similar": 3, "exact": 1}

@@ -59,8 +59,8 @@ def test_figures_of_several_draws_are_joined_by_what_they_are() -> None:
         {"num_tokens": 4.0, "completions/min_length": 2.0, "completions/max_length": 4.0},
     ]
     draws = [
-        (artifact("a", 2.0, rows=2, **lengths[0]), artifact("b", 1.0, rows=2, **first)),
-        (artifact("c", 3.0, rows=1, **lengths[1]), artifact("d", 0.5, rows=1, **second)),
+        (artifact("a", 2.0, rows=2, **lengths[0]), artifact("b", 1.0, rows=3, **first)),
+        (artifact("c", 3.0, rows=1, **lengths[1]), artifact("d", 0.5, rows=3, **second)),
     ]
     metrics = gather_metrics(draws, ADVANTAGES, UPDATE, None)
     assert metrics["rewards/x/mean"] == pytest.approx((2 * 0.5 + 0.8) / 3)
