@@ -38,8 +38,8 @@ def _rewards(config: RunConfig) -> Iterator[InputError]:
         except InputError as error:
             yield InputError(f"rewards.{index}: {error.place}", error.value, error.mend)
             continue
-        if reward.medium != medium:
-            mend = f"It scores a {reward.medium}, and policy.kind {config.policy.kind} makes a {medium}."
+        if medium not in reward.media:
+            mend = f"It scores a {reward.media[0]}, and policy.kind {config.policy.kind} makes a {medium}."
             yield InputError(f"rewards.{index}.reward", section.reward, mend)
         elif reward.needs_target:
             yield from _targets(config, index)

@@ -10,7 +10,7 @@ from grpo_core.advantages.settings import Aggregation, Baseline, Scale
 from grpo_core.losses import ImportanceLevel, KlEstimator, LossName, MismatchMode
 from grpo_core.optimizer import OptimizerKind, Schedule
 from grpo_core.policies.trained import Reference
-from grpo_core.rewards.combine import MissingRewards
+from grpo_core.rewards.mix.combine import MissingRewards
 
 Digits = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]

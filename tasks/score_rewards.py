@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from configs.schema import PlacementSection, RewardSection
-from grpo_core.errors import NonFiniteError
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.scoring import provenance_of, score_samples
 from tasks.caching import stage_task
 from tasks.models import configure_torch
 from tasks.progress import progress_of
@@ -36,16 +36,12 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     rewards: Sequence[RewardSection] = inputs["rewards"]
     return {
         "rollouts": inputs["rollouts"].digest,
-        "rewards": [[section.label, section.datasets, _provenance(_built(section))] for section in rewards],
+        "rewards": [[section.label, section.datasets, provenance_of(_built(section))] for section in rewards],
     }
 
 
 def _built(section: RewardSection) -> Reward:
     return build_reward(section.reward, section.settings)
-
-
-def _provenance(reward: Reward) -> dict[str, object]:
-    return {"reward": reward.name, "version": reward.version, "settings": dict(reward.settings())}
 
 
 @stage_task(STAGE, _describe)
@@ -119,9 +115,8 @@ def _score_batch(reward: Reward, batch: ScoringBatch, wanted: Sequence[int], wri
     """Score the wanted samples; the others are null."""
     begun = time.perf_counter()
     scored = batch.select(wanted)
-    given = list(reward.score(scored)) if wanted else []
+    given = score_samples(reward, scored)
     share = (time.perf_counter() - begun) / max(1, len(wanted))
-    _require_one_each(reward, scored, given)
     by_row = dict(zip(wanted, given, strict=True))
     scores = [by_row.get(row, Score(None, None)) for row in range(len(batch))]
     writer.write(
@@ -130,22 +125,10 @@ def _score_batch(reward: Reward, batch: ScoringBatch, wanted: Sequence[int], wri
             "value": [score.value for score in scores],
             "raw": [score.raw for score in scores],
             "seconds": [share if row in by_row else 0.0 for row in range(len(batch))],
-            "provenance": [json.dumps(_provenance(reward), sort_keys=True)] * len(batch),
+            "provenance": [json.dumps(provenance_of(reward), sort_keys=True)] * len(batch),
         }
     )
     return [score.value for score in scores]
-
-
-def _require_one_each(reward: Reward, batch: ScoringBatch, scores: Sequence[Score]) -> None:
-    if len(scores) != len(batch):
-        raise ValueError(f"reward {reward.name} gave {len(scores)} scores for {len(batch)} samples")
-    broken = [
-        sample
-        for sample, score in zip(batch.sample_ids, scores, strict=True)
-        if score.value is not None and not abs(score.value) < float("inf")
-    ]
-    if broken:
-        raise NonFiniteError(f"reward {reward.name}", broken, "A reward that does not apply is None, never NaN.")
 
 
 def _statistics(label: str, values: Sequence[float | None]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_core.advantages.moments import Moments, moments_of
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.errors import NonFiniteError
-from grpo_core.rewards.combine import CombinedRewards, combine_rewards
+from grpo_core.rewards.mix.combine import CombinedRewards, combine_rewards
 
 
 @dataclass(frozen=True)

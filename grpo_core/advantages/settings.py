@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from grpo_core.errors import InputError
 from grpo_core.losses.kl import KlEstimator
-from grpo_core.rewards.combine import MissingRewards
+from grpo_core.rewards.mix.combine import MissingRewards
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "none"]

@@ -4,9 +4,10 @@ A reward sees a batch of samples and nothing of the training; the same samples g
 whatever the batch or the order.
 """
 
+import abc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from PIL import Image
 
@@ -24,6 +25,8 @@ class ScoringBatch:
         targets: the target picture that belongs to the sample's prompt, None where there is none; empty for texts.
         columns: every other column of the prompt file, by name, one value a sample.
         completions: the text of each sample; empty where samples are pictures.
+        group_ids: siblings have the same; whole groups stand together. Empty where nothing says it.
+        token_ids: the tokens that each sample was decoded from; empty where nothing says it.
     """
 
     sample_ids: Sequence[str]
@@ -32,10 +35,14 @@ class ScoringBatch:
     targets: Sequence[Image.Image | None] = ()
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
     completions: Sequence[str] = ()
+    group_ids: Sequence[str] = ()
+    token_ids: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         outputs = self.completions or self.images
-        sizes = {len(self.prompts), len(outputs), len(self.targets or outputs), *map(len, self.columns.values())}
+        optional = (self.targets, self.group_ids, self.token_ids)
+        sizes = {len(self.prompts), len(outputs), *(len(values or outputs) for values in optional)}
+        sizes |= {len(values) for values in self.columns.values()}
         assert sizes <= {len(self.sample_ids)}, f"one entry a sample in every field, got {sizes}"
         assert not (self.completions and self.images), "a sample is a picture or a text"
 
@@ -51,58 +58,103 @@ class ScoringBatch:
             targets=[self.targets[row] for row in rows] if self.targets else (),
             columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
             completions=[self.completions[row] for row in rows] if self.completions else (),
+            group_ids=[self.group_ids[row] for row in rows] if self.group_ids else (),
+            token_ids=[self.token_ids[row] for row in rows] if self.token_ids else (),
         )
 
 
 @dataclass(frozen=True)
 class Score:
-    """One sample's score.
+    """One sample's score: a value, or not applicable (no value, no failure), or a failure (no value, a reason).
 
     Attributes:
-        value: in [0, 1] where the reward is bounded, higher is better; None where the reward does not apply.
+        value: in [0, 1] where the reward is bounded, higher is better; None where there is none.
         raw: the measured quantity in its own unit (dB, bytes, distance); None with value None.
+        failure: why a sample to which the reward applies could not be scored; None where nothing went wrong.
     """
 
     value: float | None
     raw: float | None
+    failure: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.value is None or self.failure is None, "a score or the reason why there is none"
+
+    @classmethod
+    def failed(cls, reason: str) -> "Score":
+        """The reward applies, and something else than the sample stood in the way of scoring it."""
+        return cls(None, None, reason)
 
 
-@runtime_checkable
-class Reward(Protocol):
-    """A reward; its settings are fixed when it is built and named in its provenance."""
+NOT_APPLICABLE = Score(None, None)
+"""The reward has nothing to say about the sample: no target, no quoted text."""
+
+
+class Reward(abc.ABC):
+    """A reward; its settings are fixed when it is built and named in its provenance.
+
+    A class attribute stands in for each property whose answer does not depend on the settings.
+    """
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
         """The registered name."""
 
     @property
-    def medium(self) -> Medium:
-        """What it scores."""
+    @abc.abstractmethod
+    def version(self) -> str:
+        """Changes whenever the same sample would score otherwise."""
 
     @property
-    def version(self) -> str:
-        """Changes whenever the same picture would score otherwise."""
+    def media(self) -> tuple[Medium, ...]:
+        """What it scores."""
+        return ("picture",)
 
     @property
     def needs_target(self) -> bool:
         """Whether a sample without a target picture has no score."""
+        return False
 
     @property
     def needs_column(self) -> str | None:
         """Column of the prompt file without which no sample has a score."""
+        return None
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a sample's score depends on its siblings, so that a batch must hold them all."""
+        return False
 
     @property
     def min_side(self) -> int:
         """Smallest side of a picture that it can score, in pixels."""
+        return 1
 
+    @property
+    def max_aspect(self) -> float:
+        """Largest ratio of a picture's long side to its short one."""
+        return math.inf
+
+    @abc.abstractmethod
     def settings(self) -> Mapping[str, object]:
-        """The settings that determine the scores, as plain JSON values."""
+        """The settings that determine the scores, as plain JSON values; no path, device or address."""
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """sha256 of every weight file that the scores come from, by role.
+
+        Raises:
+            InputError: a file is missing or not the right one.
+        """
+        return {}
 
     def preflight(self) -> Sequence[str]:
         """What stands in the way of scoring (missing weights, wrong digest), each with its mend; empty when ready.
 
         Loads no model.
         """
+        return []
 
+    @abc.abstractmethod
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample, in order."""
+        """One score a sample, in order; a sample's does not depend on the others, its siblings apart."""

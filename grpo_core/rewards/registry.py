@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.answer import AnswerReward
-from grpo_core.rewards.jpeg import JpegReward
-from grpo_core.rewards.lpips import LpipsReward
+from grpo_core.rewards.completions.answer import AnswerReward
+from grpo_core.rewards.likeness.lpips import LpipsReward
+from grpo_core.rewards.likeness.psnr import PsnrReward
+from grpo_core.rewards.likeness.ssim import SsimReward
+from grpo_core.rewards.looks.jpeg import JpegReward
 from grpo_core.rewards.protocol import Reward
-from grpo_core.rewards.psnr import PsnrReward
-from grpo_core.rewards.ssim import SsimReward
 
 REWARDS: Mapping[str, type[Reward]] = MappingProxyType(
     {

@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from configs.loader import read_config
 from configs.schema import TextRunConfig
 from flows.train import train
-from grpo_core.rewards.answer import AnswerReward
+from grpo_core.rewards.completions.answer import AnswerReward
 from grpo_core.rewards.protocol import ScoringBatch
 from tasks.prompts import read_prompts
 

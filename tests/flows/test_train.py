@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from flows.command_line import application
 from grpo_core.errors import NonFiniteError
 from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.rewards.likeness.ssim import SsimReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
-from grpo_core.rewards.ssim import SsimReward
 from tasks import models
 
 from .conftest import REPOSITORY, TINY, Runs, Start

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from grpo_core.rewards.jpeg import JpegReward
 
 from configs.core_settings import update_settings
 from configs.schema import (
@@ -22,7 +23,6 @@ from configs.schema import (
     UpdateSection,
 )
 from grpo_core.errors import NonFiniteError
-from grpo_core.rewards.jpeg import JpegReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import Draw, compute_advantages_task

@@ -17,7 +17,7 @@ from .conftest import flat, make_batch, noise
 
 def all_rewards(trunk_file: Path, medium: Medium = "picture") -> list[Reward]:
     given: Mapping[str, Mapping[str, object]] = {"lpips": {"weights": str(trunk_file)}}
-    return [build_reward(name, given.get(name, {})) for name, kind in REWARDS.items() if kind.medium == medium]
+    return [build_reward(name, given.get(name, {})) for name, kind in REWARDS.items() if medium in kind.media]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_every_reward_keeps_the_protocol(trunk_file: Path) -> None:
         assert json.loads(json.dumps(reward.settings())) == reward.settings()
         assert str(trunk_file.parent) not in json.dumps(reward.settings())
         assert reward.preflight() == []
-        if reward.medium == "picture":
+        if "picture" in reward.media:
             (score,) = reward.score(make_batch([flat(7)]))
             assert (score == Score(None, None)) == reward.needs_target
 

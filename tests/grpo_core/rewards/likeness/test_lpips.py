@@ -8,12 +8,11 @@ import safetensors.torch
 import torch
 import torchvision
 
-from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.rewards.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
+from grpo_core.errors import InputError
+from grpo_core.rewards.likeness.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.pictures import to_tensor
-from grpo_core.rewards.protocol import Score
-
-from .conftest import flat, make_batch, noise
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Score
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,8 @@ def test_small_picture_is_refused(reward: LpipsReward) -> None:
 
 
 def test_settings_carry_the_digest_and_no_path(reward: LpipsReward, trunk_file: Path) -> None:
-    assert reward.settings() == {"net": "alex", "weights_sha256": sha256(trunk_file)}
+    assert reward.settings() == {"net": "alex"}
+    assert reward.weight_digests() == {"trunk": sha256(trunk_file)}
     assert reward.preflight() == []
 
 
@@ -200,15 +200,15 @@ def test_files_that_are_no_trunk_are_refused(trunk_file: Path, tmp_path: Path) -
     assert "features.10.bias is missing" in message_of(other)
 
 
-def test_broken_weights_raise_with_the_sample_ids(trunk_file: Path, tmp_path: Path) -> None:
+def test_broken_weights_are_a_failure_of_the_samples_that_they_score(trunk_file: Path, tmp_path: Path) -> None:
     state = torch.load(trunk_file, weights_only=True)
     state["features.0.bias"][0] = torch.nan
     path = tmp_path / "nan.pth"
     torch.save(state, path)
     batch = make_batch([noise(0, 32, 32), flat(0)], [noise(1, 32, 32), None], ["p0/0", "p0/1"])
-    with pytest.raises(NonFiniteError) as caught:
-        LpipsReward(weights=str(path)).score(batch)
-    assert caught.value.sample_ids == ("p0/0",)
+    broken, without_target = LpipsReward(weights=str(path)).score(batch)
+    assert broken == Score.failed("the reward came out as nan, which is not a finite number")
+    assert without_target == NOT_APPLICABLE
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from typing import ClassVar
 
 from PIL import Image, features
 
-from grpo_core.records import Medium
-from grpo_core.rewards.pairs import clamp_unit
+from grpo_core.rewards.likeness.pairs import clamp_unit
 from grpo_core.rewards.pictures import to_rgb
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice, check_integer, check_positive
 
 BYTES_PER_KILOBYTE = 1000
@@ -22,7 +21,7 @@ DIRECTIONS = ("compressible", "incompressible")
 
 
 @dataclass(frozen=True)
-class JpegReward:
+class JpegReward(Reward):
     """Value clip(size / full scale, 0, 1), or 1 minus that; raw the size in kilobytes of 1000 bytes.
 
     Attributes:
@@ -37,10 +36,6 @@ class JpegReward:
     full_scale_kilobytes: float | None = None
 
     name: ClassVar[str] = "jpeg"
-    medium: ClassVar[Medium] = "picture"
-    needs_target: ClassVar[bool] = False
-    needs_column: ClassVar[str | None] = None
-    min_side: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_integer("rewards.jpeg.quality", self.quality, 1, 100)

@@ -4,10 +4,9 @@ import pytest
 from PIL import Image, features
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.jpeg import JpegReward, jpeg_bytes
+from grpo_core.rewards.looks.jpeg import JpegReward, jpeg_bytes
 from grpo_core.rewards.protocol import Score
-
-from .conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 def plain_save(picture: Image.Image, quality: int) -> int:

@@ -8,14 +8,14 @@ from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
 from grpo_core.records import Medium
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice
 
 MODES = ("similarity", "exact")
 
 
 @dataclass(frozen=True)
-class AnswerReward:
+class AnswerReward(Reward):
     """1 - edit distance / length of the longer of the two (Levenshtein, 1966), or 1 for the very same and 0 otherwise.
 
     White space at both ends does not count.
@@ -29,9 +29,7 @@ class AnswerReward:
     mode: str = "similarity"
 
     name: ClassVar[str] = "answer"
-    medium: ClassVar[Medium] = "text"
-    needs_target: ClassVar[bool] = False
-    min_side: ClassVar[int] = 1
+    media: ClassVar[tuple[Medium, ...]] = ("text",)
     version: ClassVar[str] = "1"
 
     def __post_init__(self) -> None:
@@ -48,10 +46,6 @@ class AnswerReward:
         """Column and mode."""
         return {"column": self.column, "mode": self.mode}
 
-    def preflight(self) -> Sequence[str]:
-        """Nothing is needed."""
-        return []
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample; raw is the number of edits.
 
@@ -64,7 +58,7 @@ class AnswerReward:
 
     def _score_text(self, sample_id: str, completion: str, answer: object) -> Score:
         if answer is None:
-            return Score(None, None)
+            return NOT_APPLICABLE
         if not isinstance(answer, str):
             mend = "Write the answer as text, in quotes."
             raise InputError(f"rewards.answer, sample {sample_id}, column {self.column}", answer, mend)

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.rewards.pairs import clamp_unit, score_pairs
+from grpo_core.errors import InputError
+from grpo_core.rewards.likeness.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.protocol import Score
-
-from .conftest import flat, make_batch
+from tests.grpo_core.rewards.conftest import flat, make_batch
 
 
 def difference(pictures: Tensor, targets: Tensor) -> Tensor:
@@ -36,14 +35,14 @@ def test_target_takes_the_pictures_size() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_nonfinite_raises_with_every_sample_id(broken: float) -> None:
+def test_nonfinite_is_a_failure_of_that_sample_alone(broken: float) -> None:
     def measure(pictures: Tensor, targets: Tensor) -> Tensor:
         return torch.tensor([broken if pictures.sum() > 0 else 0.5])
 
     batch = make_batch([flat(9), flat(0), flat(8)], [flat(0)] * 3, ["p1/0", "p1/1", "p1/2"])
-    with pytest.raises(NonFiniteError, match="reward odd is not finite") as caught:
-        score_pairs(batch, measure, clamp_unit, name="odd", min_side=1)
-    assert caught.value.sample_ids == ("p1/0", "p1/2")
+    first, second, third = score_pairs(batch, measure, clamp_unit, name="odd", min_side=1)
+    assert second == Score(0.5, 0.5)
+    assert first == third == Score.failed(f"the reward came out as {broken}, which is not a finite number")
 
 
 def test_small_picture_is_refused_with_its_size_and_sample() -> None:

@@ -1,15 +1,16 @@
 """Scores samples against their target pictures."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.errors import InputError
 from grpo_core.rewards.pictures import fit_to, shown_size, to_rgb, to_tensor
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring import not_finite
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 """From pictures and targets, each [N, 3, H, W] fp32 in [0, 1], to N raw quantities."""
@@ -18,7 +19,7 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 def score_pairs(
     batch: ScoringBatch, measure: Measure, to_value: Callable[[float], float], *, name: str, min_side: int
 ) -> list[Score]:
-    """One score a sample; Score(None, None) where the sample has no target.
+    """One score a sample; not applicable where the sample has no target, a failure where no finite number comes out.
 
     The target is brought to its picture's size. Pairs are measured one at a time: a convolution's last bits depend on
     the batch that it runs in, and a score must not; pictures may then differ in size, and memory does not grow
@@ -33,17 +34,18 @@ def score_pairs(
 
     Raises:
         InputError: a picture is too small, of an unknown mode, or its target has another aspect ratio.
-        NonFiniteError: a raw quantity is NaN or infinite; names every such sample.
     """
-    raws: list[float | None] = []
+    scores = []
     for sample_id, image, target in zip(batch.sample_ids, batch.images, batch.targets, strict=True):
         if target is None:
-            raws.append(None)
+            scores.append(NOT_APPLICABLE)
             continue
         picture, fitted = prepare_pair(image, target, sample_id, name=name, min_side=min_side)
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-            raws.append(measure(to_tensor(picture), to_tensor(fitted)).item())
-    return to_scores(batch.sample_ids, raws, to_value, name=name)
+            raw = measure(to_tensor(picture), to_tensor(fitted)).item()
+        # A NaN would come out of the clamp as a value.
+        scores.append(Score(to_value(raw), raw) if math.isfinite(raw) else Score.failed(not_finite(raw)))
+    return scores
 
 
 def prepare_pair(
@@ -60,21 +62,6 @@ def prepare_pair(
         mend = f"{name} needs sides of at least {min_side} pixels: generate larger pictures or take another reward."
         raise InputError(place, f"picture of {shown_size(picture)} pixels", mend)
     return picture, fit_to(to_rgb(target, f"{place}, target"), picture.size, f"{place}, target")
-
-
-def to_scores(
-    sample_ids: Sequence[str], raws: Sequence[float | None], to_value: Callable[[float], float], *, name: str
-) -> list[Score]:
-    """Scores from raw quantities, None staying None.
-
-    Raises:
-        NonFiniteError: a raw quantity is NaN or infinite; names every such sample.
-    """
-    broken = [i for i, raw in zip(sample_ids, raws, strict=True) if raw is not None and not math.isfinite(raw)]
-    if broken:
-        mend = "Look at these samples' pictures and targets, and check the reward's weights if it has any."
-        raise NonFiniteError(f"reward {name}", broken, mend)
-    return [Score(None, None) if raw is None else Score(to_value(raw), raw) for raw in raws]
 
 
 def clamp_unit(value: float) -> float:

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from skimage.metrics import structural_similarity as skimage_ssim
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ssim import SsimReward, structural_similarity
-
-from .conftest import flat, make_batch, noise
+from grpo_core.rewards.likeness.ssim import SsimReward, structural_similarity
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 def skimage_valid_mean(a: np.ndarray, b: np.ndarray) -> float:

@@ -7,10 +7,9 @@ from typing import ClassVar
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from grpo_core.records import Medium
-from grpo_core.rewards.pairs import clamp_unit, score_pairs
+from grpo_core.rewards.likeness.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_positive
 
 MIN_MSE = 1e-10
@@ -18,7 +17,7 @@ MIN_MSE = 1e-10
 
 
 @dataclass(frozen=True)
-class PsnrReward:
+class PsnrReward(Reward):
     """Value clip(PSNR / full_scale_db, 0, 1); raw PSNR in dB, at most 100.
 
     Attributes:
@@ -28,11 +27,8 @@ class PsnrReward:
     full_scale_db: float = 50.0
 
     name: ClassVar[str] = "psnr"
-    medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
-    needs_column: ClassVar[str | None] = None
-    min_side: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_positive("rewards.psnr.full_scale_db", self.full_scale_db, "decibels")
@@ -41,16 +37,11 @@ class PsnrReward:
         """The scale of the value."""
         return {"full_scale_db": self.full_scale_db}
 
-    def preflight(self) -> Sequence[str]:
-        """Nothing stands in the way."""
-        return []
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample.
 
         Raises:
             InputError: a target has another aspect ratio than its picture.
-            NonFiniteError: a ratio is not finite.
         """
 
         def to_value(psnr: float) -> float:

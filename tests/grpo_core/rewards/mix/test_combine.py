@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.rewards.combine import MissingRewards, combine_rewards
+from grpo_core.rewards.mix.combine import MissingRewards, combine_rewards
 
 NULL = math.nan
 

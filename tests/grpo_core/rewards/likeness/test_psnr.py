@@ -4,9 +4,8 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.psnr import PsnrReward
-
-from .conftest import flat, make_batch, noise
+from grpo_core.rewards.likeness.psnr import PsnrReward
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 def test_by_hand() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.answer import AnswerReward
+from grpo_core.rewards.completions.answer import AnswerReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
 
 

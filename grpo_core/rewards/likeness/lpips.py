@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
-from grpo_core.rewards.pairs import clamp_unit, score_pairs
+from grpo_core.rewards.likeness.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice
 from grpo_core.rewards.weights import (
     PublishedWeights,
@@ -50,7 +49,7 @@ MIN_SIDES: Mapping[str, int] = {"alex": 31, "vgg": 16, "squeeze": 17}
 
 
 @dataclass(frozen=True)
-class LpipsReward:
+class LpipsReward(Reward):
     """Value 1 - clip(LPIPS, 0, 1); raw the distance, 0 for identical pictures.
 
     Attributes:
@@ -66,10 +65,8 @@ class LpipsReward:
     device: str = "cpu"
 
     name: ClassVar[str] = "lpips"
-    medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
-    needs_column: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check_choice("rewards.lpips.net", self.net, tuple(TRUNKS))
@@ -85,12 +82,12 @@ class LpipsReward:
         return MIN_SIDES[self.net]
 
     def settings(self) -> Mapping[str, object]:
-        """Trunk and digest of its weights; neither path nor device, which say nothing about the scores.
+        """The trunk."""
+        return {"net": self.net}
 
-        Raises:
-            InputError: the weights are missing or not the right ones.
-        """
-        return {"net": self.net, "weights_sha256": self._digest()}
+    def weight_digests(self) -> Mapping[str, str]:
+        """The trunk's."""
+        return {"trunk": self._digest()}
 
     def preflight(self) -> Sequence[str]:
         """Missing or wrong weights, a device that is not there."""
@@ -109,10 +106,9 @@ class LpipsReward:
 
         Raises:
             InputError: missing or wrong weights, too small a picture, a target of another aspect ratio.
-            NonFiniteError: a distance is not finite.
         """
         if all(target is None for target in batch.targets):
-            return [Score(None, None)] * len(batch)
+            return [NOT_APPLICABLE] * len(batch)
         network = load_network(self.net, str(self.weights), self._digest(), self.device)
 
         def measure(pictures: Tensor, targets: Tensor) -> Tensor:

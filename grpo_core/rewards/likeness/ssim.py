@@ -12,40 +12,32 @@ import pytorch_msssim
 from jaxtyping import Float32
 from torch import Tensor
 
-from grpo_core.records import Medium
-from grpo_core.rewards.pairs import clamp_unit, score_pairs
+from grpo_core.rewards.likeness.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 
 WINDOW = 11
 """Side of the Gaussian window in pixels; also the smallest picture, as only whole windows count."""
 
 
 @dataclass(frozen=True)
-class SsimReward:
+class SsimReward(Reward):
     """Value max(SSIM, 0); raw SSIM in [-1, 1], 1 for identical pictures."""
 
     name: ClassVar[str] = "ssim"
-    medium: ClassVar[Medium] = "picture"
     version: ClassVar[str] = "1"
     needs_target: ClassVar[bool] = True
-    needs_column: ClassVar[str | None] = None
     min_side: ClassVar[int] = WINDOW
 
     def settings(self) -> Mapping[str, object]:
         """None: the window and the constants are the paper's."""
         return {}
 
-    def preflight(self) -> Sequence[str]:
-        """Nothing stands in the way."""
-        return []
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample.
 
         Raises:
             InputError: a picture has a side under 11 pixels, or its target another aspect ratio.
-            NonFiniteError: a similarity is not finite.
         """
         return score_pairs(batch, structural_similarity, clamp_unit, name=self.name, min_side=WINDOW)
 

@@ -1,0 +1,1 @@
+"""Rewards of texts: the answer beside the prompt, a format, a box."""

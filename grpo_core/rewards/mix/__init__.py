@@ -1,0 +1,1 @@
+"""Several rewards of a sample become one."""
