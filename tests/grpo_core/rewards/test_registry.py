@@ -17,7 +17,8 @@ from .conftest import flat, make_batch, noise
 
 def all_rewards(trunk_file: Path, medium: Medium = "picture") -> list[Reward]:
     given: Mapping[str, Mapping[str, object]] = {"lpips": {"weights": str(trunk_file)}}
-    return [build_reward(name, given.get(name, {})) for name, kind in REWARDS.items() if medium in kind.media]
+    built = (build_reward(name, given.get(name, {})) for name in REWARDS)
+    return [reward for reward in built if medium in reward.media]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_missing_weights_message_says_where_they_are(net: str, file: str, tmp_pa
             reward.score(make_batch([flat(0)], [flat(0)]))
         assert str(caught.value) == message
         with pytest.raises(InputError):
-            reward.settings()
+            reward.weight_digests()
 
 
 def test_digest_is_checked_by_setting_and_by_published_name(trunk_file: Path, tmp_path: Path) -> None:
