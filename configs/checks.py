@@ -4,55 +4,24 @@ from collections.abc import Callable, Iterator
 
 from configs.core_settings import advantage_settings, loss_settings, optimizer_settings, with_total_steps
 from configs.dataset_checks import dataset_contradictions
+from configs.reward_checks import reward_contradictions
 from configs.schema import RunConfig
 from grpo_core.errors import InputError
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.policies.family import policy_family
-from grpo_core.rewards.registry import build_reward
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
     """Every impossible combination of a configuration; nothing is read or loaded."""
     return [
         *dataset_contradictions(config),
-        *_rewards(config),
+        *reward_contradictions(config),
         *_core_settings(config),
         *_batches(config),
         *_policy(config),
         *_reference(config),
         *_schedule(config),
     ]
-
-
-def _rewards(config: RunConfig) -> Iterator[InputError]:
-    labels = [reward.label for reward in config.rewards]
-    for label in sorted({label for label in labels if labels.count(label) > 1}):
-        yield InputError("rewards", label, "This name stands twice; give each entry a `name` of its own.")
-    if not any(reward.weight for reward in config.rewards):
-        weights = [reward.weight for reward in config.rewards]
-        yield InputError("rewards", weights, "Every weight is 0, so nothing would be learned; give one a weight.")
-    medium = policy_family(config.policy.kind).medium
-    for index, section in enumerate(config.rewards):
-        try:
-            reward = build_reward(section.reward, section.settings)
-        except InputError as error:
-            yield InputError(f"rewards.{index}: {error.place}", error.value, error.mend)
-            continue
-        if medium not in reward.media:
-            mend = f"It scores a {reward.media[0]}, and policy.kind {config.policy.kind} makes a {medium}."
-            yield InputError(f"rewards.{index}.reward", section.reward, mend)
-        elif reward.needs_target:
-            yield from _targets(config, index)
-
-
-def _targets(config: RunConfig, index: int) -> Iterator[InputError]:
-    section = config.rewards[index]
-    for part, data in (("data", config.data), ("evaluate", config.evaluate)):
-        for dataset in data.sets:
-            if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
-                where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
-                mend = f"It compares with a target picture: set {where}.targets or {where}.target_column."
-                yield InputError(f"rewards.{index}.reward", section.reward, mend)
 
 
 def _core_settings(config: RunConfig) -> Iterator[InputError]:

@@ -1,5 +1,6 @@
 """Sections of a configuration -> the records that the core reads, everything that they leave open decided."""
 
+from configs.reward_sections import RewardSection, WatchSection
 from configs.schema import (
     AdvantagesSection,
     MismatchSection,
@@ -13,6 +14,8 @@ from grpo_core.optimizer import OptimizerSettings
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
+from grpo_core.rewards.hacking import HackingRule
+from grpo_core.rewards.mix.terms import RewardTerm
 from grpo_core.update import UpdateSettings
 
 # Sampling with a cache and scoring in one pass round differently: 7e-6 nats at most in fp32 on a tiny GLM-Image, 1.6e-2
@@ -38,6 +41,27 @@ def advantage_settings(section: AdvantagesSection) -> AdvantageSettings:
         kl_coef=section.kl_coef,
         kl_estimator=section.kl_estimator,
     )
+
+
+def reward_term(section: RewardSection) -> RewardTerm:
+    """What the reward does in the mix.
+
+    Raises:
+        InputError: a combination that cannot be.
+    """
+    return RewardTerm(
+        weight=section.weight,
+        role=section.role,
+        threshold=section.threshold,
+        clamp=section.clamp,
+        normalize=section.normalize,
+        range=section.range,
+    )
+
+
+def hacking_rule(section: WatchSection) -> HackingRule:
+    """When a guardrail's fall counts as a sign."""
+    return HackingRule(rise=section.rise, fall=section.fall, patience=section.patience, noise=section.noise)
 
 
 def training_choice(section: PolicySection, *, reference: Reference, seed: int) -> TrainingChoice:

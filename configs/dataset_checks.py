@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from configs.schema import DatasetSection, PromptsSection, RewardSection, RunConfig
+from configs.reward_sections import RewardSection
+from configs.schema import DatasetSection, PromptsSection, RunConfig
 from grpo_core.errors import InputError
 
 _OF_ONE_FILE = ("prompts", "prompt_column", "limit", "targets", "target_column")

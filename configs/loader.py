@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from configs.checks import contradictions
 from configs.schema import RUN_CONFIGS, PolicySection, RunConfig
 from grpo_core.errors import InputError, InputErrors
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -68,23 +70,38 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         InputErrors: everything that is wrong, each with its path in the file, the value found and what would do.
     """
+    try:
+        values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
+        for override in overrides:
+            _apply_override(values, override)
+    except InputError as error:
+        raise InputErrors([error]) from error
+    return check_config(values)
+
+
+def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> dict[str, Any]:
+    """A YAML file whose top is a mapping, as plain values.
+
+    Args:
+        path: the file.
+        place: how the person names it: an argument or option.
+        example: a file that would do.
+        keys: the first of the mapping, for the message when there is none.
+
+    Raises:
+        InputError: it cannot be read, or holds something else.
+    """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
         hint = f" Did you mean {file.parent / near[0]}?" if near else ""
-        mend = f"Give a readable YAML file, such as configs/tiny.yaml.{hint}"
-        raise InputErrors([InputError("CONFIG", str(path), mend)]) from error
-    try:
-        values = parse_yaml(text, str(path))
-        if not isinstance(values, dict):
-            raise InputError(str(path), values, "A configuration is a mapping with the sections run, policy, ...")
-        for override in overrides:
-            _apply_override(values, override)
-    except InputError as error:
-        raise InputErrors([error]) from error
-    return check_config(values)
+        raise InputError(place, str(path), f"Give a readable YAML file, such as {example}.{hint}") from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise InputError(str(path), values, f"It is a mapping with {keys}, ...")
+    return values
 
 
 def check_config(values: Mapping[str, Any]) -> RunConfig:
@@ -93,15 +110,23 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputErrors: as for read_config.
     """
-    model = _model_for(values)
-    try:
-        # From YAML, a tuple is a list.
-        config = model.model_validate(_tuples(values))
-    except ValidationError as error:
-        raise InputErrors([_explain(model, detail) for detail in _distinct(error.errors())]) from error
+    config = validated(_model_for(values), values)
     if errors := contradictions(config):
         raise InputErrors(errors)
     return config
+
+
+def validated(model: type[M], values: Mapping[str, Any]) -> M:
+    """Plain values as YAML has them -> a record of this model.
+
+    Raises:
+        InputErrors: everything that does not fit it.
+    """
+    try:
+        # From YAML, a tuple is a list.
+        return model.model_validate(_tuples(values))
+    except ValidationError as error:
+        raise InputErrors([_explain(model, detail) for detail in _distinct(error.errors())]) from error
 
 
 def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
@@ -151,7 +176,7 @@ def _distinct(details: Sequence[Any]) -> list[Any]:
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
 
 
-def _explain(model: type[RunConfig], detail: Any) -> InputError:
+def _explain(model: type[BaseModel], detail: Any) -> InputError:
     location = [part for part in detail["loc"] if part != "tuple"]
     place = ".".join(str(part) for part in location) or "configuration"
     kind, found = detail["type"], detail["input"]
@@ -165,7 +190,7 @@ def _explain(model: type[RunConfig], detail: Any) -> InputError:
     return InputError(place, found, f"{detail['msg']}.")
 
 
-def _known_keys(run: type[RunConfig], location: Sequence[str | int]) -> list[str]:
+def _known_keys(run: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     model: Any = run
     for part in location:
         if isinstance(part, int):

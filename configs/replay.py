@@ -5,15 +5,8 @@ from types import MappingProxyType
 
 from pydantic import Field
 
-from configs.schema import (
-    Digits,
-    MismatchSection,
-    Name,
-    PictureRunConfig,
-    RunConfig,
-    Section,
-    TextRunConfig,
-)
+from configs.schema import MismatchSection, PictureRunConfig, RunConfig, TextRunConfig
+from configs.section import Digits, Name, Section
 
 CORRECTION = MismatchSection(mode="truncate", level="token", cap=3.0)
 """Weights of rows that other weights sampled, where the configuration names none."""

@@ -4,25 +4,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from configs.reward_sections import RewardSection, WatchSection
+from configs.section import Decay, Digits, Name, NotNegative, Positive, Section
 from grpo_core.advantages.settings import Aggregation, Baseline, Scale
 from grpo_core.losses import ImportanceLevel, KlEstimator, LossName, MismatchMode
 from grpo_core.optimizer import OptimizerKind, Schedule
 from grpo_core.policies.trained import Reference
 from grpo_core.rewards.mix.combine import MissingRewards
-
-Digits = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-
-
-class Section(BaseModel):
-    """Unknown keys and wrong types are refused; numbers are never read from strings, nor NaN from anything."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -140,25 +130,6 @@ class TextRolloutSection(RolloutSection):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="texts that end a completion")
     system_prompt: str | None = None
     chat_template: bool | None = Field(None, description="null: when the tokenizer has one")
-
-
-class RewardSection(Section):
-    """One reward of the mix."""
-
-    reward: str = Field(min_length=1, description="registered name")
-    name: Name | None = Field(None, description="name in tables and plots; by default the reward's")
-    weight: float = 1.0
-    datasets: tuple[str, ...] | None = Field(None, description="score these datasets alone; null: all")
-    settings: dict[str, object] = Field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The name in tables and plots."""
-        return self.name or self.reward
-
-    def scores(self, dataset: str) -> bool:
-        """Whether it is meant for the dataset."""
-        return self.datasets is None or dataset in self.datasets
 
 
 class AdvantagesSection(Section):
@@ -284,6 +255,7 @@ class RunConfig(Section):
     advantages: AdvantagesSection = AdvantagesSection()
     update: UpdateSection = UpdateSection()
     evaluate: EvaluateSection = EvaluateSection()
+    watch: WatchSection = WatchSection()
     placement: PlacementSection = PlacementSection()
     storage: StorageSection = StorageSection()
 

@@ -3,14 +3,21 @@
 prefect_settings   settings of Prefect that must stand before it is imported
 inputs             what a configuration points at, read and checked
 preparation        a configuration -> a run, its folder opened
-train              the training flow
-replay             training from what another run stored; replay_request and replay_source are its inputs
+stages             how flows call their stages: named, recorded, rewards side by side
+train              the training flow; history is what it has seen so far
+watch              guardrails beside the held-out reward, and what is done when they part
+stored_iterations  what a run has stored that can be scored again or learned from
+replay             training from what another run stored; replay_request is what it is asked for
+rescore            stored rollouts scored again; rescore_request is what it is asked for
+reward_analysis    what a run's stored scores are worth
+reward_server      gives the project's rewards to others over HTTP
 summary            what a finished run tells
 doctor             checks a configuration, each finding with its mend
 inspection         what `grpo inspect` shows of a run; inspection_terminal draws it, tasks.reports.page writes it
 run_figures        names of the figures that every command's `--json` shares
 terminal           bars on the way, summaries and findings
-command_line       the program `grpo`
+rescoring_terminal, rewards_terminal, reward_tables   rescorings and rewards in the terminal
+command_line       the program `grpo`; reward_commands is `grpo rewards`, told what all commands share
 tiny_model         makes the shipped tiny GLM-Image again; tiny_text_model the tiny text model
 """
 

@@ -4,15 +4,14 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_core.errors import InputError, InputErrors
+from flows.reward_commands import commands as reward_commands
+from flows.told import Json, told_in_one_message
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -25,12 +24,13 @@ application = typer.Typer(
     add_completion=False,
 )
 
+application.add_typer(reward_commands)
+
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
 ]
 RunName = Annotated[str | None, typer.Option("--run", help="name of the run; by default the configuration's")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on the last line")]
 
 
 def main() -> None:
@@ -43,26 +43,6 @@ def main() -> None:
 @application.callback()
 def program() -> None:
     """GRPO training for image generators as a staged pipeline."""
-
-
-@contextmanager
-def told_in_one_message() -> Iterator[None]:
-    """Turn an error into one message on stderr and the exit code for its kind."""
-    try:
-        yield
-    except (InputError, InputErrors) as error:
-        problems = error.errors if isinstance(error, InputErrors) else (error,)
-        for problem in problems:
-            typer.secho(f"error: {problem}", fg="red", err=True)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt:
-        typer.secho("stopped; start it again with the same command and it goes on where it was", err=True)
-        raise typer.Exit(1) from None
-    except Exception as error:
-        typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
-        if os.environ.get("GRPO_TRACEBACK"):
-            raise
-        raise typer.Exit(1) from error
 
 
 def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "RunConfig":
@@ -128,6 +108,36 @@ def replay(
         show_summary(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
+
+
+@application.command()
+def rescore(
+    sources: Annotated[list[str], typer.Argument(metavar="RUN...", help="runs under the storage root, or their paths")],
+    rewards: Annotated[Path, typer.Option(metavar="FILE", help="YAML with `rewards:`, and `advantages:` if wanted")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="of the rescoring: a folder below rescored/ of each run")],
+    iterations: Annotated[str | None, typer.Option(metavar="A-B", help="which; by default all")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the report here too")] = None,
+    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """Score stored rollouts with other rewards or weights, and tell what changed; only what is missing is computed."""
+    with told_in_one_message():
+        from flows.rescore_request import RescoreRequest, plan_rescore
+
+        plan = plan_rescore(RescoreRequest(tuple(sources), rewards, name, root, iterations, html))
+        from rich.console import Console
+
+        from flows.rescore import rescore as rescore_flow
+        from flows.rescoring_terminal import show_comparison, show_computed
+        from flows.terminal import training_progress
+
+        with training_progress():
+            done = asyncio.run(rescore_flow(plan))
+        console = Console(stderr=True)
+        show_comparison(done.comparison, done.moved, console)
+        show_computed(done.summary, console)
+        if as_json:
+            typer.echo(done.summary.model_dump_json())
 
 
 @application.command()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from configs.core_settings import training_choice
+from configs.reward_sections import RewardSection
 from configs.schema import DatasetSection, PictureRolloutSection, PromptsSection, RunConfig
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
@@ -16,39 +17,27 @@ from tasks.model_files import model_digest
 from tasks.models import torch_device
 from tasks.prompts import read_prompts
 from tasks.storage.store import ArtifactStore
-from tasks.targets import TargetReference, pair_targets
+from tasks.targets import pair_targets
 from tasks.update_job import refuse_unusable_placement
 
 
-def compares_with_targets(config: RunConfig, dataset: str) -> bool:
-    """Whether any reward of the dataset needs target pictures; where none does, none are read."""
-    return any(
-        build_reward(section.reward, section.settings).needs_target
-        for section in config.rewards
-        if section.scores(dataset)
-    )
-
-
 def read_prompt_sets(config: RunConfig, section: PromptsSection, place: str) -> tuple[PromptSet, ...]:
-    """The prompts of one section, set by set, with their targets where a reward needs those.
+    """The prompts of one section, set by set, with their targets: a later rescoring may ask for those.
 
     Raises:
         InputError: a file or picture that is missing or cannot be used; `place` names the section.
     """
-    return tuple(
-        _read_prompt_set(dataset, place, with_targets=compares_with_targets(config, dataset.name))
-        for dataset in section.sets
-    )
+    return tuple(_read_prompt_set(config, dataset, place) for dataset in section.sets)
 
 
-def _read_prompt_set(section: DatasetSection, place: str, *, with_targets: bool) -> PromptSet:
+def _read_prompt_set(config: RunConfig, section: DatasetSection, place: str) -> PromptSet:
+    rollout = config.rollout
+    size = (rollout.width, rollout.height) if isinstance(rollout, PictureRolloutSection) else None
     try:
         # Pictures of a folder pair with the whole file, so the limit comes last.
         prompts = read_prompts(section.prompts, column=section.prompt_column)
-        targets: tuple[TargetReference | None, ...] = (None,) * len(prompts)
-        if with_targets:
-            base = posixpath.dirname(section.prompts)
-            targets = pair_targets(prompts, folder=section.targets, column=section.target_column, base=base)
+        base = posixpath.dirname(section.prompts)
+        targets = pair_targets(prompts, folder=section.targets, column=section.target_column, base=base, size=size)
     except InputError as error:
         raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
     return PromptSet(section.name, section.weight, prompts[: section.limit], targets[: section.limit])
@@ -93,30 +82,30 @@ def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
         for index, dataset in enumerate(section.sets):
             try:
                 where = f"{place}.datasets.{index}" if section.datasets else place
-                _read_prompt_set(dataset, where, with_targets=compares_with_targets(config, dataset.name))
+                _read_prompt_set(config, dataset, where)
             except InputError as error:
                 yield error
 
 
 def _reward_problems(config: RunConfig) -> Iterator[InputError]:
-    rollout = config.rollout
-    side = min(rollout.height, rollout.width) if isinstance(rollout, PictureRolloutSection) else None
-    for index, section in enumerate(config.rewards):
-        place = f"rewards.{index}.{section.label}"
+    for place, section in _scored_by(config):
         reward = build_reward(section.reward, section.settings)
-        if side is not None and side < reward.min_side:
-            yield InputError(place, f"{side} pixels", f"It needs pictures of at least {reward.min_side} pixels a side.")
-        yield from _column_problems(config, index)
+        columns = {reward.needs_column, *(section.where or {})} - {None}
+        for column in sorted(column for column in columns if column is not None):
+            yield from _column_problems(config, section, f"{place}.{section.label}", column)
         for problem in reward.preflight():
-            yield InputError(place, dict(section.settings), problem)
+            yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
 
 
-def _column_problems(config: RunConfig, index: int) -> Iterator[InputError]:
+def _scored_by(config: RunConfig) -> Iterator[tuple[str, RewardSection]]:
+    """Every reward and guardrail, with its place."""
+    for part, sections in (("rewards", config.rewards), ("watch.guardrails", config.watch.guardrails)):
+        for index, section in enumerate(sections):
+            yield f"{part}.{index}", section
+
+
+def _column_problems(config: RunConfig, section: RewardSection, place: str, column: str) -> Iterator[InputError]:
     """A column that no prompt has, in a dataset that the reward is meant for."""
-    section = config.rewards[index]
-    column = build_reward(section.reward, section.settings).needs_column
-    if column is None:
-        return
     for part, data in (("data", config.data), ("evaluate", config.evaluate)):
         for dataset in data.sets:
             if not section.scores(dataset.name):
@@ -128,7 +117,7 @@ def _column_problems(config: RunConfig, index: int) -> Iterator[InputError]:
             found = sorted({name for prompt in prompts for name in prompt.columns})
             if column not in found:
                 mend = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
-                yield InputError(f"rewards.{index}.{section.label}", column, mend)
+                yield InputError(place, column, mend)
 
 
 def require_inputs(config: RunConfig) -> None:

@@ -1,5 +1,6 @@
 """What `grpo inspect` shows: a run found, an iteration chosen, its figures, samples and page. Nothing is changed."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ import fsspec
 
 from flows.run_figures import RunFigures
 from grpo_core.errors import InputError
+from tasks.figure_names import SIGNS_FILE
 from tasks.input_files import nearest_names
 from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.group_records import Groups
@@ -106,14 +108,16 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
         stages = run.shown.stages if run.shown else {}
         groups = read_groups(reader, stages, Path(fetched), targets, limit=MOST_GROUPS)
         heldout = _read_heldout(reader, run, Path(fetched), targets)
-    inspection = Inspection(run, groups, heldout, tuple(_warnings(run, targets)))
+    inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
         page = render_page(run, groups, heldout, inspection.warnings, heading(inspection.summary(html)))
-        _write_page(html.expanduser().absolute(), page)
+        write_page(html, page)
     return inspection
 
 
-def _write_page(place: Path, page: str) -> None:
+def write_page(place: Path, page: str) -> None:
+    """Write a page, whole or not at all."""
+    place = place.expanduser().absolute()
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".grpo-") as scratch:
         write_whole(fsspec.filesystem("file"), str(place), page.encode(), scratch=Path(scratch))
 
@@ -200,7 +204,8 @@ def _read_heldout(reader: ArtifactReader, run: RunView, fetched: Path, targets: 
     return pair_heldout(first.version, before, last.version, after)
 
 
-def _warnings(run: RunView, targets: TargetReader) -> Iterator[str]:
+def _warnings(reader: ArtifactReader, run: RunView, targets: TargetReader) -> Iterator[str]:
+    yield from _signs(reader)
     for damage in run.damages:
         yield f"{damage.place}: {damage.reason}"
     if run.damages:
@@ -212,6 +217,19 @@ def _warnings(run: RunView, targets: TargetReader) -> Iterator[str]:
             f"{count} target picture{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
             "Relative paths are read from the folder that `grpo` is started in"
         )
+
+
+def _signs(reader: ArtifactReader) -> Iterator[str]:
+    """What the watch told last."""
+    content = reader.read_bytes(SIGNS_FILE)
+    if content is None:
+        return
+    try:
+        told = json.loads(content)
+        for sign in told["signs"]:
+            yield f"watch, policy {told['version']}: {sign}" + (" (the run was stopped)" if told["stopped"] else "")
+    except (ValueError, KeyError, TypeError):
+        yield f"{SIGNS_FILE}: it is damaged; the next evaluation writes it anew"
 
 
 def heading(summary: InspectSummary) -> list[tuple[str, str]]:

@@ -5,14 +5,14 @@ import time
 from prefect import flow
 
 from configs.schema import UpdateSection
+from flows.history import TrainingHistory
 from flows.preparation import Run, open_run
 from flows.replay_request import ReplayPlan
-from flows.replay_source import RECOMPUTED, StoredIteration
+from flows.stages import named, recording
+from flows.stored_iterations import RECOMPUTED, StoredIteration
 from flows.summary import TrainSummary, summarize
-from flows.train import TrainingHistory, evaluate, is_evaluated, named, publish, recording, told
+from flows.train import compute_advantages, evaluate, is_evaluated, publish, told
 from grpo_core.errors import InputError
-from tasks.caching import StageKey
-from tasks.compute_advantages import compute_advantages_task
 from tasks.progress import announce
 from tasks.record import gather_metrics, has_metrics, write_metrics
 from tasks.reports.iteration import IterationRecord
@@ -49,11 +49,11 @@ async def replay(plan: ReplayPlan) -> ReplaySummary:
     history = TrainingHistory()
     policy = plan.start or run.base_policy
     announce(introduction(plan))
-    async with recording(run):
+    async with recording(run.store):
         evaluate(run, policy, history)
         for stored in plan.iterations:
             policy = await replay_iteration(run, plan, policy, stored, history)
-    summary = summarize(run, policy, history.iterations, history.heldout, time.perf_counter() - started)
+    summary = summarize(run, policy, history, time.perf_counter() - started)
     return _with_staleness(summary, plan, history)
 
 
@@ -75,7 +75,7 @@ async def replay_iteration(
 ) -> PolicyRef:
     """One update from a stored iteration, and what people see of it."""
     iteration = policy.version + 1
-    advantages = take_advantages(run, plan, stored, iteration)
+    advantages = take_advantages(run, plan, stored, iteration, history.advantages)
     policy = update_policy(run, plan, policy, stored, advantages)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
@@ -83,17 +83,14 @@ async def replay_iteration(
     return policy
 
 
-def take_advantages(run: Run, plan: ReplayPlan, stored: StoredIteration, iteration: int) -> ArtifactRef:
+def take_advantages(
+    run: Run, plan: ReplayPlan, stored: StoredIteration, iteration: int, earlier: ArtifactRef | None
+) -> ArtifactRef:
     """The advantages as they are stored, or computed anew from the stored rewards."""
     folder, title = f"iteration_{iteration:06d}", f"iteration {iteration}"
     if plan.config.replay.advantages != RECOMPUTED:
         return named(take_advantages_task, title)(stored.advantages, folder)
-    key = compute_advantages_task.cache_policy
-    assert isinstance(key, StageKey)
-    # Another run may have the same advantages in the folder of an iteration of another number.
-    here = StageKey(stage=key.stage, describe=lambda inputs: {**key.describe(inputs), "folder": inputs["folder"]})
-    stage = named(compute_advantages_task, title).with_options(cache_policy=here)
-    return stage(stored.draws, run.config.rewards, run.config.advantages, folder, title)
+    return compute_advantages(run, stored.draws, folder, title, earlier)
 
 
 def update_policy(
@@ -101,7 +98,7 @@ def update_policy(
 ) -> PolicyRef:
     """The stage of training, with importance weights where other weights sampled the rows."""
     config, title = run.config, f"iteration {policy.version + 1}"
-    rollouts = tuple(rollouts for rollouts, _ in stored.draws)
+    rollouts = tuple(draw.rollouts for draw in stored.draws)
     staleness = plan.config.replay.max_staleness
     own = all(digest == policy.digest for _, digest in stored.samplers)
     if not own and staleness == 0:
@@ -129,7 +126,7 @@ async def report(
     assert policy.checkpoint is not None
     iteration, config = policy.version, run.config
     heldout = history.heldout.get(iteration)
-    metrics = gather_metrics((), advantages, policy.checkpoint, heldout)
+    metrics = gather_metrics((), advantages, policy.checkpoint, heldout, history.guardrails.get(iteration))
     record = IterationRecord(
         iteration=iteration,
         draws=stored.draws,

@@ -12,7 +12,7 @@ from configs.loader import read_config
 from configs.replay import CORRECTION, ReplayConfig, ReplaySection, as_replay
 from configs.schema import RunConfig
 from flows.inspection import find_run
-from flows.replay_source import RECOMPUTED, STORED, StoredIteration, read_iterations, read_policy
+from flows.stored_iterations import RECOMPUTED, STORED, StoredIteration, read_iterations, read_policy, read_range
 from grpo_core.errors import InputError, InputErrors
 from tasks.model_files import model_digest
 from tasks.storage.reference import PolicyRef
@@ -83,7 +83,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     store = find_run(request.source, request.root)
     name = request.name or f"{store.run}-replay"
     _require_own_place(store, name)
-    chosen = None if request.iterations is None else _read_range(request.iterations)
+    chosen = None if request.iterations is None else read_range(request.iterations)
     iterations = read_iterations(store, chosen, request.advantages or STORED)
     former, config = _configurations(request, store, name, updates=len(iterations))
     start = read_policy(store, request.policy) if request.policy else None
@@ -127,15 +127,6 @@ def _require_own_place(source: ArtifactStore, name: str) -> None:
     held = source.read_shared(f"{name}/config.yaml")
     if held is not None and not re.search(rb"^replay:", held, re.MULTILINE):
         raise InputError("--run", name, "This is a run that was not replayed; give the replay another name.")
-
-
-def _read_range(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text.strip())
-    if found:
-        first, last = int(found[1]), int(found[2] or found[1])
-        if 1 <= first <= last:
-            return first, last
-    raise InputError("--iterations", text, "Write the first and the last, as in 3-10, or one number; they start at 1.")
 
 
 def _configurations(

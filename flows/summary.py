@@ -1,13 +1,12 @@
 """What a finished run tells: rewards first and last, time by stage, where to look."""
 
-from collections.abc import Mapping, Sequence
-
 from configs.schema import TextRolloutSection
+from flows.history import TrainingHistory
 from flows.preparation import Run
 from flows.run_figures import RunFigures
+from flows.watch import write_watch_plot
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
-from tasks.reports.iteration import IterationRecord
-from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.reference import PolicyRef
 
 
 class TrainSummary(RunFigures):
@@ -16,22 +15,23 @@ class TrainSummary(RunFigures):
     Attributes:
         contact_sheet: picture of the held-out prompts before and after, where the policy draws and there are any.
         heldout_texts: page of the same, where it writes.
+        watch: picture of the held-out reward beside its guardrails, where there are any.
+        hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
+        stopped_early: the watch ended the run.
         set_aside: what this start moved out of the way, and why.
     """
 
     contact_sheet: str | None
     heldout_texts: str | None
+    watch: str | None
+    hacking: list[str]
+    stopped_early: bool
     set_aside: list[str]
 
 
-def summarize(
-    run: Run,
-    policy: PolicyRef,
-    iterations: Sequence[IterationRecord],
-    heldout: Mapping[int, ArtifactRef],
-    seconds: float,
-) -> TrainSummary:
+def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: float) -> TrainSummary:
     """Gather the figures, and keep the held-out samples of before and after."""
+    iterations, heldout = history.iterations, history.heldout
     rewards = [record.metrics["reward"] for record in iterations if "reward" in record.metrics]
     by_stage = {"total": seconds}
     for record in iterations:
@@ -54,5 +54,8 @@ def summarize(
         folder=run.store.path(),
         contact_sheet=write_contact_sheet(run.store, *ends, title) if ends and not texts else None,
         heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
+        watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
+        hacking=[str(sign) for sign in history.signs],
+        stopped_early=bool(history.signs) and run.config.watch.stop,
         set_aside=run.store.reasons,
     )

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,18 +59,22 @@ def training_progress() -> Iterator[None]:
 
 
 class _Bars:
-    """The bar of the stage that is at work; former ones make room."""
+    """A bar for each stage that is at work; those that are done make room when another begins."""
 
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
-        self.stage, self.task = "", TaskID(-1)
+        self.tasks: dict[str, TaskID] = {}
+        # Rewards that are scored side by side tell from threads of their own.
+        self.telling = threading.Lock()
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        if stage != self.stage:
-            if self.stage:
-                self.bars.remove_task(self.task)
-            self.stage, self.task = stage, self.bars.add_task(stage, total=total)
-        self.bars.update(self.task, completed=done, total=total)
+        with self.telling:
+            if stage not in self.tasks:
+                ended = {task.id for task in self.bars.tasks if task.finished}
+                for name in [name for name, task in self.tasks.items() if task in ended]:
+                    self.bars.remove_task(self.tasks.pop(name))
+                self.tasks[stage] = self.bars.add_task(stage, total=total)
+            self.bars.update(self.tasks[stage], completed=done, total=total)
 
     def announce(self, line: str) -> None:
         self.bars.console.print(line, markup=False, highlight=False)
@@ -105,6 +110,10 @@ def show_summary(summary: TrainSummary) -> None:
         table.add_row("pictures before and after", _shown(summary.contact_sheet))
     if summary.heldout_texts:
         table.add_row("completions before and after", _shown(summary.heldout_texts))
+    if summary.watch:
+        table.add_row("reward beside its guardrails", _shown(summary.watch))
+    for sign in summary.hacking:
+        table.add_row("stopped by the watch" if summary.stopped_early else "watch", escape(sign))
     for reason in summary.set_aside:
         table.add_row("set aside", escape(reason))
     _console.print(table)

@@ -1,54 +1,29 @@
 """The training flow: rollouts, rewards, advantages, update; again and again, each stage kept."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
 
-from prefect import Task, flow
+from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
-from prefect.context import SyncClientContext
 
+from configs.reward_sections import RewardSection
 from configs.schema import RunConfig
+from flows.history import TrainingHistory
 from flows.preparation import Run, open_run
+from flows.stages import named, recording, score_side_by_side
 from flows.summary import TrainSummary, summarize
+from flows.watch import find_signs, tell_signs
 from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import Draw, compute_advantages_task
-from tasks.curriculum import PromptStatistics, read_statistics
+from tasks.compute_advantages import compute_advantages_task
+from tasks.draws import Draw
 from tasks.plan import RolloutPlan
 from tasks.progress import announce
 from tasks.record import gather_metrics, has_metrics, write_metrics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.score_rewards import score_rewards_task
-from tasks.storage.records import current_records, registered_records, use_records
 from tasks.storage.reference import ArtifactRef, PolicyRef
-from tasks.storage.store import use_store
 from tasks.update_policy import update_policy_task
 
 TOLD = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-@dataclass
-class TrainingHistory:
-    """What the flow has seen so far.
-
-    Attributes:
-        iterations: one record an iteration.
-        heldout: held-out advantages artifact by policy version.
-    """
-
-    iterations: list[IterationRecord] = field(default_factory=list)
-    heldout: dict[int, ArtifactRef] = field(default_factory=dict)
-
-    def statistics(self, run: Run) -> PromptStatistics | None:
-        """How hard the prompts of the curriculum's window were; None where it does not ask."""
-        curriculum = run.config.data.curriculum
-        if curriculum.kind == "uniform":
-            return None
-        return read_statistics(run.store, [record.advantages for record in self.iterations[-curriculum.window :]])
 
 
 @flow(name="grpo train", flow_run_name="{config.run.name}", validate_parameters=False)
@@ -58,11 +33,14 @@ async def train(config: RunConfig) -> TrainSummary:
     run = open_run(config)
     history = TrainingHistory()
     policy = run.base_policy
-    async with recording(run):
+    async with recording(run.store):
         evaluate(run, policy, history)
         for iteration in range(1, config.run.iterations + 1):
             policy = await train_iteration(run, policy, iteration, history)
-    return summarize(run, policy, history.iterations, history.heldout, time.perf_counter() - started)
+            if history.signs and config.watch.stop:
+                announce(f"stopped after iteration {iteration}, as watch.stop asks")
+                break
+    return summarize(run, policy, history, time.perf_counter() - started)
 
 
 async def train_iteration(run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory) -> PolicyRef:
@@ -89,9 +67,9 @@ def draw_groups(
     for draw in range(1, section.max_draws + 1):
         plan = run.plan(iteration, draw, count, statistics, plans)
         rollouts = collect_rollouts(run, policy, plan)
-        rewards = score_rewards(run, rollouts, plan)
-        draws, plans = (*draws, (rollouts, rewards)), (*plans, plan)
-        advantages = compute_advantages(run, draws, plan)
+        rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
+        draws, plans = (*draws, Draw(rollouts, rewards)), (*plans, plan)
+        advantages = compute_advantages(run, draws, plan.folder, plan.title, history.advantages)
         count = wanted - int(advantages.metrics["groups_kept"])
         if section.constant_groups != "redraw" or count <= 0:
             break
@@ -103,8 +81,14 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     plan = run.evaluation_plan(policy.version)
     if plan is not None:
         rollouts = collect_rollouts(run, policy, plan)
-        rewards = score_rewards(run, rollouts, plan)
-        history.heldout[policy.version] = compute_advantages(run, ((rollouts, rewards),), plan)
+        rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
+        draws = (Draw(rollouts, rewards),)
+        history.heldout[policy.version] = compute_advantages(run, draws, plan.folder, plan.title)
+        watched = run.config.watch
+        history.guardrails[policy.version] = score_rewards(run, rollouts, plan, watched.guardrails, "guardrails")
+        history.signs = find_signs(watched, history.heldout, history.guardrails)
+        if watched.guardrails:
+            tell_signs(run.store, policy.version, history.signs, stop=bool(history.signs) and watched.stop)
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:
@@ -113,32 +97,25 @@ def is_evaluated(config: RunConfig, iteration: int) -> bool:
     return iteration == config.run.iterations or (every > 0 and iteration % every == 0)
 
 
-@asynccontextmanager
-async def recording(run: Run) -> AsyncIterator[None]:
-    """Tasks of this context keep their artifacts, and the records of them, in the run's folder."""
-    use_store(run.store)
-    use_records(await registered_records())
-    # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
-    with SyncClientContext.get_or_create():
-        yield
-
-
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
     """Stage 1."""
     config, stage = run.config, named(collect_rollouts_task, plan.title)
     return stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
 
 
-def score_rewards(run: Run, rollouts: ArtifactRef, plan: RolloutPlan) -> ArtifactRef:
+def score_rewards(
+    run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
+) -> Mapping[str, ArtifactRef]:
     """Stage 2."""
-    stage = named(score_rewards_task, plan.title)
-    return stage(rollouts, run.config.rewards, plan.folder, plan.title, run.config.placement)
+    return score_side_by_side(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
 
 
-def compute_advantages(run: Run, draws: tuple[Draw, ...], plan: RolloutPlan) -> ArtifactRef:
+def compute_advantages(
+    run: Run, draws: tuple[Draw, ...], folder: str, title: str, earlier: ArtifactRef | None = None
+) -> ArtifactRef:
     """Stage 3."""
-    stage = named(compute_advantages_task, plan.title)
-    return stage(draws, run.config.rewards, run.config.advantages, plan.folder, plan.title)
+    config, stage = run.config, named(compute_advantages_task, title)
+    return stage(draws, config.rewards, config.advantages, folder, title, earlier)
 
 
 def update_policy(
@@ -147,13 +124,8 @@ def update_policy(
     """Stage 4."""
     config, title = run.config, f"iteration {iteration}"
     stage = named(update_policy_task, title)
-    rollouts = tuple(rollouts for rollouts, _ in draws)
+    rollouts = tuple(draw.rollouts for draw in draws)
     return stage(policy, rollouts, advantages, run.model, run.update, config.run.seed, 0, title, config.placement)
-
-
-def named(stage: Task[P, R], title: str) -> Task[P, R]:
-    """The stage's task under a name that says which iteration it belongs to."""
-    return stage.with_options(task_run_name=f"{title}: {stage.name}", result_storage=current_records())
 
 
 async def report(
@@ -167,7 +139,7 @@ async def report(
     """Gather the iteration's figures, show them in Prefect's UI once, and keep them."""
     assert policy.checkpoint is not None
     heldout = history.heldout.get(iteration)
-    metrics = gather_metrics(draws, advantages, policy.checkpoint, heldout)
+    metrics = gather_metrics(draws, advantages, policy.checkpoint, heldout, history.guardrails.get(iteration))
     record = IterationRecord(
         iteration=iteration,
         draws=draws,

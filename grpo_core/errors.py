@@ -41,3 +41,26 @@ class NonFiniteError(ArithmeticError):
 
     def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, tuple[str, ...], str]]:
         return type(self), (self.quantity, self.sample_ids, self.mend)
+
+
+class FailedSamplesError(RuntimeError):
+    """A reward could not score more of a stage's samples than is allowed; names the reward and the first reasons.
+
+    Args:
+        reward: its name in tables and plots.
+        failed: `sample: reason`, one a sample.
+        total: samples that were to be scored.
+        limit: share of them that may fail.
+    """
+
+    def __init__(self, reward: str, failed: Sequence[str], total: int, limit: float) -> None:
+        self.reward, self.failed, self.total, self.limit = reward, tuple(failed), total, limit
+        shown = "; ".join(self.failed[:3]) + ("; ..." if len(self.failed) > 3 else "")
+        super().__init__(
+            f"reward {reward}: {len(self.failed)} of {total} samples could not be scored, more than max_failures "
+            f"{limit:g} allows ({shown}). Mend what stands in the way and start again with the same command: the "
+            "rollouts and the scores of the other rewards are kept."
+        )
+
+    def __reduce__(self) -> tuple[type["FailedSamplesError"], tuple[str, tuple[str, ...], int, float]]:
+        return type(self), (self.reward, self.failed, self.total, self.limit)

@@ -9,7 +9,21 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
-Output = Image.Image | str
+
+@dataclass(frozen=True)
+class BrokenPicture:
+    """What a decoder made of a row when some of it is no number.
+
+    Attributes:
+        image: the picture with those pixels black.
+        reason: how much of it is broken.
+    """
+
+    image: Image.Image
+    reason: str
+
+
+Output = Image.Image | BrokenPicture | str
 """What a row of tokens becomes: a picture, or a text."""
 
 Medium = Literal["picture", "text"]

@@ -26,19 +26,32 @@ Describe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 _SOURCES = ("grpo_core", "tasks", "configs")
 # They say what was done and do nothing of it; a run is not to begin anew for another colour of its page.
-_WITHOUT_EFFECT = ("tasks/reports/", "configs/checks.py", "configs/dataset_checks.py", "configs/loader.py")
+_WITHOUT_EFFECT = (
+    "tasks/reports/",
+    "configs/checks.py",
+    "configs/dataset_checks.py",
+    "configs/reward_checks.py",
+    "configs/rewards_file.py",
+    "configs/loader.py",
+)
 _LIBRARIES = (
     "accelerate",
     "bitsandbytes",
     "diffusers",
     "lpips",
     "numpy",
+    "onnxruntime",
+    "open-clip-torch",
+    "opencv-python-headless",
     "peft",
     "pillow",
     "pyarrow",
     "pytorch-msssim",
     "rapidfuzz",
+    "rapidocr",
+    "regex",
     "safetensors",
+    "scipy",
     "tokenizers",
     "torch",
     "torchvision",

@@ -1,5 +1,6 @@
 """Stage 3: scores of siblings -> one reward and one advantage a sample."""
 
+import json
 import math
 import tempfile
 import time
@@ -13,27 +14,37 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from configs.core_settings import advantage_settings
-from configs.schema import AdvantagesSection, RewardSection
+from configs.core_settings import advantage_settings, reward_term
+from configs.reward_sections import RewardSection
+from configs.schema import AdvantagesSection
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
 from tasks.caching import stage_task
+from tasks.draws import SCORES_FILE, Draw
 from tasks.progress import progress_of
 from tasks.rollout_rows import padded
+from tasks.running_figures import running_figures, running_moments, told_moments
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.storage.store import ArtifactStore, current_store
 from tasks.storage.tables import write_table
 
 STAGE = "compute advantages"
-Draw = tuple[ArtifactRef, ArtifactRef]
-"""Rollouts and their rewards."""
+# They say how scores come to be, and the scores are given.
+_OF_SCORING = {"reward", "settings", "max_failures", "batch_size", "processes"}
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    mix: Sequence[RewardSection] = inputs["mix"]
+    earlier: ArtifactRef | None = inputs["earlier"]
     return {
-        "draws": [[rollouts.digest, rewards.digest] for rollouts, rewards in inputs["draws"]],
-        "mix": [[section.label, section.weight, section.datasets] for section in inputs["mix"]],
+        "draws": [
+            [draw.rollouts.digest, *(draw.rewards[section.label].digest for section in mix)] for draw in inputs["draws"]
+        ],
+        "mix": [[section.label, section.model_dump(mode="json", exclude=_OF_SCORING)] for section in mix],
         "advantages": inputs["advantages"].model_dump(mode="json"),
+        "running": running_figures(earlier, mix),
+        # A rescoring keeps its own tables, the same advantages or not.
+        "place": inputs["folder"],
     }
 
 
@@ -44,23 +55,34 @@ def compute_advantages_task(
     advantages: AdvantagesSection,
     folder: str,
     title: str,
+    earlier: ArtifactRef | None = None,
 ) -> ArtifactRef:
-    """Combine the rewards of each sample of every draw and compare it with its siblings."""
+    """Combine the rewards of each sample of every draw and compare it with its siblings.
+
+    Args:
+        draws: rollouts and their scores.
+        mix: the rewards, with what each counts.
+        advantages: how they become advantages.
+        folder: where the table is kept.
+        title: of the iteration or evaluation.
+        earlier: advantages of the iteration before, which hold the running moments so far; None at the first.
+    """
     started = time.perf_counter()
     store = current_store()
     settings = advantage_settings(advantages)
-    rows = sum(rewards.rows for _, rewards in draws)
+    rows = sum(draw.rollouts.rows for draw in draws)
     tell = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
         samples = _read_samples(store, draws, mix, settings)
         result = compute_advantages(
             samples.values,
-            [section.weight for section in mix],
+            [reward_term(section) for section in mix],
             settings,
             penalties=samples.penalties,
             applies=samples.applies,
+            running=running_moments(earlier, mix),
         )
-        digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, result))
+        digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, result, mix))
         tell(rows, rows)
         return store.commit(
             staged,
@@ -69,7 +91,7 @@ def compute_advantages_task(
             schema_version=SCHEMA_VERSION,
             rows=rows,
             seconds=time.perf_counter() - started,
-            metrics={**_metrics(result, samples), "draws": float(len(draws))},
+            metrics={**_metrics(result, samples), **told_moments(result.running, mix), "draws": float(len(draws))},
         )
 
 
@@ -95,16 +117,19 @@ def _read_samples(
 ) -> _Samples:
     with tempfile.TemporaryDirectory() as fetched:
         parts = []
-        for number, (rollouts, rewards) in enumerate(draws):
+        for number, draw in enumerate(draws):
             place = Path(fetched) / str(number)
-            drawn = store.local_files(rollouts, place / "rollouts")
-            scored = store.local_files(rewards, place / "rewards")
+            drawn = store.local_files(draw.rollouts, place / "rollouts")
+            scored = {
+                label: store.local_files(reference, place / f"rewards-{index}")
+                for index, (label, reference) in enumerate(draw.rewards.items())
+            }
             parts.append(_read_draw(drawn, scored, mix, settings))
     groups = pl.concat(parts).group_by("group_id", maintain_order=True).agg(pl.all())
     sizes = {len(ids) for ids in groups["sample_id"]}
     assert len(sizes) == 1, f"groups of one size, got {sizes}"
-    datasets = [names[0] for names in groups["dataset"].to_list()]
-    routed = [[section.scores(name) for section in mix] for name in datasets]
+    prompts = zip(groups["dataset"].list.first(), groups["columns"].list.first(), strict=True)
+    routed = [[section.scores_prompt(name, json.loads(columns)) for section in mix] for name, columns in prompts]
     values = [torch.tensor(_with_nan(groups[_column(section)].to_list()), dtype=torch.float64) for section in mix]
     return _Samples(
         table=groups,
@@ -119,12 +144,12 @@ def _column(section: RewardSection) -> str:
 
 
 def _read_draw(
-    rollouts: Path, rewards: Path, mix: Sequence[RewardSection], settings: AdvantageSettings
+    rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
     files = sorted(rollouts.glob("*.parquet"))
-    table = pl.read_parquet(files, columns=["sample_id", "group_id", "prompt_id", "dataset"])
+    table = pl.read_parquet(files, columns=["sample_id", "group_id", "prompt_id", "dataset", "columns"])
     for section in mix:
-        scores = pl.read_parquet(rewards / f"{section.label}.parquet", columns=["sample_id", "value"])
+        scores = pl.read_parquet(rewards[section.label] / SCORES_FILE, columns=["sample_id", "value"])
         table = table.join(
             scores.rename({"value": _column(section)}),
             on="sample_id",
@@ -157,7 +182,7 @@ def _with_nan(values: list[list[float | None]]) -> list[list[float]]:
     return [[math.nan if value is None else value for value in row] for row in values]
 
 
-def _columns(samples: _Samples, result: GroupAdvantages) -> dict[str, Any]:
+def _columns(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, Any]:
     flat = samples.table.select("sample_id", "group_id", "prompt_id", "dataset")
     siblings = samples.values.shape[1]
 
@@ -176,7 +201,24 @@ def _columns(samples: _Samples, result: GroupAdvantages) -> dict[str, Any]:
         "group_std": _with_null(each(result.stds)),
         "dropped": each(result.dropped).tolist(),
         "imputed": result.imputed.sum(-1).flatten().tolist(),
+        "reward_breakdown": _breakdown(samples, result, mix),
     }
+
+
+def _breakdown(
+    samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]
+) -> list[list[dict[str, object]]]:
+    """Of each sample, each reward's value and what was counted."""
+    values = [_with_null(column) for column in samples.values.flatten(0, 1).unbind(-1)]
+    scaled = [_with_null(column) for column in result.scaled.flatten(0, 1).unbind(-1)]
+    labels = [section.label for section in mix]
+    return [
+        [
+            {"reward": label, "value": value, "scaled": counted}
+            for label, value, counted in zip(labels, row, counted_row, strict=True)
+        ]
+        for row, counted_row in zip(zip(*values, strict=True), zip(*scaled, strict=True), strict=True)
+    ]
 
 
 def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from tasks.storage.reference import ArtifactRef
 
 _JOINED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
-    {"num_tokens": sum, "null": sum, "min_length": min, "max_length": max}
+    {"num_tokens": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
 )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.compute_advantages import Draw
 from tasks.draw_figures import over_draws
+from tasks.draws import Draw
+from tasks.figure_names import GUARDRAILS, RUNNING
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import METRICS
 from tasks.storage.store import ArtifactStore
@@ -20,7 +21,11 @@ HELDOUT = "heldout_reward"
 
 
 def gather_metrics(
-    draws: Sequence[Draw], advantages: ArtifactRef, update: ArtifactRef, heldout: ArtifactRef | None
+    draws: Sequence[Draw],
+    advantages: ArtifactRef,
+    update: ArtifactRef,
+    heldout: ArtifactRef | None,
+    guardrails: Mapping[str, ArtifactRef] | None = None,
 ) -> dict[str, float]:
     """The figures of all stages of an iteration, with the seconds that each took when it ran.
 
@@ -29,15 +34,19 @@ def gather_metrics(
         advantages: of all draws.
         update: the checkpoint.
         heldout: advantages of the evaluation of the policy that the iteration made, if there was one.
+        guardrails: scores of the same evaluation by label.
     """
     metrics: dict[str, float] = {}
-    for stages in (tuple(rollouts for rollouts, _ in draws), tuple(rewards for _, rewards in draws)):
-        metrics |= over_draws(stages)
-    for stage in (advantages, update):
-        metrics |= stage.metrics
+    if draws:
+        metrics |= over_draws([draw.rollouts for draw in draws])
+        for label in draws[0].rewards:
+            metrics |= over_draws([draw.rewards[label] for draw in draws])
+    metrics |= {name: value for name, value in advantages.metrics.items() if not name.startswith(RUNNING)}
+    metrics |= update.metrics
     seconds = {
-        "rollouts": sum(rollouts.seconds for rollouts, _ in draws),
-        "rewards": sum(rewards.seconds for _, rewards in draws),
+        "rollouts": sum(draw.rollouts.seconds for draw in draws),
+        # The rewards of a draw are computed side by side.
+        "rewards": sum(max(scored.seconds for scored in draw.rewards.values()) for draw in draws),
         "advantages": advantages.seconds,
         "update": update.seconds,
     }
@@ -45,6 +54,9 @@ def gather_metrics(
     metrics["step_time"] = sum(seconds.values())
     if heldout is not None and "reward" in heldout.metrics:
         metrics[HELDOUT] = heldout.metrics["reward"]
+    for label, scores in (guardrails or {}).items():
+        if f"rewards/{label}/mean" in scores.metrics:
+            metrics[f"{GUARDRAILS}{label}"] = scores.metrics[f"rewards/{label}/mean"]
     return metrics
 
 
@@ -58,7 +70,7 @@ def has_metrics(store: ArtifactStore, iteration: int) -> bool:
 
 
 def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Write `iteration_NNNNNN/metrics.parquet`, a row a metric; a held-out reward of an earlier start stays."""
+    """Write `iteration_NNNNNN/metrics.parquet`, a row a metric; held-out figures of an earlier start stay."""
     metrics = {**_heldout_before(store, iteration), **metrics}
     names = sorted(metrics)
     columns: dict[str, list[Any]] = {
@@ -82,4 +94,4 @@ def _heldout_before(store: ArtifactStore, iteration: int) -> dict[str, float]:
         # Damaged: it is gathered anew from the stages, whose own files are verified.
         return {}
     known = dict(zip(table["metric"], table["value"], strict=True))
-    return {HELDOUT: known[HELDOUT]} if HELDOUT in known else {}
+    return {name: value for name, value in known.items() if name == HELDOUT or name.startswith(GUARDRAILS)}

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.collect import RolloutGroup
-from grpo_core.records import TokenBatch, TokenSupport
+from grpo_core.records import BrokenPicture, TokenBatch, TokenSupport
 from tasks.plan import GroupPlan
 from tasks.storage.reference import PolicyRef
 from tasks.storage.schemas import PICTURE_ROLLOUTS, TEXT_ROLLOUTS
@@ -101,12 +101,17 @@ def _support_columns(tokens: TokenBatch) -> dict[str, Sequence[Any]]:
 
 def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
     names = group.request.sample_ids
+    texts = [output for output in group.outputs if isinstance(output, str)]
+    if texts:
+        return {"completion": texts}
+    broken = [output if isinstance(output, BrokenPicture) else None for output in group.outputs]
+    images = [output.image if isinstance(output, BrokenPicture) else output for output in group.outputs]
     pictures = [
-        {"bytes": _png(output), "path": f"{name}.png"}
-        for output, name in zip(group.outputs, names, strict=True)
-        if isinstance(output, Image.Image)
+        {"bytes": _png(image), "path": f"{name}.png"}
+        for image, name in zip(images, names, strict=True)
+        if isinstance(image, Image.Image)
     ]
-    return {"image": pictures} if pictures else {"completion": group.outputs}
+    return {"image": pictures, "defect": [each and each.reason for each in broken]}
 
 
 def _png(image: Image.Image) -> bytes:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.pictures import require_aspect, to_rgb
 from tasks.input_files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts import Prompt
 
@@ -37,7 +37,12 @@ class TargetReference:
 
 
 def pair_targets(
-    prompts: Sequence[Prompt], *, folder: str | None, column: str | None, base: str
+    prompts: Sequence[Prompt],
+    *,
+    folder: str | None,
+    column: str | None,
+    base: str,
+    size: tuple[int, int] | None = None,
 ) -> tuple[TargetReference | None, ...]:
     """The target of each prompt, in the order of the prompts; None where a prompt has none.
 
@@ -51,9 +56,11 @@ def pair_targets(
         column: column of the prompts with file names relative to ``folder``.
         base: folder of the prompt file, to which the names are relative where ``folder`` is None; empty is the
             working directory.
+        size: width and height of the pictures that they are compared with; None where nothing says it.
 
     Raises:
-        InputError: numbers that differ, a missing file, no picture, too many pixels, or a name outside the folder.
+        InputError: numbers that differ, a missing file, no whole picture, too many pixels, another aspect ratio than
+            the pictures have, or a name outside the folder.
     """
     if column is not None:
         _require_column(prompts, column)
@@ -66,7 +73,7 @@ def pair_targets(
     paired: dict[str, TargetReference] = {}
     for row, (prompt, name) in enumerate(zip(prompts, names, strict=True), start=1):
         if name is not None and name not in paired:
-            paired[name] = _refer(join_uri(parent, name), _place(prompt, row))
+            paired[name] = _refer(join_uri(parent, name), _place(prompt, row), size)
     return tuple(None if name is None else paired[name] for name in names)
 
 
@@ -142,13 +149,16 @@ def _natural_key(name: str) -> tuple[list[str | int], str]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
 
 
-def _refer(uri: str, place: str) -> TargetReference:
+def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReference:
     content = read_input_file(uri, place=place)
     image = _open(content, uri, place)
     try:
-        image.verify()
+        # Pillow's own check passes over a JPEG that ends early; decoding does not.
+        image.load()
     except (OSError, ValueError, SyntaxError) as error:
         raise _not_a_picture(uri, place, error) from error
+    if size is not None:
+        require_aspect(ImageOps.exif_transpose(image).size, size, f"{place}: {uri}")
     return TargetReference(uri, hashlib.sha256(content).hexdigest())
 
 

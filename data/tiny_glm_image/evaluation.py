@@ -82,7 +82,10 @@ def sample_pictures(
     policy = GlmImagePolicy.load(str(folder), settings, choice, dtype=torch.float32, device=torch.device("cpu"))
     seeds = [derive_seed(seed, "tokens", row) for row in range(len(prompts) * group_size)]
     noise = [derive_seed(seed, "noise", row // group_size) for row in range(len(seeds))]
-    return policy.render(policy.sample(prompts, group_size=group_size, seeds=seeds).tokens, noise_seeds=noise)
+    drawn = policy.render(policy.sample(prompts, group_size=group_size, seeds=seeds).tokens, noise_seeds=noise)
+    pictures = [each for each in drawn if isinstance(each, Image.Image)]
+    assert len(pictures) == len(drawn), "the tiny model's decoder gives numbers"
+    return pictures
 
 
 def evaluate_tiny_model(

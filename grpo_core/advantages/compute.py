@@ -12,9 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.advantages.moments import Moments, moments_of
-from grpo_core.advantages.settings import AdvantageSettings
+from grpo_core.advantages.objective import Objective, objective_of
+from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
 from grpo_core.errors import NonFiniteError
 from grpo_core.rewards.mix.combine import CombinedRewards, combine_rewards
+from grpo_core.rewards.mix.running import RunningMoments
+from grpo_core.rewards.mix.terms import RewardTerm
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,18 @@ class GroupAdvantages:
 
     Attributes:
         advantages: NaN where the sample is not trained: it has no reward, or its group is dropped.
-        rewards: combined, less the KL in the reward, before normalisation; NaN where `present` is False.
+        rewards: combined, less the KL in the reward, before any normalisation by group or running moments; NaN where
+            `present` is False.
         means: mean of `rewards` over the group; NaN for a group without any.
         stds: their Bessel-corrected standard deviation; zero for a constant group.
-        constant: the group teaches nothing: its rewards (with normalize_then_sum, their normalised sums) do not differ.
+        constant: the group teaches nothing: its rewards (where they are normalised, their normalised sums) do not
+            differ.
         dropped: constant groups that are left out on request.
         present: whether the sample has a reward at all.
-        imputed: rewards that were null and have been filled with the group's mean.
+        imputed: rewards that count, were null and have been filled with the group's mean.
+        scaled: each reward after clamp and fixed range, of a gate its factor; imputed ones filled; NaN where there is
+            none.
+        running: moments of the known scaled values, this call's merged into those that were given; for the next call.
     """
 
     advantages: Float[Tensor, "groups siblings"]
@@ -40,45 +48,47 @@ class GroupAdvantages:
     dropped: Bool[Tensor, " groups"]
     present: Bool[Tensor, "groups siblings"]
     imputed: Bool[Tensor, "groups siblings rewards"]
+    scaled: Float[Tensor, "groups siblings rewards"]
+    running: RunningMoments
 
 
 def compute_advantages(
     values: Float[Tensor, "groups siblings rewards"],
-    weights: Sequence[float],
+    terms: Sequence[RewardTerm],
     settings: AdvantageSettings,
     *,
     penalties: Float[Tensor, "groups siblings"] | None = None,
     applies: Bool[Tensor, "groups rewards"] | None = None,
+    running: RunningMoments | None = None,
 ) -> GroupAdvantages:
     """Advantage of each sample over its group.
 
     Args:
         values: NaN marks a null; a group with fewer samples than the others is filled up with NaN rows.
-        weights: one a reward, in the order of the last axis.
+        terms: one a reward, in the order of the last axis.
         settings: baseline, scale, aggregation and the rest.
         penalties: KL to the reference in nats, one a sample (`kl_penalty`); needed when `settings.kl_coef` > 0.
         applies: whether a reward is meant for a group; by default all are.
+        running: moments of the calls before, with the same terms; None at the first.
 
     Raises:
-        ValueError: the weights do not fit (`combine_rewards`), or a KL in the reward without penalties.
+        InputError: the mix and the settings do not go together (`refuse_terms`).
+        ValueError: the terms do not fit the values, or a KL in the reward without penalties.
         NonFiniteError: a reward is infinite, or the KL of a rewarded sample is not finite; named `group/sibling`.
     """
-    combined = combine_rewards(values.double(), weights, applies=applies, missing=settings.missing)
-    rewards = _penalised(combined, penalties, settings)
-    groups = moments_of(rewards, combined.present)
-    if settings.aggregation == "normalize_then_sum":
-        sums = _normalised_sums(values, combined, settings)
-        constant = moments_of(sums, combined.present).constant
-        dropped = constant & settings.drop_constant_groups
-        raw = _normalised_over_batch(sums, combined.present & ~dropped.unsqueeze(-1), settings)
-    else:
-        constant = groups.constant
-        dropped = constant & settings.drop_constant_groups
-        raw = _over_baseline(groups, settings)
-        raw = raw / _divisor(rewards, combined.present & ~dropped.unsqueeze(-1), groups, settings)
+    refuse_terms(terms, settings)
+    combined = combine_rewards(values.double(), terms, applies=applies, missing=settings.missing)
+    running = _moments_so_far(combined, running)
+    penalty = _penalty(combined, penalties, settings)
+    rewards = combined.rewards - penalty
+    objective = objective_of(combined, terms, settings, running)
+    objective = Objective(objective.sums - penalty, objective.magnitudes + penalty.abs())
+    constant, raw = _normalised(objective, combined.present, settings)
     bounded = raw if settings.clip is None else raw.clamp(-settings.clip, settings.clip)
     advantages = torch.where(constant.unsqueeze(-1), 0.0, bounded)
+    dropped = constant & settings.drop_constant_groups
     trained = combined.present & ~dropped.unsqueeze(-1)
+    groups = moments_of(rewards, combined.present)
     return GroupAdvantages(
         advantages=torch.where(trained, advantages, torch.nan).float(),
         rewards=rewards.to(values.dtype),
@@ -88,33 +98,53 @@ def compute_advantages(
         dropped=dropped,
         present=combined.present,
         imputed=combined.imputed,
+        scaled=combined.scaled.to(values.dtype),
+        running=running,
     )
 
 
-def _penalised(
+def _moments_so_far(combined: CombinedRewards, before: RunningMoments | None) -> RunningMoments:
+    """With every value that was scored, of samples without an advantage too: it is one draw of the reward."""
+    here = RunningMoments.of(torch.where(combined.imputed, torch.nan, combined.scaled))
+    return here if before is None else before.merged(here)
+
+
+def _penalty(
     combined: CombinedRewards, penalties: Float[Tensor, "groups siblings"] | None, settings: AdvantageSettings
 ) -> Float[Tensor, "groups siblings"]:
-    """R - kl_coef KL."""
+    """What the KL takes from each reward: kl_coef KL."""
     if settings.kl_coef == 0:
-        return combined.rewards
+        return torch.zeros_like(combined.rewards)
     if penalties is None:
         raise ValueError(f"kl_coef is {settings.kl_coef} but there are no penalties; give kl_penalty's, or set it to 0")
     broken = (combined.present & ~penalties.isfinite()).nonzero().tolist()
     if broken:
         mend = "The log-probs that it was computed from are not finite; collect the rollouts anew."
         raise NonFiniteError("KL in the reward", [f"{g}/{s}" for g, s in broken], mend)
-    return combined.rewards - settings.kl_coef * penalties.double()
+    return settings.kl_coef * penalties.double()
+
+
+def _normalised(
+    objective: Objective, present: Bool[Tensor, "groups siblings"], settings: AdvantageSettings
+) -> tuple[Bool[Tensor, " groups"], Float[Tensor, "groups siblings"]]:
+    """Which groups are constant, and the advantages before the clip; constant groups apart, which may hold anything."""
+    groups = moments_of(objective.sums, present, magnitudes=objective.magnitudes)
+    dropped = groups.constant & settings.drop_constant_groups
+    trained = present & ~dropped.unsqueeze(-1)
+    if settings.aggregation == "normalize_then_sum":
+        return groups.constant, _normalised_over_batch(objective.sums, trained, settings)
+    return groups.constant, _over_baseline(groups, settings) / _divisor(objective.sums, trained, groups, settings)
 
 
 def _over_baseline(groups: Moments, settings: AdvantageSettings) -> Float[Tensor, "groups siblings"]:
-    """Each reward less its baseline; n / (n - 1) turns the mean of all into the mean of the others."""
+    """Each sum less its baseline; n / (n - 1) turns the mean of all into the mean of the others."""
     if settings.baseline == "mean":
         return groups.centred
     return groups.centred * (groups.counts / (groups.counts - 1).clamp(min=1)).unsqueeze(-1)
 
 
 def _divisor(
-    rewards: Float[Tensor, "groups siblings"],
+    sums: Float[Tensor, "groups siblings"],
     trained: Bool[Tensor, "groups siblings"],
     groups: Moments,
     settings: AdvantageSettings,
@@ -122,19 +152,8 @@ def _divisor(
     """Std + eps of each group or of the batch; 1 without scaling, and where there is no spread to divide."""
     if settings.scale == "none":
         return torch.ones_like(groups.stds[:, None])
-    stds = groups.stds if settings.scale == "group" else moments_of(rewards.reshape(1, -1), trained.reshape(1, -1)).stds
+    stds = groups.stds if settings.scale == "group" else moments_of(sums.reshape(1, -1), trained.reshape(1, -1)).stds
     return torch.where(stds > 0, stds + settings.eps, 1.0).unsqueeze(-1)
-
-
-def _normalised_sums(
-    values: Float[Tensor, "groups siblings rewards"], combined: CombinedRewards, settings: AdvantageSettings
-) -> Float[Tensor, "groups siblings"]:
-    """S = sum over k of w_k z_k, each reward normalised over the group's known values; a null counts as their mean."""
-    each = moments_of(values.transpose(1, 2).flatten(0, 1), combined.known.transpose(1, 2).flatten(0, 1))
-    stds = torch.where(each.stds > 0, each.stds + settings.eps, 1.0)
-    rows = each.centred / stds.unsqueeze(-1)
-    normalised = rows.reshape(values.shape[0], values.shape[2], values.shape[1]).transpose(1, 2)
-    return (combined.weights * normalised).sum(-1)
 
 
 def _normalised_over_batch(

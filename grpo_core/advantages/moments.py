@@ -29,15 +29,26 @@ class Moments:
     constant: Bool[Tensor, " rows"]
 
 
-def moments_of(values: Float[Tensor, "rows columns"], counted: Bool[Tensor, "rows columns"]) -> Moments:
-    """Moments of each row in fp64; what stands where `counted` is False is not looked at."""
+def moments_of(
+    values: Float[Tensor, "rows columns"],
+    counted: Bool[Tensor, "rows columns"],
+    *,
+    magnitudes: Float[Tensor, "rows columns"] | None = None,
+) -> Moments:
+    """Moments of each row in fp64; what stands where `counted` is False is not looked at.
+
+    Args:
+        magnitudes: for values that are sums: of the magnitudes of what was added, which bounds the rounding where it
+            cancels; by default |value|.
+    """
     zeroed = torch.where(counted, values, 0.0).double()
     counts = counted.sum(-1)
     means = zeroed.sum(-1) / counts.clamp(min=1)
     highest = torch.where(counted, zeroed, -torch.inf).amax(-1)
     lowest = torch.where(counted, zeroed, torch.inf).amin(-1)
+    largest = torch.where(counted, zeroed.abs() if magnitudes is None else magnitudes, 0.0).amax(-1)
     # Not by the deviations: the mean of equal numbers can differ from them in the last bit.
-    constant = (counts < 2) | (highest - lowest <= ROUNDING * zeroed.abs().amax(-1))
+    constant = (counts < 2) | (highest - lowest <= ROUNDING * largest)
     centred = torch.where(counted & ~constant.unsqueeze(-1), zeroed - means.unsqueeze(-1), 0.0)
     stds = (centred.square().sum(-1) / (counts - 1).clamp(min=1)).sqrt()
     return Moments(counts, means, stds, centred, constant)

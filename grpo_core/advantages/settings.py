@@ -1,12 +1,14 @@
 """Every switch of the advantages, and the combinations that mean nothing."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from grpo_core.errors import InputError
 from grpo_core.losses.kl import KlEstimator
 from grpo_core.rewards.mix.combine import MissingRewards
+from grpo_core.rewards.mix.terms import RewardTerm
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "none"]
@@ -77,3 +79,22 @@ class AdvantageSettings:
         if self.kl_coef > 0:
             mend = f"With normalize_then_sum there is no common scale to subtract it on; use update.kl_coef, {other}"
             raise InputError("advantages.kl_coef", self.kl_coef, mend)
+
+
+def refuse_terms(terms: Sequence[RewardTerm], settings: AdvantageSettings) -> None:
+    """Refuse a mix that teaches nothing, or that these settings would normalise twice.
+
+    Raises:
+        InputError: no reward adds with a weight other than 0 (`place` ``rewards``); or a reward has a normalisation of
+            its own beside normalize_then_sum (`place` ``rewards.<index>.normalize``).
+    """
+    if not any(term.role == "sum" and term.weight for term in terms):
+        found = [term.role if term.role == "gate" else term.weight for term in terms]
+        mend = "No reward adds with a weight other than 0, so nothing would be learned; give one a weight."
+        raise InputError("rewards", found, mend)
+    if settings.aggregation != "normalize_then_sum":
+        return
+    for index, term in enumerate(terms):
+        if term.normalize in ("group", "running"):
+            mend = "normalize_then_sum normalises every reward; set it to none or range, or set advantages.aggregation "
+            raise InputError(f"rewards.{index}.normalize", term.normalize, mend + "to sum_then_normalize.")

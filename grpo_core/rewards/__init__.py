@@ -1,22 +1,30 @@
-"""Rewards: named, versioned functions from finished pictures to scores.
+"""Rewards: named, versioned functions from finished pictures or texts to scores.
 
 - ``protocol``: what a reward is given (:class:`~grpo_core.rewards.protocol.ScoringBatch`), what it gives back
   (:class:`~grpo_core.rewards.protocol.Score`) and what it must be able to say about itself.
 - ``registry``: the names that a configuration may use, and ``build_reward``.
-- ``combine``: several rewards of a sample become one, and what happens where one is missing.
+- ``scoring``: a reward is asked, its answer is checked, and it is said where the scores come from.
+- ``mix``: several rewards of a sample become one, and what happens where one is missing.
+- ``hacking``: the rule that tells when a policy pleases its reward and does no better.
 
 Rewards, one a file, each a frozen dataclass whose fields are its settings:
 
-- ``ssim``, ``psnr``, ``lpips``: likeness to a target picture.
-- ``jpeg``: how well the picture compresses; needs neither a target nor a text.
+- ``likeness``: to a target picture: mse, psnr, ssim, lpips.
+- ``reading``: the words that a picture should show, read by OCR: text_accuracy.
+- ``embedding``: CLIP: clip_score, aesthetic.
+- ``judges``: models of what people prefer: pickscore, hpsv2, a language model as judge, a text reward model.
+- ``looks``: what a picture looks like, whatever it shows: jpeg, edge_density, sharpness, colour_entropy, diversity.
+- ``completions``: of texts: answer, format, box_iou.
+- ``external``: any function written for TRL, and any scorer behind HTTP.
 
 What they share:
 
 - ``pictures``: from whatever a picture file holds to RGB, to the size of another picture, to a tensor.
-- ``pairs``: scores samples against their targets, one pair at a time.
-- ``settings``: the checks of a reward's settings.
+- ``weights``: weight files: is the right one there, and what is in it.
+- ``settings``, ``devices``, ``long_prompts``: checks of a reward's settings, where it computes, and what CLIP cuts off.
 
-To add a reward: write its file, name its class in ``registry.REWARDS``, and raise its ``version`` whenever the same
-picture would score otherwise. A value is in [0, 1], higher is better; the raw quantity keeps its own unit. A sample
-to which the reward does not apply has ``Score(None, None)``, never a zero.
+To add a reward: write its file, name its class in ``registry``, and raise its ``version`` whenever the same sample would
+score otherwise. A value is in [0, 1] where that can be, higher is better; the raw quantity keeps its own unit. A sample
+to which the reward does not apply is ``NOT_APPLICABLE``, never a zero; one that something else than the sample kept from
+being scored is ``Score.failed`` with the reason.
 """

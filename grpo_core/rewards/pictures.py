@@ -52,15 +52,24 @@ def fit_to(target: Image.Image, size: tuple[int, int], place: str) -> Image.Imag
     """
     if target.size == size:
         return target
+    require_aspect(target.size, size, place)
+    return target.resize(size, Image.Resampling.BICUBIC)
+
+
+def require_aspect(target: tuple[int, int], size: tuple[int, int], place: str) -> None:
+    """Refuse a target that would be distorted at the size of a picture; both are (width, height).
+
+    Raises:
+        InputError: the aspect ratios differ by more than MAX_ASPECT_PERCENT.
+    """
     # Cross products, so that exactly the limit is decided without rounding.
-    smaller, larger = sorted((target.width * size[1], target.height * size[0]))
+    smaller, larger = sorted((target[0] * size[1], target[1] * size[0]))
     if 100 * (larger - smaller) > MAX_ASPECT_PERCENT * smaller:
         mend = (
             f"Crop it to the aspect ratio of the generated picture, {size[0]}x{size[1]} pixels: a difference of more "
             f"than {MAX_ASPECT_PERCENT} % would distort it."
         )
-        raise InputError(place, f"target of {shown_size(target)} pixels", mend)
-    return target.resize(size, Image.Resampling.BICUBIC)
+        raise InputError(place, f"target of {target[0]}x{target[1]} pixels", mend)
 
 
 def to_tensor(picture: Image.Image) -> Float32[Tensor, "1 3 height width"]:

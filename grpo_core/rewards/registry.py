@@ -7,21 +7,52 @@ from types import MappingProxyType
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.completions.answer import AnswerReward
+from grpo_core.rewards.completions.box_iou import BoxIouReward
+from grpo_core.rewards.completions.format import FormatReward
+from grpo_core.rewards.embedding.aesthetic import AestheticReward
+from grpo_core.rewards.embedding.clip_score import ClipScoreReward
+from grpo_core.rewards.external.function import FunctionReward
+from grpo_core.rewards.external.remote import RemoteReward
+from grpo_core.rewards.judges.judge import JudgeReward
+from grpo_core.rewards.judges.preference import HpsV2Reward, PickScoreReward
+from grpo_core.rewards.judges.reward_model import RewardModelReward
 from grpo_core.rewards.likeness.lpips import LpipsReward
+from grpo_core.rewards.likeness.mse import MseReward
 from grpo_core.rewards.likeness.psnr import PsnrReward
 from grpo_core.rewards.likeness.ssim import SsimReward
+from grpo_core.rewards.looks.colour_entropy import ColourEntropyReward
+from grpo_core.rewards.looks.diversity import DiversityReward
+from grpo_core.rewards.looks.edge_density import EdgeDensityReward
 from grpo_core.rewards.looks.jpeg import JpegReward
+from grpo_core.rewards.looks.sharpness import SharpnessReward
 from grpo_core.rewards.protocol import Reward
+from grpo_core.rewards.reading.text_accuracy import TextAccuracyReward
 
-REWARDS: Mapping[str, type[Reward]] = MappingProxyType(
-    {
-        SsimReward.name: SsimReward,
-        PsnrReward.name: PsnrReward,
-        LpipsReward.name: LpipsReward,
-        JpegReward.name: JpegReward,
-        AnswerReward.name: AnswerReward,
-    }
+_KINDS: tuple[type[Reward], ...] = (
+    SsimReward,
+    PsnrReward,
+    MseReward,
+    LpipsReward,
+    TextAccuracyReward,
+    ClipScoreReward,
+    AestheticReward,
+    PickScoreReward,
+    HpsV2Reward,
+    JpegReward,
+    EdgeDensityReward,
+    SharpnessReward,
+    ColourEntropyReward,
+    DiversityReward,
+    AnswerReward,
+    FormatReward,
+    BoxIouReward,
+    RewardModelReward,
+    JudgeReward,
+    FunctionReward,
+    RemoteReward,
 )
+
+REWARDS: Mapping[str, type[Reward]] = MappingProxyType({str(kind.name): kind for kind in _KINDS})
 """Every reward that a configuration may name; the arguments of its class are its settings."""
 
 
@@ -46,6 +77,6 @@ def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Rew
 def _nearest(given: str, known: Sequence[str]) -> str:
     if not known:
         return "It takes no settings."
-    close = difflib.get_close_matches(str(given), known, n=1)
+    close = difflib.get_close_matches(str(given), known, n=3)
     listed = f"Known: {', '.join(known)}."
-    return f"Did you mean {close[0]}? {listed}" if close else listed
+    return f"Did you mean {' or '.join(close)}? {listed}" if close else listed

@@ -14,4 +14,9 @@ target_reader     pictures that prompts ought to give
 metric_titles     what each figure is, in plain words
 chart             geometry of a line chart
 page              a run as one HTML file
+layout            what other pages share: head, style, figures as text
+sample_frames     samples of any runs as a frame, before anything is reckoned from it
+group_spread, group_ranks   how far siblings differ, and whether two scorings rank them alike
+rescoring/         what changed when stored rollouts were scored again
+rewards_analysis/  what each reward is worth, and the watch over guardrails
 """

@@ -9,7 +9,7 @@ from tasks.storage.files import is_local, sha256_of
 from tasks.storage.manifest import opened
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import SCHEMA_VERSION
-from tasks.storage.store import ArtifactStore
+from tasks.storage.store import MANIFEST_ENDING, ArtifactStore
 
 VERIFIED_BYTES = 512 * 2**20
 """How much of what is not shown is verified nevertheless: about a second's worth of sha256."""
@@ -77,6 +77,11 @@ class ArtifactReader:
             return []
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
+    def artifact_names(self, folder: str) -> list[str]:
+        """Sorted names of the artifacts directly in a folder of the run."""
+        found = self.names(folder)
+        return [name.removesuffix(MANIFEST_ENDING) for name in found if name.endswith(MANIFEST_ENDING)]
+
     def damaged(self, place: str, reason: str) -> None:
         """Note a damage."""
         note = Damage(place, reason)
@@ -85,7 +90,7 @@ class ArtifactReader:
 
     def find(self, folder: str) -> StoredArtifact | None:
         """The artifact in this place if its manifest is whole and every file that it names is there."""
-        name = f"{folder}.manifest.json"
+        name = f"{folder}{MANIFEST_ENDING}"
         manifest = self.read_bytes(name)
         if manifest is None:
             return None

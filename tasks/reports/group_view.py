@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
+from tasks.draws import SCORES_FILE
 from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.group_records import Groups, GroupView, SampleView
 from tasks.reports.pictures import shrunk
@@ -90,10 +91,10 @@ def _read_thoughts(reader: ArtifactReader, stages: Stages, fetched: Path) -> _Th
         rows += table.read(columns=columns).to_pylist()
     scores: dict[str, dict[str, float | None]] = {}
     for reference in stages.get("rewards", ()):
-        for path in sorted(reader.local_folder(reference, fetched).glob("*.parquet")):
-            table = pq.ParquetFile(path).read(columns=["sample_id", "value"])
-            values = zip(table["sample_id"].to_pylist(), table["value"].to_pylist(), strict=True)
-            scores.setdefault(path.stem, {}).update(values)
+        path = reader.local_folder(reference, fetched) / SCORES_FILE
+        table = pq.ParquetFile(path).read(columns=["sample_id", "value"])
+        values = zip(table["sample_id"].to_pylist(), table["value"].to_pylist(), strict=True)
+        scores.setdefault(reference.folder.rsplit("/", 1)[-1], {}).update(values)
     return _Thoughts(
         rated={row["sample_id"]: (row["reward"], row["advantage"]) for row in rows},
         dropped=frozenset(row["group_id"] for row in rows if row["dropped"]),

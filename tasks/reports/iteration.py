@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 from PIL import Image
 
+from tasks.draws import SCORES_FILE, Draw
 from tasks.reports.curve import curve_svg
 from tasks.reports.passages import in_cell, shortened
 from tasks.reports.pictures import data_uri, read_pictures, thumbnail_uri
@@ -49,7 +50,7 @@ class IterationRecord:
     """
 
     iteration: int
-    draws: tuple[tuple[ArtifactRef, ArtifactRef], ...]
+    draws: tuple[Draw, ...]
     advantages: ArtifactRef
     metrics: Mapping[str, float]
     heldout: float | None = None
@@ -72,7 +73,7 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
         lines += _redrawn(record)
         lines += ["", f"![reward over iterations]({data_uri(_curve(history).encode(), 'image/svg+xml')})", ""]
         lines += _pictures(samples) if samples.pictures else _texts(samples)
-    stored = [reference.uri for draw in record.draws for reference in draw] + [record.advantages.uri]
+    stored = [reference.uri for draw in record.draws for reference in draw.stages] + [record.advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
@@ -121,16 +122,17 @@ class _Samples:
 def _read_samples(store: ArtifactStore, record: IterationRecord, fetched: Path) -> _Samples:
     parts, folders = [], []
     scores: dict[str, dict[str, float | None]] = {}
-    for index, (drawn, scored) in enumerate(record.draws):
-        folder = store.local_files(drawn, fetched / str(index) / "rollouts")
+    for index, draw in enumerate(record.draws):
+        folder = store.local_files(draw.rollouts, fetched / str(index) / "rollouts")
         folders.append(folder)
         rows = pl.scan_parquet(sorted(folder.glob("*.parquet")))
         wanted = ["sample_id", "group_id", "dataset", "prompt", "completion"]
         names = rows.collect_schema().names()
         parts.append(rows.select([name for name in wanted if name in names]).collect())
-        for path in sorted(store.local_files(scored, fetched / str(index) / "rewards").glob("*.parquet")):
+        for number, (label, scored) in enumerate(draw.rewards.items()):
+            path = store.local_files(scored, fetched / str(index) / f"rewards-{number}") / SCORES_FILE
             table = pl.read_parquet(path, columns=["sample_id", "value"])
-            scores.setdefault(path.stem, {}).update(zip(table["sample_id"], table["value"], strict=True))
+            scores.setdefault(label, {}).update(zip(table["sample_id"], table["value"], strict=True))
     folder = store.local_files(record.advantages, fetched / "advantages")
     rated = pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "reward", "dropped"])
     return _Samples(pl.concat(parts).join(rated, on="sample_id", how="left", maintain_order="left"), scores, folders)

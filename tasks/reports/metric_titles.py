@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tasks.figure_names import GUARDRAILS
 from tasks.reports.run_records import Noun, dataset_of
 
 
@@ -83,7 +84,11 @@ _TITLES = {
 _OF_REWARD = {
     "mean": ("{label}: mean", "of this reward alone, before its weight"),
     "std": ("{label}: standard deviation", "over all {noun}s of the iteration"),
-    "null": ("{label}: {noun}s it does not apply to", "scored null"),
+    "null": ("{label}: {noun}s without a score", "those that it does not apply to, and those that it could not score"),
+    "failed": (
+        "{label}: {noun}s it could not score",
+        "through no fault of the {noun}: a service without an answer, a value that is no number; scored null",
+    ),
 }
 
 
@@ -99,6 +104,9 @@ def metric_title(name: str, noun: Noun = "picture") -> MetricTitle:
         return MetricTitle(title.format(noun=noun), meaning.format(noun=noun))
     if (dataset := dataset_of(name)) is not None:
         return MetricTitle(f"{dataset}: reward", f"mean of the weighted rewards over this dataset's {noun}s")
+    if name.startswith(GUARDRAILS):
+        label = name.removeprefix(GUARDRAILS)
+        return MetricTitle(f"{label}, a guardrail", f"mean over the held-out {noun}s; nothing is trained on it")
     if name.startswith("rewards/") and name.count("/") >= 2:
         label, kind = name.removeprefix("rewards/").rsplit("/", 1)
         if kind in _OF_REWARD:

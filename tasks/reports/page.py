@@ -179,6 +179,9 @@ def _reward_chart(run: RunView, width: float, height: float) -> Chart | None:
 
 def _charts(run: RunView) -> Iterator[Chart]:
     yield from _dataset_charts(run)
+    meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
+    if chart := line_chart("Guardrails", meaning, run.guardrail_series, legend=True):
+        yield chart
     for name in [*reward_means(run), *CHARTED]:
         title = metric_title(name, run.noun)
         if chart := line_chart(title.title, title.meaning, {title.title: run.series(name)}):

@@ -13,7 +13,7 @@ STAGES = ("rollouts", "rewards", "advantages", "update")
 """An iteration's stages in their order; the last one's artifact is the policy that it makes."""
 
 Stages = Mapping[str, tuple[ArtifactRef, ...]]
-"""Whole artifacts by stage; of rollouts and rewards one a draw, where groups without spread were drawn again."""
+"""Whole artifacts by stage: one of rollouts a draw, one of rewards a draw and label, one of the others."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,22 @@ class EvaluationView:
     Attributes:
         version: of the policy.
         stages: whole artifacts by stage.
+        guardrails: mean of each guardrail that scored the same samples, by label.
     """
 
     version: int
     stages: Stages
+    guardrails: Mapping[str, float]
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Figures of its rewards; empty where it was not scored."""
         return self.stages["advantages"][0].metrics if "advantages" in self.stages else {}
+
+    @property
+    def seconds(self) -> float:
+        """Of its stages; its rewards are computed side by side, so the slowest counts."""
+        return sum(max(part.seconds for part in parts) for parts in self.stages.values())
 
     @property
     def reward(self) -> float | None:
@@ -141,11 +148,9 @@ class RunView:
     def seconds(self) -> dict[str, float]:
         """Measured seconds by stage over all iterations, of the evaluations, and in all."""
         by_stage = {
-            stage: sum(part.seconds for view in self.iterations for part in view.stages.get(stage, ()))
-            for stage in STAGES
+            stage: sum(view.metrics.get(f"seconds/{stage}", 0.0) for view in self.iterations) for stage in STAGES
         }
-        evaluations = sum(part.seconds for view in self.evaluations for parts in view.stages.values() for part in parts)
-        by_stage |= {"evaluation": evaluations} if self.evaluations else {}
+        by_stage |= {"evaluation": sum(view.seconds for view in self.evaluations)} if self.evaluations else {}
         return {"total": sum(by_stage.values()), **by_stage}
 
     def series(self, metric: str) -> list[tuple[float, float]]:
@@ -155,6 +160,17 @@ class RunView:
     def heldout_series(self, metric: str = "reward") -> list[tuple[float, float]]:
         """(policy version, held-out reward or another figure of it); version 0 is before training."""
         return [(float(view.version), view.metrics[metric]) for view in self.evaluations if metric in view.metrics]
+
+    @property
+    def guardrail_series(self) -> dict[str, list[tuple[float, float]]]:
+        """(policy version, mean of the held-out samples) of each guardrail, by label."""
+        labels = dict.fromkeys(label for view in self.evaluations for label in view.guardrails)
+        return {
+            label: [
+                (float(view.version), view.guardrails[label]) for view in self.evaluations if label in view.guardrails
+            ]
+            for label in labels
+        }
 
     @property
     def dataset_rewards(self) -> dict[str, str]:

@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import yaml
 
 from tasks.draw_figures import over_draws
+from tasks.figure_names import RUNNING
 from tasks.reports.artifact_reader import ArtifactReader, StoredArtifact
 from tasks.reports.run_records import STAGES, EvaluationView, IterationView, RunView, SetAside, Stages
+from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import SET_ASIDE
 
 _ITERATION = re.compile(r"iteration_(\d{6,})")
@@ -43,7 +45,7 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
     policies = {version: found for version in versions if (found := reader.find(f"policies/{version:06d}"))}
     for version, found in policies.items():
         if version > 0:
-            iterations.setdefault(version, {})["update"] = {1: found}
+            iterations.setdefault(version, {})["update"] = {(1, ""): found}
     evaluated = sorted({int(name) for name in reader.names("evaluations") if name.isdigit()})
     evaluations = {version: _find_draws(reader, f"evaluations/{version:06d}") for version in evaluated}
     chosen = _default(iterations) if shown is None else shown
@@ -52,10 +54,13 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
     _keep_whole(reader, [evaluations[version] for version in dict.fromkeys([*scored[:1], *scored[-1:]])], always=True)
     _keep_whole(reader, [*iterations.values(), *evaluations.values()], always=False)
     version, digest = _last_policy(reader, policies, iterations)
-    heldout = tuple(EvaluationView(number, _references(stages)) for number, stages in evaluations.items())
+    heldout = tuple(
+        EvaluationView(number, _references(stages), _guardrails(reader, f"evaluations/{number:06d}/guardrails"))
+        for number, stages in evaluations.items()
+    )
     rewards = {view.version: view.reward for view in heldout}
     views = tuple(
-        _iteration_view(reader, number, _references(stages), rewards.get(number))
+        _iteration_view(reader, number, stages, rewards.get(number))
         for number, stages in sorted(iterations.items())
         if stages
     )
@@ -76,8 +81,8 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
     )
 
 
-Found = dict[str, dict[int, StoredArtifact]]
-"""By stage, and by draw from 1; of the advantages the last draw's alone, which cover the samples of all."""
+Found = dict[str, dict[tuple[int, str], StoredArtifact]]
+"""By stage, by draw from 1, and by label where it is a reward; of the advantages the last draw's, which cover all."""
 
 
 def _find_draws(reader: ArtifactReader, place: str) -> Found:
@@ -87,15 +92,26 @@ def _find_draws(reader: ArtifactReader, place: str) -> Found:
     folders = {1: place, **later}
     stages: Found = {}
     for draw, folder in sorted(folders.items()):
-        for stage in STAGES[:-2]:
-            if found := reader.find(f"{folder}/{stage}"):
-                stages.setdefault(stage, {})[draw] = found
+        if found := reader.find(f"{folder}/rollouts"):
+            stages.setdefault("rollouts", {})[draw, ""] = found
+        for label in reader.artifact_names(f"{folder}/rewards"):
+            if found := reader.find(f"{folder}/rewards/{label}"):
+                stages.setdefault("rewards", {})[draw, label] = found
     for draw, folder in sorted(folders.items(), reverse=True):
         if "advantages.manifest.json" in (names if draw == 1 else reader.names(folder)):
             if found := reader.find(f"{folder}/advantages"):
-                stages["advantages"] = {draw: found}
+                stages["advantages"] = {(draw, ""): found}
             break
     return stages
+
+
+def _guardrails(reader: ArtifactReader, folder: str) -> dict[str, float]:
+    means = {}
+    for label in reader.artifact_names(folder):
+        found = reader.find(f"{folder}/{label}")
+        if found is not None and f"rewards/{label}/mean" in found.reference.metrics:
+            means[label] = found.reference.metrics[f"rewards/{label}/mean"]
+    return means
 
 
 def _versions(reader: ArtifactReader, folder: str) -> list[int]:
@@ -119,9 +135,9 @@ def _keep_whole(reader: ArtifactReader, groups: Sequence[Found], *, always: bool
         for stage, parts in list(stages.items()):
             if always and stage == "update":
                 continue
-            for draw, artifact in list(parts.items()):
+            for part, artifact in list(parts.items()):
                 if not (reader.verify(artifact) if always else reader.verify_within_budget(artifact)):
-                    del parts[draw]
+                    del parts[part]
             if not parts:
                 del stages[stage]
 
@@ -138,28 +154,49 @@ def _last_policy(
     return 0, _read_json(reader, "run.json").get("model_digest")
 
 
-def _iteration_view(reader: ArtifactReader, number: int, stages: Stages, heldout: float | None) -> IterationView:
+def _iteration_view(reader: ArtifactReader, number: int, stages: Found, heldout: float | None) -> IterationView:
     metrics: dict[str, float] = {}
-    whole = _with_every_draw(stages)
-    for parts in whole.values():
-        metrics |= over_draws(parts)
+    for parts in _with_every_draw(stages).values():
+        metrics |= over_draws(list(parts.values()))
+    metrics = {name: value for name, value in metrics.items() if not name.startswith(RUNNING)}
     _compare_with_table(reader, number, metrics)
-    seconds = {stage: sum(part.seconds for part in parts) for stage, parts in whole.items()}
+    seconds = _seconds(_with_every_draw(stages))
     metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
     metrics["step_time"] = sum(seconds.values())
     if heldout is not None:
         metrics["heldout_reward"] = heldout
-    return IterationView(number, stages, metrics, heldout)
+    return IterationView(number, _references(stages), metrics, heldout)
 
 
-def _with_every_draw(stages: Stages) -> Stages:
+Series = dict[tuple[str, str], dict[int, ArtifactRef]]
+"""By stage and label, one a draw."""
+
+
+def _with_every_draw(stages: Found) -> Series:
     """What has figures of the whole iteration: nothing of a later draw that is still at work, and no torn stage."""
-    scored = stages.get("advantages")
+    series: Series = {}
+    for stage in STAGES:
+        for (draw, label), artifact in sorted(stages.get(stage, {}).items()):
+            series.setdefault((stage, label), {})[draw] = artifact.reference
+    scored = series.get(("advantages", ""))
     if scored is None:
-        return stages
-    covered = int(scored[0].metrics.get("draws", 1))
-    parts = {stage: stages[stage][:covered] if stage in STAGES[:2] else stages[stage] for stage in stages}
-    return {stage: kept for stage, kept in parts.items() if stage not in STAGES[:2] or len(kept) == covered}
+        return series
+    covered = range(1, 1 + int(next(iter(scored.values())).metrics.get("draws", 1)))
+    return {
+        (stage, label): {draw: parts[draw] for draw in covered} if stage in STAGES[:2] else parts
+        for (stage, label), parts in series.items()
+        if stage not in STAGES[:2] or all(draw in parts for draw in covered)
+    }
+
+
+def _seconds(series: Series) -> dict[str, float]:
+    """Of each stage; the rewards of a draw are computed side by side, so the slowest counts."""
+    longest: dict[str, dict[int, float]] = {}
+    for (stage, _), parts in series.items():
+        for draw, part in parts.items():
+            spent = longest.setdefault(stage, {})
+            spent[draw] = max(spent.get(draw, 0.0), part.seconds)
+    return {stage: sum(spent.values()) for stage, spent in longest.items()}
 
 
 def _compare_with_table(reader: ArtifactReader, number: int, metrics: Mapping[str, float]) -> None:

@@ -5,9 +5,19 @@ from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+_BREAKDOWN = pa.list_(
+    pa.struct(
+        [
+            ("reward", pa.string()),
+            ("value", pa.float64()),
+            ("scaled", pa.float64()),  # clamped and brought to its range, or what stands in for a null
+        ]
+    )
+)
 
 
 def _described(fields: list[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -20,6 +30,8 @@ def _described(fields: list[tuple[str, pa.DataType]]) -> pa.Schema:
 def _feature(kind: pa.DataType) -> dict[str, Any]:
     if kind == _IMAGE:
         return {"_type": "Image"}
+    if pa.types.is_struct(kind):
+        return {field.name: _feature(field.type) for field in kind}
     if pa.types.is_list(kind):
         return {"feature": _feature(kind.value_type), "_type": "List"}
     names = {pa.float32(): "float32", pa.float64(): "float64", pa.bool_(): "bool"}
@@ -69,6 +81,7 @@ PICTURE_ROLLOUTS = _described(
         ("guidance_scale", pa.float64()),
         ("noise_seed", pa.int64()),
         *_ORIGIN,
+        ("defect", pa.string()),  # why the picture is none that anybody could want, such as NaN pixels; null: it is one
         ("image", _IMAGE),
     ]
 )
@@ -89,10 +102,11 @@ TEXT_ROLLOUTS = _described(
 REWARDS = _described(
     [
         ("sample_id", pa.string()),
-        ("value", pa.float64()),  # null: the reward does not apply to the sample
+        ("value", pa.float64()),  # null: the reward does not apply to the sample, or could not score it
         ("raw", pa.float64()),
+        ("failure", pa.string()),  # why it could not score it
         ("seconds", pa.float64()),  # of the batch, shared equally by its samples
-        ("provenance", pa.string()),  # JSON: reward, version, and the settings that determine the score
+        ("provenance", pa.string()),  # JSON: reward, version, settings, their digest, and the weights' sha256
     ]
 )
 
@@ -109,6 +123,7 @@ ADVANTAGES = _described(
         ("group_std", pa.float64()),
         ("dropped", pa.bool_()),  # its group has no spread and was left out
         ("imputed", pa.int32()),  # rewards of the sample that were filled with the group's mean
+        ("reward_breakdown", _BREAKDOWN),
     ]
 )
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -20,6 +21,8 @@ from tasks.storage.staging import clear_abandoned, staging_folder
 
 SET_ASIDE = "set_aside"
 INCOMING = ".incoming"
+MANIFEST_ENDING = ".manifest.json"
+_READING = threading.Lock()
 
 
 class ArtifactStore:
@@ -115,7 +118,7 @@ class ArtifactStore:
         write_whole(self.filesystem, self._manifest(self.path(folder)), manifest, scratch=staged.parent)
 
     def _manifest(self, folder: str) -> str:
-        return f"{folder}.manifest.json"
+        return f"{folder}{MANIFEST_ENDING}"
 
     def _reference(self, uri: str, manifest: bytes) -> ArtifactRef:
         described = opened(manifest)
@@ -133,7 +136,7 @@ class ArtifactStore:
 
     def _damage(self, folder: str, reference: ArtifactRef) -> str | None:
         """What is wrong with the artifact in `folder`, or None when it is what the reference says."""
-        name = f"{reference.folder.rsplit('/', 1)[-1]}.manifest.json"
+        name = f"{reference.folder.rsplit('/', 1)[-1]}{MANIFEST_ENDING}"
         try:
             manifest: bytes = self.filesystem.cat_file(self._manifest(folder))
         except FileNotFoundError:
@@ -160,16 +163,19 @@ class ArtifactStore:
         Raises:
             StaleReferenceError: missing or changed; what is there is set aside first.
         """
-        path = f"{self.root}/{reference.uri}"
-        if damage := self._damage(path, reference):
-            if reference.run == self.run:
-                self._clear_place(reference.folder, reason=damage)
-            raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage is done again")
-        if is_local(self.filesystem):
-            return Path(path)
-        assert folder is not None, "a remote artifact needs a local folder"
-        self.filesystem.get(f"{path}/", f"{folder}/", recursive=True)
-        return folder
+        # Stages at work side by side read the same artifact: one of them alone may move it away, and the file system of
+        # memory:// hands all of them one open file.
+        with _READING:
+            path = f"{self.root}/{reference.uri}"
+            if damage := self._damage(path, reference):
+                if reference.run == self.run:
+                    self._clear_place(reference.folder, reason=damage)
+                raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage is done again")
+            if is_local(self.filesystem):
+                return Path(path)
+            assert folder is not None, "a remote artifact needs a local folder"
+            self.filesystem.get(f"{path}/", f"{folder}/", recursive=True)
+            return folder
 
     def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
         """The same artifact in its place in this run: found there, or copied from another run or what was set aside.

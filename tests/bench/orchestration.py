@@ -17,11 +17,13 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
-from configs.core_settings import advantage_settings, optimizer_settings, update_settings
+from configs.core_settings import advantage_settings, optimizer_settings, reward_term, update_settings
 from configs.loader import read_config
 from configs.schema import RunConfig
+from flows.history import TrainingHistory
 from flows.preparation import Run, open_run
-from flows.train import TrainingHistory, recording, train_iteration
+from flows.stages import recording
+from flows.train import train_iteration
 from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
 from grpo_core.optimizer import PolicyOptimizer
@@ -71,7 +73,7 @@ class PlainLoop:
         config = self.config
         requests = [plan.request(group) for group in plan.groups]
         groups = list(collect_rollouts(self.policy, requests, prompts_per_batch=config.rollout.prompts_per_batch))
-        weights = [section.weight for section in config.rewards]
+        terms = [reward_term(section) for section in config.rewards]
         rewards = [build_reward(section.reward, section.settings) for section in config.rewards]
         values = []
         for group, planned in zip(groups, plan.groups, strict=True):
@@ -82,7 +84,7 @@ class PlainLoop:
             batch = ScoringBatch(group.request.sample_ids, [planned.prompt] * count, group.outputs, [target] * count)
             values.append([[score.value for score in reward.score(batch)] for reward in rewards])
         scores = torch.tensor(values, dtype=torch.float64).transpose(1, 2)
-        advantages = compute_advantages(scores, weights, advantage_settings(config.advantages))
+        advantages = compute_advantages(scores, terms, advantage_settings(config.advantages))
         rows = TrainingRows(
             sample_ids=tuple(name for request in requests for name in request.sample_ids),
             tokens=TokenBatch(
@@ -105,7 +107,7 @@ async def compare(config: RunConfig) -> Timings:
     """Alternate the two, one iteration each."""
     run = open_run(config)
     plain, policy, history, timings = PlainLoop(config, run), run.base_policy, TrainingHistory(), Timings()
-    async with recording(run):
+    async with recording(run.store):
         for iteration in range(1, config.run.iterations + 1):
             begun = time.perf_counter()
             plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration))

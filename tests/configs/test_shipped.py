@@ -1,9 +1,11 @@
+import json
 from pathlib import Path
 
 import pytest
 
 import configs
 from configs.loader import read_config
+from configs.rewards_file import read_rewards_file
 from configs.schema import PictureRolloutSection, RunConfig
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.geometry import token_grids
@@ -11,12 +13,15 @@ from grpo_core.policies.glm_image.memory import estimate_memory
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
 from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
+from grpo_core.rewards.reading.quoted_text import quoted_texts
+from grpo_core.rewards.registry import build_reward
 
 ROOT = Path(configs.__file__).parent.parent
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 GIGABYTE = 10**9
 # The file and the memory of the GPU that it is for, in bytes.
-GPUS = {"glm_image_80gb": 80 * GIGABYTE, "glm_image_141gb": 141 * GIGABYTE}
+GPUS = {"glm_image_80gb": 80 * GIGABYTE, "glm_image_mix": 80 * GIGABYTE, "glm_image_141gb": 141 * GIGABYTE}
+MIX = {"lpips": 0.4, "ssim": 0.2, "text_accuracy": 0.3, "aesthetic": 0.1}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -29,6 +34,24 @@ def test_a_shipped_file_is_whole(path: Path) -> None:
     assert rows % minibatch == 0
     assert minibatch % config.update.micro_batch_size == 0
     assert config.rollout.prompts_per_iteration % config.rollout.prompts_per_batch == 0
+
+
+def test_the_mix_is_the_same_for_a_run_and_for_a_rescoring() -> None:
+    run = read_config(ROOT / "configs" / "glm_image_mix.yaml").rewards
+    file = read_rewards_file(ROOT / "configs" / "rewards" / "mix.yaml", "FILE").rewards
+    for rewards in (run, file):
+        assert {section.label: section.weight for section in rewards} == MIX
+    for one, other in zip(run, file, strict=True):
+        for section in (one, other):
+            build_reward(section.reward, section.settings)
+        assert {**one.settings, "device": "cpu"} == {**other.settings, "device": "cpu"}
+
+
+def test_every_prompt_of_the_signs_quotes_the_text_beside_it() -> None:
+    for name in ("signs_train", "signs_heldout"):
+        lines = (ROOT / "data" / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [quoted_texts(row["prompt"]) for row in rows] == [(row["text"],) for row in rows]
 
 
 def test_every_file_of_a_gpu_is_there() -> None:

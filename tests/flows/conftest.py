@@ -3,11 +3,12 @@
 import asyncio
 import contextvars
 import gc
+import itertools
 import json
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Start:
 
     Attributes:
         summary: what it told.
-        stages: the stages that were done, in order; those taken from the cache are not among them.
+        stages: the stages that were done, in order; those taken from the cache are not among them, and those that score
+            the same samples side by side stand by name.
     """
 
     summary: TrainSummary
@@ -62,6 +64,12 @@ class Heard:
 
     def announce(self, line: str) -> None:
         self.lines.append(line)
+
+
+def by_name(stages: Sequence[str]) -> tuple[str, ...]:
+    """The stages in order, neighbours that score the same samples by name."""
+    runs = itertools.groupby(stages, lambda stage: stage.partition(": score ")[0])
+    return tuple(stage for _, side_by_side in runs for stage in sorted(side_by_side))
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class Runs:
             listen(heard)
             return asyncio.run(train(config))
 
-        return Start(contextvars.copy_context().run(body), tuple(heard.stages))
+        return Start(contextvars.copy_context().run(body), by_name(heard.stages))
 
     def path(self, *parts: str, run: str = "run") -> Path:
         """A place in a run."""

@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import Runs
 
-STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
+STAGES = ("collect rollouts", "score answer", "compute advantages", "update policy")
 SMALL = {"rollout__prompts_per_iteration": 4, "rollout__prompts_per_batch": 4, "update__minibatch_size": None}
 
 
@@ -91,7 +91,7 @@ def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:
         groups = advantages.unique("group_id")["dataset"].value_counts().rows()
         assert dict(groups) == {"similar": 3, "exact": 1}
         for name, other in (("answer", "exact"), ("exact", "similar")):
-            scores = pl.read_parquet(folder / "rewards" / f"{name}.parquet").join(
+            scores = pl.read_parquet(folder / "rewards" / name / "scores.parquet").join(
                 advantages.select("sample_id", "dataset", "reward"), on="sample_id"
             )
             mine = scores.filter(pl.col("dataset") != other)

@@ -100,12 +100,18 @@ class TestTargets:
         messages = refused(tmp_path, f"data.targets={folder}", "data.target_column=null")
         only(messages, "data.targets", "2 pictures", "exactly one a prompt")
 
+    def test_another_aspect_ratio_than_the_pictures(self, tmp_path: Path) -> None:
+        data, heldout = refused(tmp_path, "rollout.height=32")
+        for message, place in ((data, "data.targets"), (heldout, "evaluate.targets")):
+            only([message], place, "64x64", "64x32")
+
 
 class TestSettings:
     @pytest.mark.parametrize(
         ("override", "place", "value", "mend"),
         [
-            ("rollout.height=60", "rollout.", "60", "8"),
+            # Near enough to the targets' aspect ratio, which would be told too.
+            ("rollout.height=63", "rollout.", "63", "8"),
             ("rollout.group_size=1", "rollout.group_size", "1", "greater than or equal to 2"),
             ("policy.model=data/models/missing", "policy.model", "data/models/missing", "no such folder"),
             ("policy.model=data", "policy.model", "data", "folder"),
@@ -155,7 +161,7 @@ class TestSettings:
         shutil.copytree(REPOSITORY / "data" / "models" / "tiny-glm-image", snapshot)
         (snapshot.parents[1] / "refs").mkdir()
         (snapshot.parents[1] / "refs" / "main").write_text("abc")
-        only(refused(tmp_path, "policy.model=someone/model", "rollout.height=60"), "rollout.", "60", "8")
+        only(refused(tmp_path, "policy.model=someone/model", "rollout.height=63"), "rollout.", "63", "8")
 
     def test_lpips_without_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCH_HOME", str(tmp_path / "no-weights"))

@@ -48,7 +48,9 @@ def test_json_is_the_last_line_alone_on_stdout(tmp_path: Path) -> None:
 def test_the_names_are_those_of_a_training_summary() -> None:
     from flows.summary import TrainSummary
 
-    assert set(TrainSummary.model_fields) - {"contact_sheet", "heldout_texts"} <= set(InspectSummary.model_fields)
+    # What a start wrote, and what its watch told, which an inspection has among its warnings.
+    of_a_start = {"contact_sheet", "heldout_texts", "watch", "hacking", "stopped_early"}
+    assert set(TrainSummary.model_fields) - of_a_start <= set(InspectSummary.model_fields)
 
 
 def test_a_name_under_the_root_and_a_path_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +120,30 @@ def test_inspecting_changes_nothing_even_when_files_are_damaged(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "runs"}
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_the_watch_told_last_is_a_warning(tmp_path: Path, stopped: bool) -> None:
+    maker = whole_run(tmp_path)
+    told = {"version": 2, "signs": ["jpeg fell", "words fell"], "stopped": stopped}
+    maker.store.write_file("watch.json", json.dumps(told).encode())
+    code, out, err = invoke("made", "--root", str(tmp_path), "--json")
+    assert code == 0
+    first, second = json.loads(out)["warnings"]
+    assert first.startswith("watch, policy 2: jpeg fell")
+    assert second.startswith("watch, policy 2: words fell")
+    assert ("the run was stopped" in first) == stopped
+    assert "words fell" in err
+    maker.store.write_file("watch.json", json.dumps({**told, "signs": []}).encode())
+    assert inspect_run("made", root=str(tmp_path)).warnings == ()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"version": 2}', b'{"signs": ["x"]}'])
+def test_a_damaged_word_of_the_watch_is_told(tmp_path: Path, content: bytes) -> None:
+    maker = whole_run(tmp_path)
+    maker.store.write_file("watch.json", content)
+    (warning,) = inspect_run("made", root=str(tmp_path)).warnings
+    assert warning.startswith("watch.json: it is damaged")
+
+
 def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     whole_run(tmp_path)
     page = tmp_path / "page.html"
@@ -128,7 +154,7 @@ def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
 
 def test_the_terminal_shows_curves_pictures_and_figures(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
-    maker.store.set_aside(["iteration_000001/rewards"], reason="ssim.parquet has another sha256")
+    maker.store.set_aside(["iteration_000001/rewards/ssim"], reason="scores.parquet has another sha256")
     text = shown(tmp_path)
     for said in (
         "finished: 2 iterations",
@@ -138,7 +164,7 @@ def test_the_terminal_shows_curves_pictures_and_figures(tmp_path: Path) -> None:
         "reward 1.000, advantage +1.00",
         "log-prob -0.8 over 2 tokens",
         "KL to the reference",
-        "ssim.parquet has another sha256",
+        "scores.parquet has another sha256",
         "iterations: 2",
     ):
         assert said in text

@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL
 from .conftest import REPOSITORY, TINY, Runs, Start
 
 Compare = Callable[[Runs, Start], None]
-STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
+STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
 
 # The command line itself, with a listener in the place of the progress bars.
 PROGRAM = """
@@ -97,7 +97,8 @@ def test_command_killed_in_each_stage_and_started_again(
 ) -> None:
     child = grpo_train(empty, kill_in=f"iteration 2: {stage}", home=tmp_path / "home", server=None)
     assert child.returncode == -signal.SIGKILL, child.stderr
-    assert len(left_behind(empty)) == 1
+    # Beside a reward that is scored, another may be.
+    assert len(left_behind(empty)) in ((1, 2) if stage.startswith("score ") else (1,))
     again = grpo_train(empty, kill_in="", home=tmp_path / "home", server=None)
     assert again.returncode == 0, again.stderr
     assert left_behind(empty) == []

@@ -170,7 +170,8 @@ class TestAdvantages:
                 "metrics.parquet",
             }
             scores = [
-                pl.read_parquet(finished.path(place, "rewards", f"{n}.parquet"))["value"] for n in ("ssim", "psnr")
+                pl.read_parquet(finished.path(place, "rewards", name, "scores.parquet"))["value"]
+                for name in ("ssim", "psnr")
             ]
             mixed = [0.5 * ssim - 3.0 * psnr for ssim, psnr in zip(*scores, strict=True)]
             assert advantages(finished, iteration)["reward"].to_list() == pytest.approx(mixed, rel=1e-6)

@@ -36,6 +36,9 @@ def summary(**changes: Any) -> TrainSummary:
         "folder": "/elsewhere/r",
         "contact_sheet": None,
         "heldout_texts": None,
+        "watch": None,
+        "hacking": [],
+        "stopped_early": False,
         "set_aside": [],
     }
     return TrainSummary(**known | changes)
@@ -59,13 +62,25 @@ def test_a_summary_tells_rewards_times_and_where_to_look(screen: io.StringIO) ->
 
 @pytest.mark.parametrize(
     ("field", "label"),
-    [("contact_sheet", "pictures before and after"), ("heldout_texts", "completions before and after")],
+    [
+        ("contact_sheet", "pictures before and after"),
+        ("heldout_texts", "completions before and after"),
+        ("watch", "reward beside its guardrails"),
+    ],
 )
 def test_what_was_kept_of_the_heldout_prompts_is_named(screen: io.StringIO, field: str, label: str) -> None:
+    show_summary(summary())
+    assert label not in screen.getvalue()
     show_summary(summary(**{field: "/elsewhere/r/kept"}))
-    (line,) = [line for line in screen.getvalue().splitlines() if "before and after" in line]
-    assert label in line
+    (line,) = [line for line in screen.getvalue().splitlines() if label in line]
     assert "/elsewhere/r/kept" in line
+
+
+@pytest.mark.parametrize(("stopped", "label"), [(False, "watch"), (True, "stopped by the watch")])
+def test_what_the_watch_saw_is_told(screen: io.StringIO, stopped: bool, label: str) -> None:
+    show_summary(summary(hacking=["jpeg [b] fell"], stopped_early=stopped))
+    (line,) = [line for line in screen.getvalue().splitlines() if "jpeg [b] fell" in line]
+    assert line.split("jpeg")[0].strip(" │") == label
 
 
 def test_a_place_below_is_shortened(screen: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

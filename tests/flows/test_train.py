@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_HOME, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line import application
-from grpo_core.errors import NonFiniteError
+from grpo_core.errors import FailedSamplesError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.rewards.likeness.ssim import SsimReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
@@ -25,8 +25,9 @@ from tasks import models
 
 from .conftest import REPOSITORY, TINY, Runs, Start
 
-STAGES = ("collect rollouts", "score rewards", "compute advantages", "update policy")
-ALL = tuple(f"iteration {iteration}: {stage}" for iteration in (1, 2) for stage in STAGES)
+STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
+FIRST, SECOND = (tuple(f"iteration {iteration}: {stage}" for stage in STAGES) for iteration in (1, 2))
+ALL = FIRST + SECOND
 Compare = Callable[[Runs, Start], None]
 
 
@@ -44,16 +45,16 @@ class TestUndisturbed:
         folder = undisturbed[0].path("iteration_000002")
         names = [
             pl.read_parquet(sorted((folder / table).glob(pattern)))["sample_id"].to_list()
-            for table, pattern in (("rollouts", "*"), ("rewards", "ssim*"), ("rewards", "psnr*"), ("advantages", "*"))
+            for table, pattern in (("rollouts", "*"), ("rewards", "ssim/*"), ("rewards", "psnr/*"), ("advantages", "*"))
         ]
         assert names == [[f"i000002.p{p:04d}.s{s:02d}" for p in range(2) for s in range(2)]] * 4
 
     def test_another_process_history_gives_the_same_run(self, empty: Runs, final: Compare) -> None:
         # The model is loaded again and the first start stops after one iteration.
         models._held = None
-        assert empty.start(run__iterations=1).stages == ALL[:4]
+        assert empty.start(run__iterations=1).stages == FIRST
         again = empty.start()
-        assert again.stages == ALL[4:]
+        assert again.stages == SECOND
         final(empty, again)
 
     def test_no_file_names_the_machine(self, server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,8 @@ class TestPrefect:
         names = _task_runs("watched")
         assert names == {
             "iteration 1: collect rollouts": "Cached",
-            "iteration 1: score rewards": "Cached",
+            "iteration 1: score ssim": "Cached",
+            "iteration 1: score psnr": "Cached",
             "iteration 1: compute advantages": "Cached",
             "iteration 1: update policy": "Completed",
         }
@@ -106,7 +108,7 @@ def _task_runs(run: str) -> dict[str, str | None]:
         for _ in range(100):
             found = client.read_task_runs(flow_run_filter=filtered)
             states = {task.name: task.state_name for task in found}
-            if len(states) == 4 and set(states.values()) <= {"Cached", "Completed"}:
+            if len(states) == len(STAGES) and set(states.values()) <= {"Cached", "Completed"}:
                 return states
             time.sleep(0.2)
     return states
@@ -131,7 +133,7 @@ class TestReuse:
 
     def test_learning_rate_changed_and_changed_back(self, finished: Runs, final: Compare) -> None:
         changed = finished.start(update__learning_rate=1e-3)
-        assert changed.stages == ("iteration 1: update policy", *ALL[4:])
+        assert changed.stages == ("iteration 1: update policy", *SECOND)
         assert [reason for reason in finished.reasons() if "update.learning_rate 0.002 -> 0.001" in reason]
         assert len(finished.reasons()) == 1
         aside = next(finished.path("set_aside").iterdir())
@@ -150,11 +152,11 @@ class TestReuse:
 
     @pytest.mark.parametrize("change", [{"rollout__temperature": 0.9}, {"rollout__group_size": 3}, {"run__seed": 1}])
     def test_what_determines_the_rollouts_changes_everything(self, finished: Runs, change: dict[str, object]) -> None:
-        assert finished.start(run__iterations=1, **change).stages == ALL[:4]
+        assert finished.start(run__iterations=1, **change).stages == FIRST
 
     def test_weights_of_the_mix_leave_rollouts_and_scores(self, finished: Runs) -> None:
         changed = finished.start(run__iterations=1, **{"rewards.0.weight": 0.9})
-        assert changed.stages == ALL[2:4]
+        assert changed.stages == FIRST[3:]
 
     def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
         held_out = {"evaluate__prompts": "data/prompts/shapes_heldout.jsonl", "evaluate__targets": "data/targets"}
@@ -165,7 +167,7 @@ class TestReuse:
             evaluate__samples_per_prompt=2,
             placement__device="cpu",
         )
-        assert changed.stages == tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:3])
+        assert changed.stages == tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
         assert changed.summary.policy_digest == finished.start().summary.policy_digest
         assert finished.reasons() == []
 
@@ -178,9 +180,10 @@ class TestReuse:
 
 FILES = {
     "rollouts": "iteration_000001/rollouts/part-00000.parquet",
-    "rewards": "iteration_000002/rewards/ssim.parquet",
+    "rewards": "iteration_000002/rewards/ssim/scores.parquet",
     "advantages": "iteration_000001/advantages/advantages.parquet",
     "manifest": "iteration_000002/rollouts.manifest.json",
+    "reward manifest": "iteration_000001/rewards/psnr.manifest.json",
     "adapter": "policies/000001/adapter_model.safetensors",
     "optimizer": "policies/000001/optimizer.safetensors",
     "state": "policies/000002/training_state.json",
@@ -188,15 +191,16 @@ FILES = {
     "policy manifest": "policies/000001.manifest.json",
 }
 STAGE_OF = {
-    "rollouts": ALL[0],
-    "rewards": ALL[5],
-    "advantages": ALL[2],
-    "manifest": ALL[4],
-    "adapter": ALL[3],
-    "optimizer": ALL[3],
-    "state": ALL[7],
-    "steps": ALL[3],
-    "policy manifest": ALL[3],
+    "rollouts": FIRST[0],
+    "rewards": SECOND[2],
+    "advantages": FIRST[3],
+    "manifest": SECOND[0],
+    "reward manifest": FIRST[1],
+    "adapter": FIRST[4],
+    "optimizer": FIRST[4],
+    "state": SECOND[4],
+    "steps": FIRST[4],
+    "policy manifest": FIRST[4],
 }
 
 
@@ -228,9 +232,9 @@ class TestDamage:
         truncate(finished.path(FILES["optimizer"]))
         shutil.rmtree(finished.path("policies/000002"))
         again = finished.start()
-        assert again.stages == (ALL[0], ALL[3], ALL[4], ALL[5], ALL[7])
+        assert again.stages == (FIRST[0], FIRST[4], SECOND[0], SECOND[2], SECOND[4])
         reasons = finished.reasons()
-        for name in ("part-00000.parquet is missing", "rollouts.manifest.json is missing", "ssim.parquet has sha256"):
+        for name in ("part-00000.parquet is missing", "rollouts.manifest.json is missing", "scores.parquet has sha256"):
             assert [name in reason for reason in reasons].count(True) == 1
         final(finished, again)
 
@@ -248,7 +252,7 @@ class TestDamage:
         finished.path("set_aside", "0001-000000").mkdir(parents=True)
         finished.path("config.yaml").rename(finished.path("set_aside", "0001-000000", "config.yaml"))
         changed = finished.start(update__learning_rate=1e-3, run__iterations=1)
-        assert changed.stages == (ALL[3],)
+        assert changed.stages == (FIRST[4],)
         assert not finished.path("iteration_000002").exists()
 
     def test_flipped_record_is_set_aside_by_name(self, finished: Runs, final: Compare) -> None:
@@ -259,7 +263,7 @@ class TestDamage:
         for path in records:
             flip(path)
         again = finished.start()
-        assert again.stages == (ALL[3], ALL[7])
+        assert again.stages == (FIRST[4], SECOND[4])
         assert [reason.startswith("update-policy-") for reason in finished.reasons()][:1] == [True]
         final(finished, again)
         assert finished.start().stages == ()
@@ -290,7 +294,7 @@ class TestFailure:
         monkeypatch.undo()
         monkeypatch.chdir(REPOSITORY)
         again = empty.start()
-        assert again.stages == ALL[3:]
+        assert again.stages == (FIRST[4], *SECOND)
         final(empty, again)
 
     def test_nan_of_a_reward_names_the_samples(self, finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +302,13 @@ class TestFailure:
             return [Score(float("nan") if name.endswith("s01") else 0.5, 0.5) for name in batch.sample_ids]
 
         monkeypatch.setattr(SsimReward, "score", broken)
-        with pytest.raises(NonFiniteError, match=r"i000003\.p0000\.s01, i000003\.p0001\.s01"):
+        with pytest.raises(FailedSamplesError, match=r"i000003\.p0000\.s01: .*; i000003\.p0001\.s01: "):
             finished.start(run__iterations=3)
         monkeypatch.undo()
         monkeypatch.chdir(REPOSITORY)
+        assert finished.path("iteration_000003", "rewards", "psnr.manifest.json").is_file()
         again = finished.start(run__iterations=3)
-        assert again.stages == tuple(f"iteration 3: {stage}" for stage in STAGES[1:])
+        assert again.stages == tuple(f"iteration 3: {stage}" for stage in STAGES[2:])
 
     def test_full_disk_stops_the_run_and_room_lets_it_go_on(
         self, undisturbed: tuple[Runs, Start], small_disk: Path, final: Compare
@@ -324,8 +329,8 @@ class TestFailure:
         assert before.items() <= runs.tables().items()
         filler.unlink()
         again = runs.start()
-        assert ALL[0] not in again.stages
-        assert ALL[3] not in again.stages
+        assert FIRST[0] not in again.stages
+        assert FIRST[4] not in again.stages
         final(runs, again)
 
 

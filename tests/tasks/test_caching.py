@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema import AdvantagesSection, LoraSection, PlacementSection, PolicySection, RewardSection
+from configs.reward_sections import RewardSection
+from configs.schema import AdvantagesSection, LoraSection, PlacementSection, PolicySection
 from configs.schema import PictureRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
 from tasks import caching
@@ -12,10 +13,11 @@ from tasks.caching import StageKey, code_digest
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import compute_advantages_task
 from tasks.curriculum import DrawnPrompt
+from tasks.draws import Draw
 from tasks.models import ModelSpec
 from tasks.plan import plan_draw
 from tasks.prompts import Prompt
-from tasks.score_rewards import score_rewards_task
+from tasks.score_reward import score_reward_task
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.update_policy import update_policy_task
 
@@ -40,6 +42,12 @@ def model(**changes: Any) -> ModelSpec:
     return ModelSpec.model_validate({**values, "reference": "device", **changes})
 
 
+def draw(rollouts: str, scores: str) -> Draw:
+    return Draw(artifact(rollouts), dict.fromkeys(("ssim", "psnr"), artifact(scores)))
+
+
+RUNNING = (RewardSection(reward="ssim", normalize="running"), RewardSection(reward="psnr"))
+MOMENTS = {"running/ssim/count": 4.0, "running/ssim/mean": 0.5, "running/ssim/squares": 0.1}
 POLICY = PolicyRef(version=1, digest="p", checkpoint=artifact("c"))
 INPUTS: dict[str, dict[str, Any]] = {
     "rollouts": {
@@ -52,17 +60,19 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "rewards": {
         "rollouts": artifact(),
-        "rewards": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
-        "folder": "iteration_000001",
+        "section": RewardSection(reward="psnr"),
+        "folder": "iteration_000001/rewards",
         "title": "iteration 1",
         "placement": PlacementSection(),
+        "earlier": (),
     },
     "advantages": {
-        "draws": ((artifact("r"), artifact("s")),),
+        "draws": (draw("r", "s"),),
         "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
         "advantages": AdvantagesSection(),
         "folder": "iteration_000001",
         "title": "iteration 1",
+        "earlier": None,
     },
     "update": {
         "policy": POLICY,
@@ -78,7 +88,7 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 TASKS = {
     "rollouts": collect_rollouts_task,
-    "rewards": score_rewards_task,
+    "rewards": score_reward_task,
     "advantages": compute_advantages_task,
     "update": update_policy_task,
 }
@@ -112,16 +122,21 @@ DETERMINING = [
     ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
     ("rewards", {"rollouts": artifact("other")}),
-    ("rewards", {"rewards": (RewardSection(reward="ssim"),)}),
-    ("rewards", {"rewards": (RewardSection(reward="ssim", datasets=("a",)), RewardSection(reward="psnr"))}),
-    ("rewards", {"rewards": (RewardSection(reward="ssim", name="mine"), RewardSection(reward="psnr"))}),
-    (
-        "rewards",
-        {"rewards": (RewardSection(reward="ssim"), RewardSection(reward="psnr", settings={"full_scale_db": 40.0}))},
-    ),
-    ("advantages", {"draws": ((artifact("other"), artifact("s")),)}),
-    ("advantages", {"draws": ((artifact("r"), artifact("other")),)}),
-    ("advantages", {"draws": ((artifact("r"), artifact("s")), (artifact("r2"), artifact("s2")))}),
+    ("rewards", {"section": RewardSection(reward="ssim")}),
+    ("rewards", {"section": RewardSection(reward="psnr", datasets=("a",))}),
+    ("rewards", {"section": RewardSection(reward="psnr", where={"kind": ("sign",)})}),
+    ("rewards", {"section": RewardSection(reward="psnr", name="mine")}),
+    ("rewards", {"section": RewardSection(reward="psnr", settings={"full_scale_db": 40.0})}),
+    ("rewards", {"folder": "rescored/other/iteration_000001/rewards"}),
+    ("advantages", {"draws": (draw("other", "s"),)}),
+    ("advantages", {"draws": (draw("r", "other"),)}),
+    ("advantages", {"draws": (draw("r", "s"), draw("r2", "s2"))}),
+    ("advantages", {"folder": "rescored/other/iteration_000001"}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", clamp=(0.0, 0.5)), RewardSection(reward="psnr"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", normalize="group"), RewardSection(reward="psnr"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr", role="gate"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr", where={"a": (1,)}))}),
+    ("advantages", {"mix": RUNNING, "earlier": artifact("e", metrics=MOMENTS)}),
     ("advantages", {"mix": (RewardSection(reward="ssim", datasets=("a",)), RewardSection(reward="psnr"))}),
     ("advantages", {"mix": (RewardSection(reward="ssim", weight=0.5), RewardSection(reward="psnr"))}),
     ("advantages", {"advantages": AdvantagesSection(scale="none")}),
@@ -143,8 +158,12 @@ WITHOUT_EFFECT = [
     ("rollouts", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
     ("rewards", {"rollouts": artifact(uri="other/x/y", sha256="t", seconds=9.0)}),
     ("rewards", {"placement": PlacementSection(torch_threads=2)}),
-    ("rewards", {"rewards": (RewardSection(reward="ssim", weight=0.1), RewardSection(reward="psnr"))}),
-    ("advantages", {"draws": ((artifact("r"), artifact("s", uri="other/x/y", seconds=9.0)),)}),
+    ("rewards", {"section": RewardSection(reward="psnr", weight=0.1, role="gate", clamp=(0.0, 1.0))}),
+    ("rewards", {"section": RewardSection(reward="psnr", processes=2, batch_size=7, max_failures=0.5)}),
+    ("rewards", {"earlier": (artifact("s"),)}),
+    ("advantages", {"draws": (Draw(artifact("r"), dict.fromkeys(("ssim", "psnr"), artifact("s", uri="o/x/y"))),)}),
+    # What is not normalised by it does not depend on what came before.
+    ("advantages", {"earlier": artifact("e", metrics=MOMENTS)}),
     ("rollouts", {"policy": POLICY.model_copy(update={"reference_digest": "unread"})}),
     ("update", {"placement": PlacementSection(processes=2)}),
     ("update", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
@@ -167,7 +186,7 @@ def test_what_does_not_leaves_the_key(stage: str, change: dict[str, object]) -> 
 def test_keys_are_the_stage_and_a_sha256() -> None:
     assert {name: key(name).rsplit("-", 1)[0] for name in TASKS} == {
         "rollouts": "collect-rollouts",
-        "rewards": "score-rewards",
+        "rewards": "score-reward",
         "advantages": "compute-advantages",
         "update": "update-policy",
     }

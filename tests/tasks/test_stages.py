@@ -1,5 +1,6 @@
 """The stages as plain functions over one run's folder: done twice they write the same bytes, and they refuse damage."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import polars as pl
 import pytest
-from grpo_core.rewards.jpeg import JpegReward
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
 
 from configs.core_settings import update_settings
+from configs.reward_sections import RewardSection
 from configs.schema import (
     AdvantagesSection,
     LoraSection,
@@ -19,21 +23,23 @@ from configs.schema import (
     PlacementSection,
     PolicySection,
     ReferenceSection,
-    RewardSection,
     UpdateSection,
 )
-from grpo_core.errors import NonFiniteError
+from grpo_core.errors import FailedSamplesError, InputError
+from grpo_core.rewards.looks.jpeg import JpegReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
 from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import Draw, compute_advantages_task
+from tasks.compute_advantages import compute_advantages_task
 from tasks.curriculum import DrawnPrompt
+from tasks.draws import SCORES_FILE, Draw
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan, plan_draw
 from tasks.prompts import Prompt
-from tasks.score_rewards import score_rewards_task
+from tasks.score_reward import score_reward_task
 from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore, use_store
+from tasks.targets import TargetReference
 from tasks.update_policy import update_policy_task
 from tests.tiny_policy import MODEL
 
@@ -52,11 +58,16 @@ def base() -> PolicyRef:
     return PolicyRef(version=0, digest=spec().digest)
 
 
-def plan(iteration: int = 1, draw: int = 1, datasets: tuple[str, str] = ("default", "default")) -> RolloutPlan:
+def plan(
+    iteration: int = 1,
+    draw: int = 1,
+    datasets: tuple[str, str] = ("default", "default"),
+    targets: tuple[TargetReference | None, TargetReference | None] = (None, None),
+) -> RolloutPlan:
     texts = ("a red circle", "a blue cross")
     prompts = [
-        DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), None)
-        for i, (dataset, text) in enumerate(zip(datasets, texts, strict=True))
+        DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
+        for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
     return plan_draw(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
 
@@ -67,12 +78,20 @@ def collect(
     return collect_rollouts_task.fn(policy, drawn, spec(), rollout, with_reference, PLACEMENT)
 
 
-def score(rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX) -> ArtifactRef:
-    return score_rewards_task.fn(rollouts, mix, folder, "iteration 1", PLACEMENT)
+def score(rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX) -> Draw:
+    scored = {
+        section.label: score_reward_task.fn(rollouts, section, f"{folder}/rewards", "iteration 1", PLACEMENT)
+        for section in mix
+    }
+    return Draw(rollouts, scored)
 
 
-def compare(rollouts: ArtifactRef, rewards: ArtifactRef, **settings: Any) -> ArtifactRef:
-    return compare_draws(((rollouts, rewards),), **settings)
+def compare(draw: Draw, **settings: Any) -> ArtifactRef:
+    return compare_draws((draw,), **settings)
+
+
+def scores_of(store: ArtifactStore, draw: Draw, label: str = "jpeg") -> pl.DataFrame:
+    return pl.read_parquet(store.local_files(draw.rewards[label]) / SCORES_FILE)
 
 
 def compare_draws(
@@ -113,11 +132,11 @@ def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
     first, second = [], []
     for results in (first, second):
         rollouts = collect(base(), plan())
-        rewards = score(rollouts)
-        advantages = compare(rollouts, rewards)
+        draw = score(rollouts)
+        advantages = compare(draw)
         policy = update(base(), rollouts, advantages)
         assert policy.checkpoint is not None
-        results += [rollouts, rewards, advantages, policy.checkpoint]
+        results += [rollouts, draw.rewards["jpeg"], advantages, policy.checkpoint]
         # Between the two, the weights held are those of version 1, and other rollouts have been drawn.
         collect(policy, plan(2))
         results += [policy, content(store, rollouts), content(store, advantages), content(store, policy.checkpoint)]
@@ -149,9 +168,9 @@ def test_rows_say_how_they_were_drawn(store: ArtifactStore) -> None:
 
 def test_advantages_are_the_definition_over_the_stored_rewards(store: ArtifactStore) -> None:
     rollouts = collect(base(), plan())
-    rewards = score(rollouts)
-    scores = pl.read_parquet(store.local_files(rewards) / "jpeg.parquet")
-    table = pl.read_parquet(store.local_files(compare(rollouts, rewards)) / "advantages.parquet")
+    draw = score(rollouts)
+    scores = scores_of(store, draw)
+    table = pl.read_parquet(store.local_files(compare(draw)) / "advantages.parquet")
     assert table["reward"].to_list() == scores["value"].to_list()
     for (_,), group in table.group_by("group_id"):
         a, b = group["reward"].to_list()
@@ -175,12 +194,12 @@ def test_damaged_input_is_refused_by_name_and_set_aside(store: ArtifactStore, da
     ):
         score(rollouts)
     assert store.find(rollouts.folder) is None
-    assert store.find("iteration_000001/rewards") is None
+    assert store.find("iteration_000001/rewards/jpeg") is None
 
 
 def test_rollouts_of_another_policy_are_refused(store: ArtifactStore) -> None:
     rollouts = collect(base(), plan())
-    advantages = compare(rollouts, score(rollouts))
+    advantages = compare(score(rollouts))
     other = PolicyRef(version=1, digest="e" * 64)
     with pytest.raises(ValueError, match=r"sampled by policy .* not by version 1"):
         update(other, rollouts, advantages)
@@ -194,21 +213,63 @@ def scoring(values: Callable[[str], float | None]) -> Callable[[JpegReward, Scor
     return score
 
 
+def test_a_picture_that_the_policy_left_broken_is_floored(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By every reward that applies to it; the first prompt has a target to compare with, the second none."""
+    whole = table_of(store, collect(base(), plan()))
+    content = whole["image"][0]["bytes"]
+    (tmp_path / "target.png").write_bytes(content)
+    target = TargetReference(str(tmp_path / "target.png"), hashlib.sha256(content).hexdigest())
+    real = AutoencoderKL.decode
+
+    def without_a_corner(self: AutoencoderKL, *arguments: Any, **options: Any) -> tuple[Tensor]:
+        (pixels,) = real(self, *arguments, **options)
+        pixels[1, :, :16, :8] = torch.nan
+        return (pixels,)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", without_a_corner)
+    rollouts = collect(base(), plan(targets=(target, None)))
+    rows = table_of(store, rollouts)
+    reason = "12.5% of the pixels are no numbers"
+    assert rows["defect"].to_list() == [None, reason] * 2
+    assert whole["defect"].to_list() == [None] * 4
+    assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]
+    mix = (*MIX, RewardSection(reward="ssim"))
+    draw = score(rollouts, mix=mix)
+    jpeg, ssim = (scores_of(store, draw, label) for label in ("jpeg", "ssim"))
+    for scores, applies in ((jpeg, (0, 1, 2, 3)), (ssim, (0, 1))):
+        for row, scored in enumerate(scores.iter_rows(named=True)):
+            assert scored["failure"] is None
+            if row not in applies:
+                assert (scored["value"], scored["raw"]) == (None, None)
+            elif row % 2:
+                assert (scored["value"], scored["raw"]) == (0.0, None)
+            else:
+                assert scored["value"] > 0
+    assert draw.rewards["jpeg"].metrics["rewards/jpeg/null"] == 0.0
+    assert draw.rewards["ssim"].metrics["rewards/ssim/null"] == 2.0
+    advantages = table_of(store, compare_draws((draw,), mix=mix))["advantage"].to_list()
+    assert min(advantages[::2]) > 0 > max(advantages[1::2])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_reward_that_is_not_finite_names_its_samples(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     rollouts = collect(base(), plan())
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: value if name.endswith("p0001.s01") else 0.5))
-    with pytest.raises(NonFiniteError, match=r"reward jpeg .* 1 sample\(s\): i000001\.p0001\.s01"):
+    with pytest.raises(
+        FailedSamplesError, match=r"reward jpeg: 1 of 4 samples .* \(i000001\.p0001\.s01: .*not a finite"
+    ):
         score(rollouts)
-    assert store.find("iteration_000001/rewards") is None
+    assert store.find("iteration_000001/rewards/jpeg") is None
 
 
 def test_reward_that_gives_too_few_scores_is_refused(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = collect(base(), plan())
     monkeypatch.setattr(JpegReward, "score", lambda self, batch: [Score(0.5, 0.5)])
-    with pytest.raises(ValueError, match="reward jpeg gave 1 scores for 4 samples"):
+    with pytest.raises(InputError, match=r"reward jpeg: got '1 scores'\. It got 4 samples"):
         score(rollouts)
 
 
@@ -218,14 +279,14 @@ def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
     rollouts = collect(base(), plan())
     by_name = {"i000001.p0000.s00": 1.0, "i000001.p0000.s01": 0.0}
     monkeypatch.setattr(JpegReward, "score", scoring(by_name.get))
-    advantages = compare(rollouts, score(rollouts))
+    advantages = compare(score(rollouts))
     table = pl.read_parquet(store.local_files(advantages) / "advantages.parquet")
     assert [value is None for value in table["advantage"]] == [False, False, True, True]
     policy = update(base(), rollouts, advantages)
     assert policy.checkpoint is not None
     assert policy.checkpoint.rows == 2
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
-    nothing = compare(rollouts, score(rollouts))
+    nothing = compare(score(rollouts))
     with pytest.raises(ValueError, match="every reward of every sample is null"):
         update(base(), rollouts, nothing)
     assert store.find("policies/000001") == policy.checkpoint
@@ -266,7 +327,7 @@ def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: Artifa
         for token, count in zip(row["token_ids"], row["support_counts"], strict=True):
             assert token in row["support_ids"][start : start + count]
             start += count
-    policy = update(base(), rollouts, compare(rollouts, score(rollouts)))
+    policy = update(base(), rollouts, compare(score(rollouts)))
     assert policy.checkpoint is not None
     assert policy.checkpoint.metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
@@ -274,13 +335,13 @@ def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: Artifa
 def test_a_kl_in_the_reward_needs_the_reference_beside_the_rollouts(store: ArtifactStore) -> None:
     without = collect(base(), plan())
     with pytest.raises(ValueError, match=r"advantages\.kl_coef needs the reference's log-probs"):
-        compare(without, score(without), kl_coef=0.5)
-    first = update(base(), without, compare(without, score(without)))
+        compare(score(without), kl_coef=0.5)
+    first = update(base(), without, compare(score(without)))
     rollouts = collect(first, plan(2), with_reference=True)
-    rewards = score(rollouts)
-    table = table_of(store, compare(rollouts, rewards, kl_coef=0.5))
+    draw = score(rollouts)
+    table = table_of(store, compare(draw, kl_coef=0.5))
     drawn = table_of(store, rollouts)
-    scores = pl.read_parquet(store.local_files(rewards) / "jpeg.parquet")["value"].to_list()
+    scores = scores_of(store, draw)["value"].to_list()
     for row, penalty, reward, value in zip(
         drawn.iter_rows(named=True), table["kl_penalty"], table["reward"], scores, strict=True
     ):
@@ -295,7 +356,7 @@ def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch
     """Before the first update the KL is zero to the bit, or groups without spread would train on its rounding."""
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
     rollouts = collect(base(), plan(), with_reference=True)
-    advantages = compare(rollouts, score(rollouts), kl_coef=0.5, constant_groups="drop")
+    advantages = compare(score(rollouts), kl_coef=0.5, constant_groups="drop")
     assert table_of(store, advantages)["kl_penalty"].to_list() == [0.0] * 4
     assert advantages.metrics["groups_dropped"] == 2.0
 
@@ -304,7 +365,7 @@ def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkey
     by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
     first, second = collect(base(), plan()), collect(base(), plan(draw=2))
-    draws = ((first, score(first)), (second, score(second, "iteration_000001/draw_02")))
+    draws = (score(first), score(second, "iteration_000001/draw_02"))
     dropped = compare_draws(draws, "iteration_000001/draw_02", constant_groups="redraw")
     assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
     table = table_of(store, dropped)
@@ -322,11 +383,11 @@ def test_where_every_group_is_dropped_the_policy_stays_as_it_is(
 ) -> None:
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
     rollouts = collect(base(), plan())
-    policy = update(base(), rollouts, compare(rollouts, score(rollouts), constant_groups="drop"))
+    policy = update(base(), rollouts, compare(score(rollouts), constant_groups="drop"))
     assert policy.checkpoint is not None
     assert (policy.version, policy.checkpoint.metrics["optimizer_steps"]) == (1, 0.0)
     following = collect(policy, plan(2))
-    assert update(policy, following, compare(following, score(following))).version == 2
+    assert update(policy, following, compare(score(following))).version == 2
 
 
 def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: ArtifactStore) -> None:
@@ -335,11 +396,11 @@ def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: Artif
         RewardSection(reward="jpeg", name="b", datasets=("signs",), weight=3.0),
     )
     rollouts = collect(base(), plan(datasets=("shapes", "signs")))
-    rewards = score(rollouts, mix=mix)
-    values = {label: pl.read_parquet(store.local_files(rewards) / f"{label}.parquet")["value"] for label in "ab"}
+    draw = score(rollouts, mix=mix)
+    values = {label: scores_of(store, draw, label)["value"] for label in "ab"}
     assert [value is None for value in values["a"]] == [False, False, True, True]
     assert [value is None for value in values["b"]] == [True, True, False, False]
-    advantages = compare_draws(((rollouts, rewards),), mix=mix)
+    advantages = compare_draws((draw,), mix=mix)
     expected = [*values["a"][:2], *(3.0 * value for value in values["b"][2:])]
     assert table_of(store, advantages)["reward"].to_list() == pytest.approx(expected)
     assert {"datasets/shapes/reward", "datasets/signs/reward"} <= set(advantages.metrics)
@@ -347,7 +408,7 @@ def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: Artif
 
 def test_rows_of_an_earlier_version_train_within_the_staleness(store: ArtifactStore) -> None:
     rollouts = collect(base(), plan())
-    advantages = compare(rollouts, score(rollouts))
+    advantages = compare(score(rollouts))
     first = update(base(), rollouts, advantages)
     corrected = UPDATE.model_copy(update={"mismatch": MismatchSection(mode="truncate")})
     second = update(first, rollouts, advantages, corrected, max_staleness=1)
@@ -363,7 +424,7 @@ def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore) -> N
     policy, versions = base(), []
     for iteration in (1, 2, 3):
         rollouts = collect(policy, plan(iteration))
-        policy = update(policy, rollouts, compare(rollouts, score(rollouts)), section)
+        policy = update(policy, rollouts, compare(score(rollouts)), section)
         versions.append(policy)
     assert [version.reference_digest is None for version in versions] == [True, False, False]
     assert versions[1].reference_digest == versions[1].digest

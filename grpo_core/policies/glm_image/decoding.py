@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from diffusers import GlmImagePipeline
-from jaxtyping import Bool, Int
+from diffusers.image_processor import VaeImageProcessor
+from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
 from grpo_core.policies.glm_image.geometry import TokenGrids
+from grpo_core.records import BrokenPicture
 from grpo_core.seeds import make_generator
 
 
@@ -40,7 +43,7 @@ def decode_group(
     noise_seeds: Sequence[int],
     num_inference_steps: int,
     guidance_scale: float,
-) -> list[Image.Image]:
+) -> list[Image.Image | BrokenPicture]:
     """Decode rows of ONE prompt.
 
     Glyph embeddings of different prompts are padded to one length and the padding is not masked, so a row of a
@@ -58,7 +61,7 @@ def decode_group(
     """
     # One generator object a row: an object passed twice would go on where the first row left it.
     generators = [make_generator(seed) for seed in noise_seeds]
-    images: list[Image.Image] = pipeline(
+    levels = pipeline(
         [prompt] * len(noise_seeds),
         height=height,
         width=width,
@@ -66,5 +69,16 @@ def decode_group(
         generator=generators,
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
+        output_type="np",
     ).images
-    return images
+    return [_picture(each) for each in levels]
+
+
+def _picture(levels: Float[np.ndarray, "height width 3"]) -> Image.Image | BrokenPicture:
+    """A picture from levels in [0, 1]; converted to 8 bits, NaN would become a level like any other."""
+    broken = ~np.isfinite(levels).all(-1)
+    image: Image.Image
+    (image,) = VaeImageProcessor.numpy_to_pil(np.where(broken[..., None], 0.0, levels)[None])
+    if not broken.any():
+        return image
+    return BrokenPicture(image, f"{broken.mean():.1%} of the pixels are no numbers")

@@ -18,7 +18,7 @@ from grpo_core.policies.glm_image.sampling import sample_tokens
 from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, autocast, train_model
-from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.records import BrokenPicture, SampledTokens, TokenBatch, TokenLogprobs
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
 LANGUAGE_MODEL_LINEARS = (
@@ -153,11 +153,11 @@ class GlmImagePolicy(TrainedPolicy):
         # A picture has as many tokens as its size says.
         return SampledTokens(tokens, logprobs.cpu(), finished=torch.ones(len(rows), dtype=torch.bool))
 
-    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
+    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenPicture]:
         """See Policy.render."""
         token_ids, loss_mask = self._padded(tokens.token_ids), self._padded(tokens.loss_mask)
         prior = large_grid_ids(token_ids, loss_mask, self.grids).to(self._device)
-        images: list[Image.Image | None] = [None] * len(tokens)
+        images: list[Image.Image | BrokenPicture | None] = [None] * len(tokens)
         for prompt in dict.fromkeys(tokens.prompts):
             siblings = [row for row, text in enumerate(tokens.prompts) if text == prompt]
             for start in range(0, len(siblings), self.settings.decode_batch_size):

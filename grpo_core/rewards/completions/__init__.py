@@ -1,1 +1,6 @@
-"""Rewards of texts: the answer beside the prompt, a format, a box."""
+"""Rewards of texts.
+
+- ``answer``: the answer that stands beside the prompt.
+- ``format``: the form that a completion must have.
+- ``box_iou``: boxes against those beside the prompt; ``boxes`` reads and matches them.
+"""

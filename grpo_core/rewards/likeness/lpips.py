@@ -5,7 +5,6 @@ Metric", equation 1, version 0.1. The linear heads come with the lpips package, 
 """
 
 import functools
-import re
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,26 +15,29 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float32
 from torch import Tensor, nn
-from torch.backends import cudnn
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.devices import check_device_setting, exact_inference, find_device_problem
 from grpo_core.rewards.likeness.pairs import clamp_unit, score_pairs
 from grpo_core.rewards.pictures import check_pair
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice
 from grpo_core.rewards.weights import (
     PublishedWeights,
+    WeightFile,
     check_digest_setting,
-    file_sha256,
+    check_source_setting,
     find_weights_problem,
     load_state_dict,
+    resolve_weights,
 )
 
 _PLACE = "rewards.lpips.weights"
 _DOWNLOADS = "https://download.pytorch.org/models"
+_KEPT = "torchvision keeps it in torch's hub/checkpoints folder"
 
 TRUNKS: Mapping[str, PublishedWeights] = {
-    net: PublishedWeights(file, "torchvision", f"{_DOWNLOADS}/{file}")
+    net: PublishedWeights(file, "torchvision", f"{_DOWNLOADS}/{file}", note=_KEPT)
     for net, file in (
         ("alex", "alexnet-owt-7be5be79.pth"),
         ("vgg", "vgg16-397923af.pth"),
@@ -53,7 +55,8 @@ class LpipsReward(Reward):
     """Value 1 - clip(LPIPS, 0, 1); raw the distance, 0 for identical pictures.
 
     Attributes:
-        weights: path of the trunk's state dict as torchvision publishes it (.pth or .safetensors).
+        weights: the trunk's state dict as torchvision publishes it (.pth or .safetensors): its path, or
+            ``hf://owner/repo/file`` for one on the Hugging Face Hub.
         weights_sha256: digest that the file must have, whole or its first 8 digits or more.
         net: the trunk: ``alex``, ``vgg`` or ``squeeze``.
         device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -70,11 +73,9 @@ class LpipsReward(Reward):
 
     def __post_init__(self) -> None:
         check_choice("rewards.lpips.net", self.net, tuple(TRUNKS))
-        if self.weights is not None and not isinstance(self.weights, str):
-            raise InputError(_PLACE, self.weights, f"Set the path of {TRUNKS[self.net].file}.")
+        check_source_setting(_PLACE, self.weights, TRUNKS[self.net])
         check_digest_setting("rewards.lpips.weights_sha256", self.weights_sha256)
-        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(self.device)):
-            raise InputError("rewards.lpips.device", self.device, "Set one of cpu, cuda, cuda:N.")
+        check_device_setting("rewards.lpips.device", self.device)
 
     @property
     def min_side(self) -> int:
@@ -87,19 +88,15 @@ class LpipsReward(Reward):
 
     def weight_digests(self) -> Mapping[str, str]:
         """The trunk's."""
-        return {"trunk": self._digest()}
+        return {"trunk": self._trunk().sha256}
 
     def preflight(self) -> Sequence[str]:
         """Missing or wrong weights, a device that is not there."""
-        problem = find_weights_problem(_PLACE, self.weights, self.weights_sha256, TRUNKS[self.net])
-        problems = [] if problem is None else [str(problem)]
-        if self.device.startswith("cuda"):
-            devices, index = torch.cuda.device_count(), torch.device(self.device).index or 0
-            if index >= devices:
-                problems.append(
-                    f"rewards.lpips.device: got {self.device!r}. PyTorch sees {devices} CUDA device(s); set cpu."
-                )
-        return problems
+        problems = (
+            find_weights_problem(_PLACE, self.weights, self.weights_sha256, TRUNKS[self.net]),
+            find_device_problem("rewards.lpips.device", self.device),
+        )
+        return [str(problem) for problem in problems if problem is not None]
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample; the first call of a process loads the weights.
@@ -109,18 +106,16 @@ class LpipsReward(Reward):
         """
         if all(target is None for target in batch.targets):
             return [NOT_APPLICABLE] * len(batch)
-        network = load_network(self.net, str(self.weights), self._digest(), self.device)
+        trunk = self._trunk()
+        network = load_network(self.net, trunk.path, trunk.sha256, self.device)
 
         def measure(pictures: Tensor, targets: Tensor) -> Tensor:
             return perceptual_distance(network, pictures.to(self.device), targets.to(self.device))
 
         return score_pairs(batch, measure, lambda d: 1.0 - clamp_unit(d), name=self.name, min_side=self.min_side)
 
-    def _digest(self) -> str:
-        problem = find_weights_problem(_PLACE, self.weights, self.weights_sha256, TRUNKS[self.net])
-        if problem is not None:
-            raise problem
-        return file_sha256(str(self.weights))
+    def _trunk(self) -> WeightFile:
+        return resolve_weights(_PLACE, self.weights, self.weights_sha256, TRUNKS[self.net])
 
 
 def perceptual_distance(
@@ -139,11 +134,7 @@ def perceptual_distance(
         ValueError: another dtype, shape or range.
     """
     check_pair(pictures, targets)
-    with (
-        # Flat patches have features near zero, which half precision divides into NaN; TF32 keeps 10 bits only.
-        torch.autocast(pictures.device.type, enabled=False),
-        cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-    ):
+    with exact_inference(str(pictures.device)):
         distance: Tensor = network(2.0 * pictures - 1.0, 2.0 * targets - 1.0)
     return distance.flatten()
 

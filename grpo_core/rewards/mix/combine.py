@@ -1,8 +1,8 @@
 """Several rewards of a sample become one; a missing reward is never a zero.
 
 A reward that is null for a sample says nothing about it. Counted as zero it would push a good sample to the bottom of
-its group. The group's mean in its place leaves the other rewards to decide; renormalising the weights of that sample
-alone compares it with its siblings on another scale.
+its group, and as a gate it would shut out the others. The group's mean in its place leaves the other rewards to decide;
+renormalising the weights of that sample alone compares it with its siblings on another scale.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
+from grpo_core.rewards.mix.scale import scaled_values
+from grpo_core.rewards.mix.terms import RewardTerm
 
 MissingRewards = Literal["group_mean", "renormalize", "drop"]
 
@@ -23,11 +25,14 @@ class CombinedRewards:
     """The combined reward of each sample, one row a group, one column a sibling.
 
     Attributes:
-        rewards: sum over k of w_k r_k; NaN where `present` is False.
+        rewards: sum over k of w_k s_k, times the gates; NaN where `present` is False.
         present: whether the sample has a reward at all.
         known: rewards that were scored, of samples that are present.
-        imputed: rewards that were null and have been filled with the group's mean, by sample and reward.
-        weights: w_k of each sample; zero where a reward is left out, and for samples that are not present.
+        imputed: rewards that count, were null and have been filled with the group's mean, by sample and reward.
+        weights: w_k of each sample; zero where a reward is left out, for gates, and for samples that are not present.
+        scaled: s_k (`scaled_values`), of a gate its factor; imputed ones filled; NaN where there is none.
+        gated: s_k times the gates of the sample: what the weights multiply. Never NaN; where the weight is zero it
+            means nothing.
     """
 
     rewards: Float[Tensor, "groups siblings"]
@@ -35,69 +40,112 @@ class CombinedRewards:
     known: Bool[Tensor, "groups siblings rewards"]
     imputed: Bool[Tensor, "groups siblings rewards"]
     weights: Float[Tensor, "groups siblings rewards"]
+    scaled: Float[Tensor, "groups siblings rewards"]
+    gated: Float[Tensor, "groups siblings rewards"]
 
 
 def combine_rewards(
     values: Float[Tensor, "groups siblings rewards"],
-    weights: Sequence[float],
+    terms: Sequence[RewardTerm],
     *,
     applies: Bool[Tensor, "groups rewards"] | None = None,
     missing: MissingRewards = "group_mean",
 ) -> CombinedRewards:
-    """R = sum over k of w_k r_k, with null rewards treated by group.
+    """R = (sum over k of w_k s_k) x (product of the gates), with null rewards treated by group.
 
     - Not meant for a group: the reward is not there, as if the group had been configured without it.
     - Null for every sample of a group: the reward is left out there, and the other weights are multiplied by
-      sum |w| / sum of the remaining |w|, so that the group keeps its scale (weights may be negative).
+      sum |w| / sum of the remaining |w|, so that the group keeps its scale (weights may be negative). A gate that is
+      left out multiplies by 1.
     - Null for some of a group: see `missing`.
-    - A sample whose rewards are all null has none; nothing is imputed. Rewards of weight zero do not count here.
+    - A sample whose rewards that add are all null has none, whatever its gates; nothing is imputed. Rewards of weight
+      zero do not count here.
 
     Args:
         values: NaN marks a null; a group with fewer samples than the others is filled up with NaN rows.
-        weights: one a reward, in the order of the last axis.
+        terms: one a reward, in the order of the last axis.
         applies: whether a reward is meant for a group, however it was scored there; by default all are.
-        missing: group_mean: the mean of the group's other samples stands in; renormalize: the other weights of the
-            sample grow to the group's sum |w|; drop: the sample has no reward.
+        missing: group_mean: the mean of the group's other samples stands in, of a gate that of its factors;
+            renormalize: the other weights of the sample grow to the group's sum |w|, and a gate is left out; drop: the
+            sample has no reward.
 
     Raises:
-        ValueError: another number of weights than rewards, a weight that is not finite, or only zero weights.
+        ValueError: another number of terms than rewards, or no reward that adds with a weight other than zero.
         NonFiniteError: a reward is infinite; the sample is named ``group/sibling``.
     """
-    weight = torch.tensor(list(weights), dtype=torch.float64, device=values.device)
-    if values.ndim != 3 or weight.shape[0] != values.shape[-1]:
-        raise ValueError(f"expected [groups, siblings, {weight.shape[0]} rewards], got {list(values.shape)}")
-    if not bool(weight.isfinite().all()) or not bool(weight.any()):
-        raise ValueError(f"expected finite weights, one of them not zero, got {list(weights)}")
+    weight, gate = _roles(values, terms)
     if applies is None:
         applies = torch.ones_like(values[:, 0], dtype=torch.bool)
     values = torch.where(applies.unsqueeze(1), values, torch.nan)
+    _refuse_infinite(values)
+    scaled = scaled_values(values.double(), terms)
+    known = ~scaled.isnan()
+    used = (known.any(1) & ((weight != 0) | gate)).unsqueeze(1).expand_as(known)
+    weights, present, imputed = _treat_missing(weight, known, used, applies, missing)
+    filled = _filled(scaled, known)
+    factors = torch.where(gate & (known | imputed), filled, 1.0).prod(-1, keepdim=True)
+    gated = filled * factors
+    return CombinedRewards(
+        rewards=torch.where(present, (gated * weights).sum(-1), torch.nan).to(values.dtype),
+        present=present,
+        known=known & present.unsqueeze(-1),
+        imputed=imputed,
+        weights=weights.to(values.dtype),
+        scaled=torch.where(known | imputed, filled, torch.nan).to(values.dtype),
+        gated=gated.to(values.dtype),
+    )
+
+
+def _roles(
+    values: Float[Tensor, "groups siblings rewards"], terms: Sequence[RewardTerm]
+) -> tuple[Float[Tensor, " rewards"], Bool[Tensor, " rewards"]]:
+    """Weight of each reward, zero for a gate; and which are gates."""
+    if values.ndim != 3 or len(terms) != values.shape[-1]:
+        raise ValueError(f"expected [groups, siblings, {len(terms)} rewards], got {list(values.shape)}")
+    gate = torch.tensor([term.role == "gate" for term in terms], device=values.device)
+    weight = torch.tensor([term.weight for term in terms], dtype=torch.float64, device=values.device)
+    weight = torch.where(gate, 0.0, weight)
+    if not bool(weight.any()):
+        raise ValueError(f"expected a reward that adds, with a weight other than zero, got {list(terms)}")
+    return weight, gate
+
+
+def _refuse_infinite(values: Float[Tensor, "groups siblings rewards"]) -> None:
+    """Before any clamp: an infinity is a fault of the reward, not a large value."""
     infinite = values.isinf().any(-1).nonzero().tolist()
     if infinite:
-        raise NonFiniteError("reward", [f"{g}/{s}" for g, s in infinite], "Clamp the reward that produced it.")
+        mend = "A reward gives finite numbers; mend the one that produced it."
+        raise NonFiniteError("reward", [f"{g}/{s}" for g, s in infinite], mend)
 
-    known = ~values.isnan()
-    used = (known.any(1) & (weight != 0)).unsqueeze(1).expand_as(known)
-    sample_weights = _rescaled(weight, used, among=applies.unsqueeze(1).expand_as(known))
-    present = (known & used).any(-1)
+
+def _treat_missing(
+    weight: Float[Tensor, " rewards"],
+    known: Bool[Tensor, "groups siblings rewards"],
+    used: Bool[Tensor, "groups siblings rewards"],
+    applies: Bool[Tensor, "groups rewards"],
+    missing: MissingRewards,
+) -> tuple[
+    Float[Tensor, "groups siblings rewards"], Bool[Tensor, "groups siblings"], Bool[Tensor, "groups siblings rewards"]
+]:
+    """Weights of each sample, which samples are present, and which nulls take the group's mean.
+
+    Args:
+        weight: zero for gates.
+        used: rewards that count in the group: known for one of its samples, and a gate or with a weight.
+    """
+    weights = _rescaled(weight, used, among=applies.unsqueeze(1).expand_as(known))
+    present = (known & used & (weight != 0)).any(-1)
     imputed = torch.zeros_like(known)
     match missing:
         case "group_mean":
-            imputed = ~known & known.any(1, keepdim=True) & present.unsqueeze(-1)
+            imputed = ~known & used & present.unsqueeze(-1)
         case "renormalize":
-            sample_weights = _rescaled(sample_weights, known & used, among=used)
+            weights = _rescaled(weights, known & used, among=used)
         case "drop":
             present = present & (known | ~used).all(-1)
         case _:
             assert_never(missing)
-    sample_weights = torch.where(present.unsqueeze(-1), sample_weights, 0.0)
-    total = (_filled(values.double(), known) * sample_weights).sum(-1)
-    return CombinedRewards(
-        rewards=torch.where(present, total, torch.nan).to(values.dtype),
-        present=present,
-        known=known & present.unsqueeze(-1),
-        imputed=imputed,
-        weights=sample_weights.to(values.dtype),
-    )
+    return torch.where(present.unsqueeze(-1), weights, 0.0), present, imputed
 
 
 def _rescaled(

@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, reward_metrics
+from grpo_core.rewards.mix.terms import RewardTerm
 
 NULL = math.nan
 WEIGHTS = [1.0, -0.5, 2.0]
@@ -78,7 +79,8 @@ def trl(values: Tensor, weights: list[float], aggregation: str, scale: str) -> T
 
 
 def ours(values: Tensor, weights: list[float], aggregation: Any, scale: Any) -> GroupAdvantages:
-    return compute_advantages(values, weights, AdvantageSettings(aggregation=aggregation, scale=scale))
+    terms = [RewardTerm(weight) for weight in weights]
+    return compute_advantages(values, terms, AdvantageSettings(aggregation=aggregation, scale=scale))
 
 
 def random_values(seed: int, *, groups: int = 5, siblings: int = 6, rewards: int = 3) -> Tensor:

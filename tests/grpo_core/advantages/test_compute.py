@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, reward_metrics
 from grpo_core.errors import NonFiniteError
+from grpo_core.rewards.mix.terms import RewardTerm
 
 NAN = math.nan
 REWARDS = st.floats(-100, 100, width=32)
@@ -26,8 +27,12 @@ def computed(values: Any, weights: Sequence[float] = (1.0,), **options: Any) -> 
     """Of nested lists or a tensor; without a last axis there is one reward."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
     return compute_advantages(
-        tensor.unsqueeze(-1) if tensor.ndim == 2 else tensor, weights, AdvantageSettings(**options)
+        tensor.unsqueeze(-1) if tensor.ndim == 2 else tensor, weighted(*weights), AdvantageSettings(**options)
     )
+
+
+def weighted(*weights: float) -> list[RewardTerm]:
+    return [RewardTerm(weight) for weight in weights]
 
 
 def advantages_of(*rewards: float, **options: Any) -> list[float]:
@@ -147,7 +152,7 @@ def test_the_kl_is_part_of_the_reward() -> None:
     """1 - .1 * 2, 0 - .1 * (-3), and their mean .55."""
     values = torch.tensor([[[1.0], [0.0]]])
     settings = AdvantageSettings(kl_coef=0.1, scale="none")
-    result = compute_advantages(values, [1.0], settings, penalties=torch.tensor([[2.0, -3.0]]))
+    result = compute_advantages(values, weighted(1.0), settings, penalties=torch.tensor([[2.0, -3.0]]))
     torch.testing.assert_close(result.rewards, torch.tensor([[0.8, 0.3]]))
     torch.testing.assert_close(result.means, torch.tensor([0.55]))
     torch.testing.assert_close(result.advantages, torch.tensor([[0.25, -0.25]]))
@@ -155,7 +160,7 @@ def test_the_kl_is_part_of_the_reward() -> None:
 
 def test_the_kl_separates_equal_rewards() -> None:
     settings = AdvantageSettings(kl_coef=0.1)
-    result = compute_advantages(torch.ones(1, 2, 1), [1.0], settings, penalties=torch.tensor([[1.0, 2.0]]))
+    result = compute_advantages(torch.ones(1, 2, 1), weighted(1.0), settings, penalties=torch.tensor([[1.0, 2.0]]))
     assert result.constant.tolist() == [False]
     assert result.advantages[0, 0] > 0.7
 
@@ -168,10 +173,10 @@ def test_a_kl_in_the_reward_without_penalties_is_refused() -> None:
 def test_a_kl_that_is_not_finite_names_the_sample_if_it_has_a_reward() -> None:
     values = torch.tensor([[[1.0], [0.0]], [[NAN], [1.0]]])
     settings = AdvantageSettings(kl_coef=0.1)
-    result = compute_advantages(values, [1.0], settings, penalties=torch.tensor([[0.0, 0.0], [NAN, 0.0]]))
+    result = compute_advantages(values, weighted(1.0), settings, penalties=torch.tensor([[0.0, 0.0], [NAN, 0.0]]))
     assert result.advantages.isnan().nonzero().tolist() == [[1, 0]]
     with pytest.raises(NonFiniteError, match="KL in the reward") as caught:
-        compute_advantages(values, [1.0], settings, penalties=torch.tensor([[0.0, 0.0], [NAN, math.inf]]))
+        compute_advantages(values, weighted(1.0), settings, penalties=torch.tensor([[0.0, 0.0], [NAN, math.inf]]))
     assert caught.value.sample_ids == ("1/1",)
 
 
@@ -203,9 +208,9 @@ def test_a_group_is_not_rescaled_for_the_rewards_of_another_dataset() -> None:
     values = torch.tensor([[[0.0, NAN], [1.0, NAN]], [[NAN, 0.0], [NAN, 8.0]]])
     routed = torch.tensor([[True, False], [False, True]])
     settings = AdvantageSettings(scale="none")
-    result = compute_advantages(values, [1.0, 0.5], settings, applies=routed)
+    result = compute_advantages(values, weighted(1.0, 0.5), settings, applies=routed)
     torch.testing.assert_close(result.advantages, torch.tensor([[-0.5, 0.5], [-2.0, 2.0]]))
-    assert compute_advantages(values, [1.0, 0.5], settings).advantages[0].tolist() == [-0.75, 0.75]
+    assert compute_advantages(values, weighted(1.0, 0.5), settings).advantages[0].tolist() == [-0.75, 0.75]
 
 
 def test_a_group_with_one_reward_teaches_nothing() -> None:

@@ -14,20 +14,51 @@ from grpo_core.rewards.registry import REWARDS, build_reward
 
 from .conftest import flat, make_batch, noise
 
+# What a reward needs to be asked anything; None where that is weights or a server, which tests of its own provide.
+ASKED_WITH: Mapping[str, Mapping[str, object] | None] = {
+    "ssim": {},
+    "psnr": {},
+    "mse": {},
+    "lpips": {},
+    "text_accuracy": {},
+    "clip_score": None,
+    "aesthetic": None,
+    "pickscore": None,
+    "hpsv2": None,
+    "jpeg": {},
+    "edge_density": {},
+    "sharpness": {},
+    "colour_entropy": {},
+    "diversity": {},
+    "answer": {},
+    "format": {"format": "think_answer"},
+    "box_iou": {},
+    "reward_model": None,
+    "judge": None,
+    "function": {"function": "trl.rewards:think_format_reward"},
+    "remote": None,
+}
+
 
 def all_rewards(trunk_file: Path, medium: Medium = "picture") -> list[Reward]:
-    given: Mapping[str, Mapping[str, object]] = {"lpips": {"weights": str(trunk_file)}}
-    built = (build_reward(name, given.get(name, {})) for name in REWARDS)
-    return [reward for reward in built if medium in reward.media]
+    given = {**ASKED_WITH, "lpips": {"weights": str(trunk_file)}}
+    built = [build_reward(name, settings) for name, settings in given.items() if settings is not None]
+    # Any function says that it takes pictures too.
+    return [reward for reward in built if medium in reward.media and (medium == "text" or reward.name != "function")]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("sim", {}, r"rewards: got 'sim'. There is no such reward. Did you mean ssim\? Known: .*jpeg"),
-        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, lpips, jpeg, answer\."),
+        (
+            "clip",
+            {},
+            r"rewards: got 'clip'. There is no such reward. Did you mean (clip_score or lpips|lpips or clip_score)",
+        ),
+        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, mse, lpips, .*, remote\."),
         ("jpeg", {"qualty": 3}, r"rewards.jpeg: got 'qualty'.*Did you mean quality\?"),
-        ("lpips", {"weight": "x"}, r"rewards.lpips: got 'weight'.*Did you mean weights\?"),
+        ("lpips", {"weight": "x"}, r"rewards.lpips: got 'weight'.*Did you mean weights or weights_sha256\?"),
         ("ssim", {"window": 7}, r"rewards.ssim: got 'window'.*It takes no settings"),
         ("jpeg", {"quality": "high"}, r"rewards.jpeg.quality: got 'high'"),
         # Fixed properties of a reward are no settings.
@@ -44,15 +75,17 @@ def test_wrong_names_and_settings_are_told_with_the_nearest(
 
 def test_every_reward_keeps_the_protocol(trunk_file: Path) -> None:
     rewards = [*all_rewards(trunk_file), *all_rewards(trunk_file, "text")]
-    assert [reward.name for reward in rewards] == list(REWARDS)
+    assert set(REWARDS) == set(ASKED_WITH) == {name for name, kind in REWARDS.items() if kind.name == name}
     for reward in rewards:
         assert isinstance(reward, Reward)
         assert json.loads(json.dumps(reward.settings())) == reward.settings()
         assert str(trunk_file.parent) not in json.dumps(reward.settings())
         assert reward.preflight() == []
-        if "picture" in reward.media:
+        if reward.media == ("picture",):
             (score,) = reward.score(make_batch([flat(7)]))
-            assert (score == Score(None, None)) == reward.needs_target
+            # Without a target, siblings or quoted words there is nothing to say.
+            silent = reward.needs_target or reward.needs_group or reward.name == "text_accuracy"
+            assert (score == Score(None, None)) == silent
 
 
 def test_settings_build_the_same_reward_again() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from tasks.draws import SCORES_FILE
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import (
     ADVANTAGES,
@@ -63,9 +64,10 @@ class RunMaker:
         side: int = 8,
         medium: Literal["picture", "text"] = "picture",
         datasets: tuple[str, ...] = ("default",),
+        labels: tuple[str, ...] = ("ssim",),
     ) -> None:
         self.store = ArtifactStore(str(root), name)
-        self.prompts, self.side, self.datasets = prompts, side, datasets
+        self.prompts, self.side, self.datasets, self.labels = prompts, side, datasets, labels
         self.texts = medium == "text"
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
@@ -150,11 +152,16 @@ class RunMaker:
             "stop": "[]",
             "system_prompt": None,
             "chat_template": None,
+            "defect": None,
             "completion": self.written.get((group, sibling), completion(group, sibling)),
             "image": {"bytes": png(colour(group, sibling), self.side), "path": f"{sibling}.png"},
         }
 
-    def rewards(self, place: str, prefix: str, shift: float = 0.0) -> ArtifactRef:
+    def rewards(self, place: str, prefix: str, shift: float = 0.0) -> tuple[ArtifactRef, ...]:
+        """Of every label; each takes less time than the one before."""
+        return tuple(self.reward(label, place, prefix, shift) for label in self.labels)
+
+    def reward(self, label: str, place: str, prefix: str, shift: float = 0.0) -> ArtifactRef:
         samples = self._samples(prefix)
         values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
         with self.store.staging() as staged:
@@ -162,11 +169,34 @@ class RunMaker:
                 "sample_id": [name for *_, name in samples],
                 "value": values,
                 "raw": values,
+                "failure": [None] * len(samples),
                 "seconds": [0.0] * len(samples),
                 "provenance": ["{}"] * len(samples),
             }
-            write_table(staged / "ssim.parquet", REWARDS, columns)
-            return self.commit(staged, f"{place}/rewards", SECONDS["rewards"], {"rewards/ssim/mean": 0.5 + shift})
+            write_table(staged / SCORES_FILE, REWARDS, columns)
+            seconds = SECONDS["rewards"] / (1 + self.labels.index(label))
+            return self.commit(staged, f"{place}/rewards/{label}", seconds, self._figures(label, shift))
+
+    def guardrail(self, version: int, label: str, mean: float) -> ArtifactRef:
+        """What a guardrail thought of the held-out samples of a policy."""
+        samples = self._samples("heldout")
+        with self.store.staging() as staged:
+            columns = {
+                "sample_id": [name for *_, name in samples],
+                "value": [mean] * len(samples),
+                "raw": [None] * len(samples),
+                "failure": [None] * len(samples),
+                "seconds": [0.0] * len(samples),
+                "provenance": ["{}"] * len(samples),
+            }
+            write_table(staged / SCORES_FILE, REWARDS, columns)
+            folder = f"evaluations/{version:06d}/guardrails/{label}"
+            return self.commit(staged, folder, 1.0, {f"rewards/{label}/mean": mean, f"rewards/{label}/null": 0.0})
+
+    def _figures(self, label: str, shift: float, draws: int = 1) -> dict[str, float]:
+        """Of one reward; the last sibling of each group has none."""
+        figures = {"mean": 0.5 + shift, "null": float(draws * len(self.prompts)), "failed": 0.0}
+        return {f"rewards/{label}/{kind}": value for kind, value in figures.items()}
 
     def advantages(self, place: str, *prefixes: str, shift: float = 0.0) -> ArtifactRef:
         """Of the samples of these draws; with more than one, groups without spread are left out."""
@@ -193,6 +223,9 @@ class RunMaker:
                 "group_std": [0.1] * len(samples),
                 "dropped": dropped,
                 "imputed": [0] * len(samples),
+                "reward_breakdown": [
+                    [{"reward": label, "value": value, "scaled": value} for label in self.labels] for value in values
+                ],
             }
             write_table(staged / "advantages.parquet", ADVANTAGES, columns)
             return self.commit(staged, f"{place}/advantages", SECONDS["advantages"], metrics, len(prefixes))
@@ -217,7 +250,9 @@ class RunMaker:
         for draw, prefix in enumerate(prefixes, start=1):
             self.draw(place, draw, prefix, prefixes[:draw], shift)
         self.update(number)
-        figures = {"num_tokens": 16.0 * draws, "rewards/ssim/mean": 0.5 + shift}
+        figures = {"num_tokens": 16.0 * draws}
+        for label in self.labels:
+            figures |= self._figures(label, shift, draws)
         scored = self.store.find(f"{place}/advantages" if draws == 1 else f"{place}/draw_{draws:02d}/advantages")
         assert scored is not None
         figures |= scored.metrics

@@ -42,6 +42,13 @@ def test_best_and_worst_with_what_was_thought_of_them(tmp_path: Path) -> None:
     assert same.spread == 0
 
 
+def test_every_reward_is_in_the_breakdown(tmp_path: Path) -> None:
+    group = read(whole_run(tmp_path, labels=("ssim", "psnr"))).shown[0]
+    assert group.best is not None
+    assert group.best.breakdown == {"ssim": pytest.approx(1.0), "psnr": pytest.approx(1.0)}
+    assert group.samples[-1].breakdown == {"ssim": None, "psnr": None}
+
+
 def test_pictures_without_rewards_are_shown_as_drawn(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.rollouts("iteration_000001", "i000001")

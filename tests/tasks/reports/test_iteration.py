@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.draws import Draw
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tasks.storage.reference import ArtifactRef
 from tests.tasks.reports.made_runs import RunMaker
 
 EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"
@@ -15,15 +17,21 @@ def record_of(maker: RunMaker, iteration: int = 1, draws: int = 1) -> IterationR
     maker.iteration(iteration, draws=draws)
     place = f"iteration_{iteration:06d}"
     folders = [place if draw == 1 else f"{place}/draw_{draw:02d}" for draw in range(1, draws + 1)]
-    pairs = []
-    for folder in folders:
-        rollouts, rewards = maker.store.find(f"{folder}/rollouts"), maker.store.find(f"{folder}/rewards")
-        assert rollouts is not None
-        assert rewards is not None
-        pairs.append((rollouts, rewards))
-    advantages = maker.store.find(f"{folders[-1]}/advantages")
-    assert advantages is not None
-    return IterationRecord(iteration, tuple(pairs), advantages, {**advantages.metrics, "kl": 0.25})
+
+    def found(place: str) -> ArtifactRef:
+        reference = maker.store.find(place)
+        assert reference is not None
+        return reference
+
+    scored = tuple(
+        Draw(
+            found(f"{folder}/rollouts"),
+            {label: found(f"{folder}/rewards/{label}") for label in maker.labels},
+        )
+        for folder in folders
+    )
+    advantages = found(f"{folders[-1]}/advantages")
+    return IterationRecord(iteration, scored, advantages, {**advantages.metrics, "kl": 0.25})
 
 
 def rows(markdown: str, header: str) -> list[list[str]]:
@@ -43,6 +51,15 @@ def test_pictures_are_ranked_over_the_iteration(tmp_path: Path) -> None:
     assert [cells[1] for cells in worst] == ["**0.100**", "**0.400**"]
     assert best[0][0].startswith("![i000001.p0000.s02](data:image/png;base64,")
     assert "dataset" not in markdown
+
+
+def test_every_reward_has_its_column(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, labels=("ssim", "psnr"))
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    best = rows(markdown, "| picture | reward | ssim | psnr | prompt | sample |")
+    assert best[0][1:4] == ["**0.900**", "0.900", "0.900"]
+    for label in maker.labels:
+        assert f"iteration_000001/rewards/{label}`" in markdown
 
 
 def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from tests.tasks.reports.made_runs import whole_run
 
 def test_a_rewards_name_may_hold_anything() -> None:
     assert metric_title("rewards/ssim/mean").title == "ssim: mean"
-    assert metric_title("rewards/a/b/null").title == "a/b: pictures it does not apply to"
+    assert metric_title("rewards/a/b/null").title == "a/b: pictures without a score"
+    assert metric_title("rewards/ssim/failed").title == "ssim: pictures it could not score"
     assert metric_title("rewards/{label}/std").title == "{label}: standard deviation"
 
 
@@ -54,7 +55,9 @@ EMITTED = (
     "rewards/answer/mean",
     "rewards/answer/std",
     "rewards/answer/null",
+    "rewards/answer/failed",
     "datasets/sums/reward",
+    "guardrails/jpeg",
 )
 
 
@@ -73,6 +76,11 @@ def test_a_run_that_writes_has_no_pictures_and_one_that_draws_no_completions() -
 def test_titles_are_told_apart() -> None:
     titles = [metric_title(name).title for name in _TITLES]
     assert len(set(titles)) == len(titles)
+
+
+def test_a_guardrails_name_may_hold_anything() -> None:
+    assert metric_title("guardrails/a/b").title == "a/b, a guardrail"
+    assert metric_title("guardrails/{noun}").title == "{noun}, a guardrail"
 
 
 def test_a_datasets_name_may_hold_anything() -> None:

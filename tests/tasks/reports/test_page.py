@@ -117,6 +117,16 @@ def test_curves_have_a_point_an_iteration(tmp_path: Path) -> None:
         assert said in text
 
 
+def test_guardrails_have_a_curve_of_their_own(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    assert "Guardrails" not in page_of(maker)
+    for version, mean in ((0, 0.5), (2, 0.125)):
+        maker.guardrail(version, "<b>jpeg", mean)
+    page = Page(page_of(maker))
+    assert "Guardrails over iterations" in [svg["aria-label"] for svg in page.named("svg")]
+    assert "<b>jpeg, iteration 2: 0.125" in "".join(page.text)
+
+
 def test_seeds_that_differ_are_told(tmp_path: Path) -> None:
     assert "with the same seeds" in page_of(whole_run(tmp_path, "a"))
     maker = RunMaker(tmp_path, "b")

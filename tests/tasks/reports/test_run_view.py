@@ -40,7 +40,8 @@ def test_a_run_killed_in_its_second_iteration(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, planned=5)
     maker.iteration(1)
     maker.rollouts("iteration_000002", "i000002")
-    (maker.folder / "iteration_000002/rewards").mkdir()  # moved to its place, its manifest not yet written
+    # Moved to its place, its manifest not yet written.
+    (maker.folder / "iteration_000002/rewards/ssim").mkdir(parents=True)
     run = read(maker)
     assert not run.finished
     assert run.policy_version == 1
@@ -56,7 +57,39 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert run.seconds["total"] == 0
 
 
-@pytest.mark.parametrize("stage", ["rollouts", "rewards", "advantages"])
+def test_rewards_of_a_draw_take_as_long_as_the_slowest(tmp_path: Path) -> None:
+    one, two = (read(whole_run(tmp_path, name, labels=labels)) for name, labels in (("a", ("x",)), ("b", ("x", "y"))))
+    assert two.seconds == one.seconds
+    assert two.shown is not None
+    assert [reference.folder for reference in two.shown.stages["rewards"]] == [
+        "iteration_000002/rewards/x",
+        "iteration_000002/rewards/y",
+    ]
+    assert (two.shown.metrics["seconds/rewards"], two.shown.metrics["step_time"]) == (2.0, 10.0)
+    assert two.series("rewards/x/mean") == two.series("rewards/y/mean") == [(1.0, 0.5), (2.0, 0.6)]
+    assert two.damages == ()
+
+
+def test_guardrails_by_label(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    for version, label, mean in ((0, "jpeg", 0.5), (2, "jpeg", 0.25), (2, "words", 1.0)):
+        maker.guardrail(version, label, mean)
+    run = read(maker)
+    assert run.guardrail_series == {"jpeg": [(0.0, 0.5), (2.0, 0.25)], "words": [(2.0, 1.0)]}
+    assert run.heldout_series() == [(0.0, 0.5), (2.0, 0.75)]
+    assert run.damages == ()
+
+
+def test_a_damaged_reward_leaves_the_others(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, labels=("x", "y"))
+    flip_last_byte(maker.folder / "iteration_000002/rewards/x/scores.parquet")
+    run = read(maker)
+    assert [damage.place for damage in run.damages] == ["iteration_000002/rewards/x/scores.parquet"]
+    assert [reference.folder for reference in run.iterations[1].stages["rewards"]] == ["iteration_000002/rewards/y"]
+    assert [len(run.series(f"rewards/{label}/mean")) for label in "xy"] == [1, 2]
+
+
+@pytest.mark.parametrize("stage", ["rollouts", "rewards/ssim", "advantages"])
 @pytest.mark.parametrize("iteration", [1, 2])
 def test_a_damaged_stage_is_left_out_and_named(tmp_path: Path, stage: str, iteration: int) -> None:
     maker = whole_run(tmp_path)
@@ -64,7 +97,7 @@ def test_a_damaged_stage_is_left_out_and_named(tmp_path: Path, stage: str, itera
     flip_last_byte(file)
     run = read(maker)
     assert [damage.place for damage in run.damages] == [f"iteration_{iteration:06d}/{stage}/{file.name}"]
-    assert stage not in run.iterations[iteration - 1].stages
+    assert stage.partition("/")[0] not in run.iterations[iteration - 1].stages
     assert len(run.iterations[iteration - 1].stages) == 3
 
 

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import polars as pl
@@ -51,6 +52,7 @@ PINNED = {
         ("guidance_scale", "double"),
         ("noise_seed", "int64"),
         *ORIGIN,
+        ("defect", "string"),
         ("image", "struct<bytes: binary, path: string>"),
     ],
     "TEXT_ROLLOUTS": [
@@ -67,6 +69,7 @@ PINNED = {
         ("sample_id", "string"),
         ("value", "double"),
         ("raw", "double"),
+        ("failure", "string"),
         ("seconds", "double"),
         ("provenance", "string"),
     ],
@@ -82,6 +85,7 @@ PINNED = {
         ("group_std", "double"),
         ("dropped", "bool"),
         ("imputed", "int32"),
+        ("reward_breakdown", "list<element: struct<reward: string, value: double, scaled: double>>"),
     ],
     "METRICS": [("iteration", "int32"), ("metric", "string"), ("value", "double")],
     "UPDATE_STEPS": [
@@ -103,13 +107,13 @@ PINNED = {
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_columns_are_those_of_schema_version_2(name: str, tmp_path: Path) -> None:
-    assert schemas.SCHEMA_VERSION == 2
+def test_columns_are_those_of_schema_version_3(name: str, tmp_path: Path) -> None:
+    assert schemas.SCHEMA_VERSION == 3
     schema: pa.Schema = getattr(schemas, name)
     pq.write_table(schema.empty_table(), tmp_path / "table.parquet")
     written = pq.read_schema(tmp_path / "table.parquet")
     assert [(field.name, str(field.type)) for field in written] == PINNED[name]
-    assert written.metadata[b"grpo.schema_version"] == b"2"
+    assert written.metadata[b"grpo.schema_version"] == b"3"
 
 
 def test_every_table_is_pinned() -> None:
@@ -154,11 +158,44 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
         "noise_seed": 7,
         "policy_version": 0,
         "policy_digest": "d" * 64,
+        "defect": None,
     }
     columns: dict[str, list[object]] = {name: [value] * rows for name, value in one.items()}
     columns["sibling"] = list(range(rows))
     columns["image"] = [{"bytes": picture(shade), "path": f"{shade}.png"} for shade in range(rows)]
     return columns
+
+
+Entry = dict[str, str | float | None]
+
+
+def entry(reward: str, value: float | None, scaled: float | None) -> Entry:
+    return {"reward": reward, "value": value, "scaled": scaled}
+
+
+BREAKDOWNS: list[list[Entry]] = [
+    [entry("ssim", 0.25, 0.25), entry("ein Maß", 2.0, 1.0)],
+    [entry("ssim", None, 0.75), entry("ein Maß", None, None)],
+    [],
+]
+
+
+def advantages(breakdowns: list[list[Entry]]) -> dict[str, list[Any]]:
+    one = {
+        "sample_id": "i000001.p0000.s00",
+        "group_id": "i000001.p0000",
+        "prompt_id": "0123456789abcdef",
+        "dataset": "default",
+        "reward": 0.5,
+        "kl_penalty": None,
+        "advantage": -0.5,
+        "group_mean": 0.75,
+        "group_std": 0.25,
+        "dropped": False,
+        "imputed": 0,
+    }
+    columns: dict[str, list[Any]] = {name: [value] * len(breakdowns) for name, value in one.items()}
+    return {**columns, "reward_breakdown": breakdowns}
 
 
 @pytest.fixture
@@ -208,6 +245,41 @@ class TestOtherTools:
             assert row["rollout_logprobs"] == [-0.5, -0.25, 0.0]
             assert row["seed"] == 2**63 - 1
 
+    @pytest.fixture
+    def broken_down(self, tmp_path: Path) -> Path:
+        path = tmp_path / "advantages" / "advantages.parquet"
+        write_table(path, schemas.ADVANTAGES, advantages(BREAKDOWNS))
+        return path
+
+    def test_lists_of_structs_in_polars(self, broken_down: Path) -> None:
+        table = pl.read_parquet(broken_down)
+        assert table["reward_breakdown"].to_list() == BREAKDOWNS
+        # As a person asks for it: a row a sample and reward.
+        long = table.select(pl.int_range(pl.len()).alias("row"), "reward_breakdown").explode("reward_breakdown")
+        long = long.drop_nulls("reward_breakdown").unnest("reward_breakdown")
+        assert long.rows() == [(row, *each.values()) for row, breakdown in enumerate(BREAKDOWNS) for each in breakdown]
+
+    def test_lists_of_structs_in_duckdb(self, broken_down: Path) -> None:
+        with duckdb.connect() as database:
+            told = database.sql(f"select reward_breakdown from read_parquet('{broken_down}')").fetchall()
+            query = (
+                "select entry.reward, entry.value, entry.scaled from "
+                f"(select unnest(reward_breakdown) as entry from read_parquet('{broken_down}'))"
+            )
+            rows = database.sql(query).fetchall()
+        assert [breakdown for (breakdown,) in told] == BREAKDOWNS
+        assert rows == [tuple(each.values()) for breakdown in BREAKDOWNS for each in breakdown]
+
+    def test_lists_of_structs_in_datasets(self, broken_down: Path, cache: str) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        table = datasets.load_dataset(str(broken_down.parent), split="train", cache_dir=cache)
+        number = datasets.Value("float64")
+        kinds = {"reward": datasets.Value("string"), "value": number, "scaled": number}
+        assert table.features["reward_breakdown"] == datasets.List(kinds)
+        assert [row["reward_breakdown"] for row in table] == BREAKDOWNS
+
     @pytest.mark.parametrize("name", PINNED)
     def test_datasets_takes_the_features_of_every_table(self, name: str) -> None:
         import datasets
@@ -222,10 +294,19 @@ class TestOtherTools:
 
 
 class TestDigest:
-    def scores(self, value: float | None = 0.5, seconds: float = 1.0) -> dict[str, list[object]]:
-        return {"sample_id": ["a"], "value": [value], "raw": [1.0], "seconds": [seconds], "provenance": ["{}"]}
+    def scores(
+        self, value: float | None = 0.5, seconds: float = 1.0, failure: str | None = None
+    ) -> dict[str, list[object]]:
+        return {
+            "sample_id": ["a"],
+            "value": [value],
+            "raw": [1.0],
+            "failure": [failure],
+            "seconds": [seconds],
+            "provenance": ["{}"],
+        }
 
-    def digest(self, folder: Path, **changes: float | None) -> str:
+    def digest(self, folder: Path, **changes: Any) -> str:
         return write_table(folder / "table.parquet", schemas.REWARDS, self.scores(**changes))
 
     def test_measured_seconds_are_not_among_the_values(self, tmp_path: Path) -> None:
@@ -233,7 +314,22 @@ class TestDigest:
 
     def test_every_other_value_is(self, tmp_path: Path) -> None:
         digests = [self.digest(tmp_path, value=value) for value in (0.5, 0.5000000000000001, 0.0, None)]
-        assert len(set(digests)) == 4
+        digests += [self.digest(tmp_path, value=None, failure=reason) for reason in ("timed out", "")]
+        assert len(set(digests)) == 6
+
+    def test_so_is_every_value_of_a_structs_list(self, tmp_path: Path) -> None:
+        changes: list[list[Entry]] = [
+            BREAKDOWNS[0],
+            BREAKDOWNS[0][::-1],
+            [*BREAKDOWNS[0], entry("jpeg", None, None)],
+            [entry("ssim", 0.25, 0.5), BREAKDOWNS[0][1]],
+            [entry("ssim", 0.25, None), BREAKDOWNS[0][1]],
+            [],
+        ]
+        digests = [
+            write_table(tmp_path / "table.parquet", schemas.ADVANTAGES, advantages([change])) for change in changes
+        ]
+        assert len(set(digests)) == 6
 
     def test_same_rows_give_the_same_bytes(self, tmp_path: Path) -> None:
         first = write_table(tmp_path / "1.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))

@@ -1,4 +1,4 @@
-"""What a run has stored that another policy can learn from: rollouts, rewards, advantages and policies."""
+"""What a run has stored that can be scored again or learned from: rollouts, rewards, advantages and policies."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from grpo_core.errors import InputError, InputErrors
-from tasks.compute_advantages import Draw
+from tasks.draws import Draw
 from tasks.input_files import nearest_names
 from tasks.models import REFERENCE_FOLDER, weights_digest
 from tasks.reports.artifact_reader import ArtifactReader
@@ -44,6 +44,20 @@ class StoredIteration:
     def staleness(self, version: int) -> int:
         """Versions between the nearest of its rows and a policy that is trained on them."""
         return min(abs(version - sampler) for sampler, _ in self.samplers)
+
+
+def read_range(text: str) -> tuple[int, int]:
+    """`A-B` or `A` as the first and the last iteration.
+
+    Raises:
+        InputError: neither of the two.
+    """
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text.strip())
+    if found:
+        first, last = int(found[1]), int(found[2] or found[1])
+        if 1 <= first <= last:
+            return first, last
+    raise InputError("--iterations", text, "Write the first and the last, as in 3-10, or one number; they start at 1.")
 
 
 def read_iterations(
@@ -108,13 +122,19 @@ def _draw_folders(reader: ArtifactReader, place: str) -> list[str]:
 
 def _read_iteration(reader: ArtifactReader, number: int, advantages: str) -> StoredIteration:
     store, folders = reader.store, _draw_folders(reader, _place(number))
-    draws = tuple((_find(store, f"{folder}/rollouts"), _find(store, f"{folder}/rewards")) for folder in folders)
+    draws = tuple(_read_draw(reader, folder) for folder in folders)
     if advantages in (STORED, RECOMPUTED):
         scored = _find(store, f"{folders[-1]}/advantages")
     else:
         rescored = f"{RESCORED}/{advantages}/{_place(number)}"
         scored = _find(store, f"{([rescored, *_draw_folders(reader, rescored)])[-1]}/advantages")
-    return StoredIteration(number, draws, scored, _samplers(store, [rollouts for rollouts, _ in draws]))
+    return StoredIteration(number, draws, scored, _samplers(store, [draw.rollouts for draw in draws]))
+
+
+def _read_draw(reader: ArtifactReader, folder: str) -> Draw:
+    labels = reader.artifact_names(f"{folder}/rewards")
+    rewards = {label: _find(reader.store, f"{folder}/rewards/{label}") for label in labels}
+    return Draw(_find(reader.store, f"{folder}/rollouts"), rewards)
 
 
 def _find(store: ArtifactStore, folder: str) -> ArtifactRef:

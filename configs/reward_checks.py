@@ -1,0 +1,106 @@
+"""What is wrong with the rewards and guardrails of a configuration, one by one and together."""
+
+from collections.abc import Iterator, Sequence
+
+from configs.core_settings import advantage_settings, reward_term
+from configs.reward_sections import RewardSection
+from configs.schema import PictureRolloutSection, RunConfig
+from grpo_core.advantages import refuse_terms
+from grpo_core.errors import InputError
+from grpo_core.policies.family import policy_family
+from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.rewards.protocol import Reward
+from grpo_core.rewards.registry import build_reward
+
+# They decide what a reward counts for, and a guardrail counts for nothing.
+_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
+
+
+def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
+    """Every impossible reward or guardrail, and every impossible combination of them; nothing is read or loaded."""
+    yield from _labels("rewards", config.rewards)
+    yield from _mix(config)
+    for index, section in enumerate(config.rewards):
+        yield from _reward(config, section, f"rewards.{index}")
+    yield from _guardrails(config)
+
+
+def _labels(place: str, sections: Sequence[RewardSection]) -> Iterator[InputError]:
+    labels = [section.label for section in sections]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield InputError(place, label, "This name stands twice; give each entry a `name` of its own.")
+
+
+def _mix(config: RunConfig) -> Iterator[InputError]:
+    terms: list[RewardTerm] = []
+    for index, section in enumerate(config.rewards):
+        try:
+            terms.append(reward_term(section))
+        except InputError as error:
+            yield InputError(error.place.replace("rewards.", f"rewards.{index}.", 1), error.value, error.mend)
+    try:
+        settings = advantage_settings(config.advantages)
+    except InputError:
+        return  # told with the advantages
+    if len(terms) == len(config.rewards):
+        try:
+            refuse_terms(terms, settings)
+        except InputError as error:
+            yield error
+
+
+def _reward(config: RunConfig, section: RewardSection, place: str) -> Iterator[InputError]:
+    medium = policy_family(config.policy.kind).medium
+    try:
+        reward = build_reward(section.reward, section.settings)
+    except InputError as error:
+        yield InputError(f"{place}: {error.place}", error.value, error.mend)
+        return
+    if medium not in reward.media:
+        mend = f"It scores a {' or '.join(reward.media)}, and policy.kind {config.policy.kind} makes a {medium}."
+        yield InputError(f"{place}.reward", section.reward, mend)
+        return
+    if reward.needs_target:
+        yield from _targets(config, section, place)
+    if isinstance(config.rollout, PictureRolloutSection):
+        yield from size_problems(reward, section, place, config.rollout.width, config.rollout.height)
+
+
+def size_problems(reward: Reward, section: RewardSection, place: str, width: int, height: int) -> Iterator[InputError]:
+    """Pictures that are too small or too long for the reward."""
+    if min(width, height) < reward.min_side:
+        mend = f"It needs pictures of at least {reward.min_side} pixels a side."
+        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", mend)
+    if max(width, height) > reward.max_aspect * min(width, height):
+        mend = f"It takes pictures whose long side is at most {reward.max_aspect:g} times the short one."
+        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", mend)
+
+
+def _targets(config: RunConfig, section: RewardSection, place: str) -> Iterator[InputError]:
+    for part, data in (("data", config.data), ("evaluate", config.evaluate)):
+        for dataset in data.sets:
+            if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
+                where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
+                mend = f"It compares with a target picture: set {where}.targets or {where}.target_column."
+                yield InputError(f"{place}.reward", section.reward, mend)
+
+
+def _guardrails(config: RunConfig) -> Iterator[InputError]:
+    watch = config.watch
+    yield from _labels("watch.guardrails", watch.guardrails)
+    for index, section in enumerate(watch.guardrails):
+        place = f"watch.guardrails.{index}"
+        yield from _reward(config, section, place)
+        plain = RewardSection(reward=section.reward)
+        for field in _OF_THE_MIX:
+            if getattr(section, field) != getattr(plain, field):
+                mend = "A guardrail is looked at and counts for nothing; leave it out."
+                yield InputError(f"{place}.{field}", getattr(section, field), mend)
+    if watch.guardrails and not config.evaluate.sets:
+        mend = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
+        yield InputError("watch.guardrails", [section.label for section in watch.guardrails], mend)
+    if watch.stop and not watch.guardrails:
+        yield InputError("watch.stop", True, "Nothing is watched; name watch.guardrails, or leave it out.")
+    if watch.stop and watch.guardrails and not config.evaluate.every:
+        mend = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
+        yield InputError("watch.stop", True, mend)

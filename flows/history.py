@@ -1,0 +1,39 @@
+"""What a flow that trains has seen so far."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flows.preparation import Run
+from grpo_core.rewards.hacking import HackingSign
+from tasks.curriculum import PromptStatistics, read_statistics
+from tasks.reports.iteration import IterationRecord
+from tasks.storage.reference import ArtifactRef
+
+
+@dataclass
+class TrainingHistory:
+    """What the flow has seen so far.
+
+    Attributes:
+        iterations: one record an iteration.
+        heldout: held-out advantages artifact by policy version.
+        guardrails: scores of the held-out samples by policy version and guardrail.
+        signs: guardrails that had fallen at the last evaluation while the reward rose.
+    """
+
+    iterations: list[IterationRecord] = field(default_factory=list)
+    heldout: dict[int, ArtifactRef] = field(default_factory=dict)
+    guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
+    signs: list[HackingSign] = field(default_factory=list)
+
+    @property
+    def advantages(self) -> ArtifactRef | None:
+        """Of the last iteration; None before the first."""
+        return self.iterations[-1].advantages if self.iterations else None
+
+    def statistics(self, run: Run) -> PromptStatistics | None:
+        """How hard the prompts of the curriculum's window were; None where it does not ask."""
+        curriculum = run.config.data.curriculum
+        if curriculum.kind == "uniform":
+            return None
+        return read_statistics(run.store, [record.advantages for record in self.iterations[-curriculum.window :]])

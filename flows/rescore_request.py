@@ -1,0 +1,214 @@
+"""What `grpo rescore` is asked for -> a checked plan, or every mistake at once, before anything is scored."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import pyarrow.parquet as pq
+
+from configs.loader import read_config
+from configs.reward_checks import reward_contradictions
+from configs.reward_sections import RewardSection
+from configs.rewards_file import RewardsFile, read_rewards_file
+from configs.schema import AdvantagesSection, RunConfig
+from flows.inspection import find_run, require_page_place
+from flows.stored_iterations import RECOMPUTED, RESCORED, STORED, StoredIteration, read_iterations, read_range
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.rewards.registry import build_reward
+from tasks.reports.artifact_reader import ArtifactReader
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.store import ArtifactStore
+from tasks.stored_scores import choose_scores
+
+OWN_NAMES = (STORED, RECOMPUTED)
+REWARDS_FILE = "rewards.yaml"
+"""In a rescoring's folder: what it was made with, as JSON, which is YAML too."""
+
+
+@dataclass(frozen=True)
+class RescoreRequest:
+    """The options as they were given.
+
+    Attributes:
+        sources: runs under the root, or paths of their folders.
+        rewards: file of the rewards.
+        name: of the rescoring, a folder below `rescored/` of each run.
+        root: where runs are kept.
+        iterations: `A-B` or `A`; None for all.
+        html: file for the report beside the one that each run keeps; None for no other.
+    """
+
+    sources: tuple[str, ...]
+    rewards: Path
+    name: str
+    root: str = "runs"
+    iterations: str | None = None
+    html: Path | None = None
+
+
+@dataclass(frozen=True)
+class NeededScores:
+    """The scores of one reward over one draw.
+
+    Attributes:
+        section: the reward.
+        stored: the whole table where there is one.
+        earlier: else, tables that hold some of them.
+    """
+
+    section: RewardSection
+    stored: ArtifactRef | None
+    earlier: tuple[ArtifactRef, ...]
+
+
+@dataclass(frozen=True)
+class RescoredRun:
+    """One run that is scored again.
+
+    Attributes:
+        store: at the run.
+        config: its own configuration.
+        rewards: that it is scored with.
+        advantages: how these become advantages.
+        iterations: in order, every file verified.
+        needed: by iteration, for each of its draws, what each reward needs.
+    """
+
+    store: ArtifactStore
+    config: RunConfig
+    rewards: tuple[RewardSection, ...]
+    advantages: AdvantagesSection
+    iterations: tuple[StoredIteration, ...]
+    needed: Mapping[int, tuple[tuple[NeededScores, ...], ...]]
+
+    @property
+    def missing(self) -> tuple[RewardSection, ...]:
+        """The rewards that have to be computed for any draw."""
+        wanted = [each for draws in self.needed.values() for draw in draws for each in draw if each.stored is None]
+        return tuple({each.section.label: each.section for each in wanted}.values())
+
+
+@dataclass(frozen=True)
+class RescorePlan:
+    """What a rescoring does.
+
+    Attributes:
+        name: of the rescoring.
+        runs: in the order they were named.
+        html: where else the report is written; None for nowhere.
+    """
+
+    name: str
+    runs: tuple[RescoredRun, ...]
+    html: Path | None
+
+
+def plan_rescore(request: RescoreRequest) -> RescorePlan:
+    """Find what is stored, and check that it can be scored as asked.
+
+    Raises:
+        InputError, InputErrors: with the option or the key, the value and the mend.
+    """
+    asked = read_rewards_file(request.rewards, "--rewards")
+    problems = list(_option_problems(request))
+    if problems:
+        raise InputErrors(problems)
+    if request.html is not None:
+        require_page_place(request.html)
+    chosen = None if request.iterations is None else read_range(request.iterations)
+    runs = [_plan_run(find_run(source, request.root), asked, chosen) for source in request.sources]
+    problems = [problem for run in runs for problem in _scoring_problems(run)]
+    if problems:
+        raise InputErrors(list({str(problem): problem for problem in problems}.values()))
+    return RescorePlan(request.name, tuple(runs), request.html)
+
+
+def _option_problems(request: RescoreRequest) -> Iterator[InputError]:
+    if request.name in OWN_NAMES:
+        yield InputError("--name", request.name, "grpo replay has a meaning of its own for it; give another name.")
+    elif not request.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or request.name[0] in ".-_":
+        mend = "It becomes a folder: letters, digits, dots, dashes and underscores, the first a letter or digit."
+        yield InputError("--name", request.name, mend)
+    if len(set(request.sources)) < len(request.sources):
+        yield InputError("RUN", list(request.sources), "A run stands twice; name each once.")
+
+
+def _plan_run(store: ArtifactStore, asked: RewardsFile, chosen: tuple[int, int] | None) -> RescoredRun:
+    config = stored_config(store)
+    advantages = asked.advantages or config.advantages
+    # Only what concerns the rewards is looked at: the rest is done, and its files may be elsewhere by now.
+    mixed = config.model_copy(update={"rewards": asked.rewards, "advantages": advantages})
+    problems = list(reward_contradictions(mixed))
+    if problems:
+        raise InputErrors(problems)
+    iterations = read_iterations(store, chosen, STORED)
+    needed = {each.number: needed_scores(store, each, asked.rewards) for each in iterations}
+    return RescoredRun(store, config, asked.rewards, advantages, iterations, needed)
+
+
+def stored_config(store: ArtifactStore) -> RunConfig:
+    """The configuration that a run was made with.
+
+    Raises:
+        InputError, InputErrors: it is not there, or no configuration.
+    """
+    content = store.read_file("config.yaml")
+    if content is None:
+        raise InputError("RUN", store.run, "It has no config.yaml, so nothing says how its rollouts came to be.")
+    with tempfile.TemporaryDirectory() as fetched:
+        path = Path(fetched) / f"{store.run}.yaml"
+        path.write_bytes(content)
+        return read_config(path)
+
+
+def needed_scores(
+    store: ArtifactStore, stored: StoredIteration, rewards: Sequence[RewardSection]
+) -> tuple[tuple[NeededScores, ...], ...]:
+    """What each reward needs over each draw of an iteration: tables of the run and of all its rescorings count."""
+    reader = ArtifactReader(store)
+    needed = []
+    for draw in stored.draws:
+        place = draw.rollouts.folder.rsplit("/", 1)[0]
+        folders = [f"{RESCORED}/{name}/{place}/rewards" for name in reader.names(RESCORED)]
+        others = [store.find(f"{folder}/{label}") for folder in folders for label in reader.artifact_names(folder)]
+        candidates = [*draw.rewards.values(), *(each for each in others if each is not None)]
+        needed.append(tuple(NeededScores(each, *choose_scores(store, candidates, each)) for each in rewards))
+    return tuple(needed)
+
+
+def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
+    """What stands in the way of the scores that are missing; those that are stored need nothing any more."""
+    kl_coef = run.advantages.kl_coef
+    if kl_coef and not run.config.advantages.kl_coef:
+        mend = f"The rollouts of {run.store.run} hold no log-probs of the reference; leave it out."
+        yield InputError("advantages.kl_coef", kl_coef, mend)
+    for section in run.missing:
+        place = f"rewards.{run.rewards.index(section)}.{section.label}"
+        reward = build_reward(section.reward, section.settings)
+        for problem in reward.preflight():
+            yield InputError(place, dict(section.settings), problem)
+        prompts = _stored_prompts(run)
+        if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
+            mend = (
+                f"The rollouts of {run.store.run} were collected without target pictures, and are compared with none."
+            )
+            yield InputError(place, section.reward, mend)
+        found = sorted({name for columns in prompts["columns"].unique() for name in json.loads(columns)})
+        for column in sorted({*filter(None, [reward.needs_column]), *(section.where or {})} - set(found)):
+            mend = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
+            yield InputError(place, column, mend)
+
+
+def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
+    """Target and other columns of every sample of the run."""
+    store, parts = run.store, []
+    for rollouts in (draw.rollouts for each in run.iterations for draw in each.draws):
+        for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
+            with store.filesystem.open(path) as file:
+                held = pq.ParquetFile(file)
+                wanted = [name for name in ("columns", "target_uri") if name in held.schema_arrow.names]
+                parts.append(pl.from_arrow(held.read(columns=wanted)))
+    return pl.concat([part for part in parts if isinstance(part, pl.DataFrame)])

@@ -1,0 +1,67 @@
+"""How flows call their stages: under a name, with their records in the run's folder, rewards side by side."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+
+from prefect import Task
+from prefect.context import SyncClientContext
+from prefect.futures import wait
+
+from configs.reward_sections import RewardSection
+from configs.schema import PlacementSection
+from tasks.score_reward import score_reward_task
+from tasks.scoring_processes import close_scoring_processes
+from tasks.storage.records import current_records, registered_records, use_records
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.store import ArtifactStore, use_store
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@asynccontextmanager
+async def recording(store: ArtifactStore) -> AsyncIterator[None]:
+    """Tasks of this context keep their artifacts, and the records of them, in the run's folder."""
+    use_store(store)
+    use_records(await registered_records())
+    # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
+    with SyncClientContext.get_or_create():
+        try:
+            yield
+        finally:
+            close_scoring_processes()
+
+
+def named(stage: Task[P, R], title: str) -> Task[P, R]:
+    """The stage's task under a name that says which iteration it belongs to."""
+    return stage.with_options(task_run_name=f"{title}: {stage.name}", result_storage=current_records())
+
+
+def score_side_by_side(
+    rollouts: ArtifactRef,
+    rewards: Sequence[RewardSection],
+    folder: str,
+    title: str,
+    placement: PlacementSection,
+    earlier: Mapping[str, tuple[ArtifactRef, ...]] | None = None,
+) -> Mapping[str, ArtifactRef]:
+    """One task a reward, all at once; when one fails, the others still finish, and their scores are kept.
+
+    Args:
+        rollouts: the samples.
+        rewards: what scores them.
+        folder: of the tables.
+        title: of the iteration or evaluation.
+        placement: threads of this process.
+        earlier: by the reward's label, tables that already hold some of its scores.
+    """
+    futures = {}
+    for section in rewards:
+        stage = score_reward_task.with_options(
+            task_run_name=f"{title}: score {section.label}", result_storage=current_records()
+        )
+        known = (earlier or {}).get(section.label, ())
+        futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
+    wait(list(futures.values()))
+    return {label: future.result() for label, future in futures.items()}

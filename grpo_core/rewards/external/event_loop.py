@@ -1,0 +1,48 @@
+"""Coroutines run from code that is not asynchronous, whether or not its thread has a running loop."""
+
+import asyncio
+import atexit
+import functools
+import os
+import threading
+from collections.abc import Awaitable
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+
+def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
+    """Wait for the result; what it raises is raised here.
+
+    One loop serves the whole process, as in TRL's trainer: a client that a user's module keeps open belongs to the
+    loop that it was first used on.
+    """
+
+    async def wait() -> _Result:
+        return await awaitable
+
+    with _STARTING:
+        # A forked process inherits the loop's object, and not the thread that drives it.
+        loop = _running_loop(os.getpid())
+    return asyncio.run_coroutine_threadsafe(wait(), loop).result()
+
+
+_STARTING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=1)
+def _running_loop(process: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name=f"reward functions of {process}", daemon=True)
+    thread.start()
+    atexit.register(_stop, loop, thread, process)
+    return loop
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
+    if os.getpid() != process:
+        return
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(timeout=1.0)
+    if not loop.is_running():
+        loop.close()

@@ -1,0 +1,207 @@
+"""A user's function: found by ``module:function``, and named by its file and line when something is wrong with it."""
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.weights import file_sha256
+
+REFERENCE = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+"""``package.module:function`` or ``path/to/file.py:function``."""
+
+SAMPLE_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""What every reward function may be called with, beside the columns of the prompt file."""
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function and where it stands.
+
+    Attributes:
+        call: the function itself.
+        file: its source file.
+        line: of its definition.
+        sha256: of the source file.
+    """
+
+    call: Callable[..., object]
+    file: str
+    line: int
+    sha256: str
+
+    @property
+    def place(self) -> str:
+        """File and line, as a person opens them."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def short_place(self) -> str:
+        """The same without the folder, for what is stored."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    def raised_at(self, error: BaseException) -> str:
+        """File and line of the user's own statement out of which the error came."""
+        return _origin(error, self.file)
+
+    @property
+    def signature(self) -> inspect.Signature | None:
+        """Its parameters; None where Python cannot tell."""
+        return _signature(self.call)
+
+
+def load_function(place: str, reference: str, arguments: str, factory: bool | None) -> UserFunction:
+    """The function, imported once a process for each state of its file.
+
+    Args:
+        place: of the setting, for messages.
+        reference: as in REFERENCE.
+        arguments: a JSON object of keyword arguments.
+        factory: whether what `reference` names gives the reward function when it is called with `arguments`; without
+            it they go along with every call. None: it is a factory when it is a class or takes none of
+            SAMPLE_ARGUMENTS.
+
+    Raises:
+        InputError: no such module or function, an error while importing it, no Python function.
+    """
+    with _LOADING:
+        named = _find(place, reference)
+        digest = file_sha256(_code_of(place, reference, named).co_filename)
+        return _build(place, reference, arguments, factory, digest)
+
+
+_LOADING = threading.RLock()
+
+
+@functools.lru_cache(maxsize=64)
+def _build(place: str, reference: str, arguments: str, factory: bool | None, digest: str) -> UserFunction:
+    named, keywords = _find(place, reference), json.loads(arguments)
+    if _is_factory(named) if factory is None else factory:
+        try:
+            made: object = named(**keywords)
+        except Exception as error:  # whatever a user's code raises is told with its place
+            where = _origin(error, _code_of(place, reference, named).co_filename)
+            mend = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
+            raise InputError(place, reference, mend) from error
+        if not callable(made):
+            mend = f"It gave {type(made).__name__} where a reward function was due. Set `factory: false`."
+            raise InputError(place, reference, mend)
+        function: Callable[..., object] = made
+    else:
+        function = functools.partial(named, **keywords) if keywords else named
+    code = _code_of(place, reference, function)
+    return UserFunction(function, code.co_filename, code.co_firstlineno, file_sha256(code.co_filename))
+
+
+def _is_factory(named: Callable[..., object]) -> bool:
+    signature = _signature(named)
+    if inspect.isclass(named) or signature is None:
+        return inspect.isclass(named)
+    parameters = signature.parameters.values()
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return not open_ended and not any(parameter.name in SAMPLE_ARGUMENTS for parameter in parameters)
+
+
+def _signature(function: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _find(place: str, reference: str) -> Callable[..., object]:
+    match = REFERENCE.fullmatch(reference)
+    assert match, reference
+    module, name = match["module"], match["name"]
+    found: object = _import(place, reference, module)
+    for part in name.split("."):
+        known = [key for key in dir(found) if not key.startswith("_")]
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            close = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
+            listed = f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(known[:20]) or 'nothing'}."
+            raise InputError(place, reference, f"{module} has no {part}. {listed}") from error
+    if not callable(found):
+        raise InputError(place, reference, f"It is {type(found).__name__}, not a function. Name a function.")
+    return found
+
+
+def _import(place: str, reference: str, module: str) -> ModuleType:
+    file = Path(module).expanduser().resolve() if module.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise InputError(place, reference, f"There is no file {file}. Give its path, from where grpo is started.")
+    try:
+        return importlib.import_module(module) if file is None else _import_file(str(file), file_sha256(str(file)))
+    except Exception as error:  # whatever a user's code raises is told with its place
+        missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if file is None and missing and f"{module}.".startswith(f"{error.name}."):  # type: ignore[attr-defined]
+            mend = f"There is no module {error.name}. Install it, or give a file by its path, as {module}.py:NAME."  # type: ignore[attr-defined]
+            raise InputError(place, reference, mend) from error
+        where = _origin(error, str(file) if file is not None else None)
+        raise InputError(
+            place, reference, f"Importing it raised {_shown(error)} at {where}. Mend that first."
+        ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _import_file(file: str, digest: str) -> ModuleType:
+    folder = str(Path(file).parent)
+    if folder not in sys.path:
+        # As Python does for a script, so that it finds its neighbours; last, so that it hides nothing.
+        sys.path.append(folder)
+    name = f"reward_file_{hashlib.sha256(file.encode()).hexdigest()[:12]}_{digest[:12]}"
+    specification = importlib.util.spec_from_file_location(name, file)
+    assert specification is not None, file
+    assert specification.loader is not None, file
+    module = importlib.util.module_from_spec(specification)
+    # Dataclasses and pickle look a module up by its name.
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _code_of(place: str, reference: str, function: Callable[..., object]) -> CodeType:
+    """The code that a call runs: of a partial its function's, of an object or its class the method ``__call__``."""
+    inner: object = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner) if callable(inner) else inner
+    if not inspect.isroutine(inner):
+        inner = (inner if inspect.isclass(inner) else type(inner)).__call__
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    if not isinstance(code, CodeType) or not Path(code.co_filename).is_file():
+        mend = (
+            "It has no Python source file, so nothing would tell that it has changed. Wrap it in a function of yours."
+        )
+        raise InputError(place, reference, mend)
+    return code
+
+
+def _origin(error: BaseException, file: str | None) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if frame[0] == file]
+    at, line = (own or frames or [("an unknown place", 0)])[-1]
+    return f"{at}:{line}"
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

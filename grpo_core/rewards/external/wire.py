@@ -1,0 +1,274 @@
+"""The protocol between a reward here and a scorer elsewhere: JSON over HTTP, pictures as PNG in base64.
+
+docs/remote_rewards.md describes it for those who write a scorer.
+"""
+
+import base64
+import io
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from grpo_core.errors import InputError
+from grpo_core.records import Medium
+from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.scoring import not_finite
+
+PROTOCOL = 1
+DESCRIBE_PATH = "/v1/describe"
+SCORE_PATH = "/v1/score"
+MAX_SIDE = 8192
+MAX_PIXELS = 4096 * 4096
+"""Bounds of a picture that is decoded."""
+
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_Text = Annotated[str, Field(max_length=100_000)]
+_Name = Annotated[str, Field(min_length=1, max_length=1000)]
+_PngText = Annotated[str, Field(max_length=4 * MAX_PIXELS)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _Answer(BaseModel):
+    """What a server says; fields that a later server adds are passed over."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class RewardDescription(_Answer):
+    """One reward that a server has.
+
+    Attributes:
+        name: by which it is asked for.
+        version: changes whenever the same sample would score otherwise, be it by code, settings or weights.
+        media: what it scores.
+        needs_target: whether it has no score for a sample without a target picture; targets are sent only then.
+        needs_group: whether all siblings must come in one request.
+        needs_column: column of the prompt file that it needs.
+        min_side: smallest side of a picture in pixels.
+        provenance: anything that tells where its scores come from.
+    """
+
+    name: _Name
+    version: _Name
+    media: list[Medium] = Field(min_length=1)
+    needs_target: bool = False
+    needs_group: bool = False
+    needs_column: str | None = None
+    min_side: int = 1
+    provenance: dict[str, object] = Field(default_factory=dict)
+
+
+class Description(_Answer):
+    """Answer of GET /v1/describe."""
+
+    protocol: Literal[1]
+    rewards: list[RewardDescription]
+
+
+class WireSample(_Message):
+    """One sample; a picture as base64 of a PNG file, or a text."""
+
+    sample_id: _Name
+    prompt: _Text
+    group_id: str | None = None
+    image: _PngText | None = None
+    completion: _Text | None = None
+    target: _PngText | None = None
+    token_ids: list[int] | None = None
+    columns: dict[str, object] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_output(self) -> "WireSample":
+        if (self.image is None) == (self.completion is None):
+            raise ValueError("a sample has an image or a completion, and not both")
+        return self
+
+
+class ScoreRequest(_Message):
+    """Body of POST /v1/score; all samples are of one kind."""
+
+    protocol: Literal[1]
+    reward: _Name
+    samples: list[WireSample] = Field(min_length=1, max_length=4096)
+
+    @model_validator(mode="after")
+    def _alike(self) -> "ScoreRequest":
+        kinds = {(sample.image is None, sample.group_id is None, sample.token_ids is None) for sample in self.samples}
+        names = {frozenset(sample.columns) for sample in self.samples}
+        if len(kinds) > 1 or len(names) > 1:
+            raise ValueError("the samples of one request have the same fields and columns")
+        return self
+
+
+class WireScore(_Answer):
+    """One sample's score, null where the reward has nothing to say, or the reason of a failure."""
+
+    sample_id: str
+    value: float | None
+    raw: float | None = None
+    failure: str | None = None
+
+    @model_validator(mode="after")
+    def _either(self) -> "WireScore":
+        if self.value is not None and self.failure is not None:
+            raise ValueError("a score has a value or a failure, not both")
+        return self
+
+
+class ScoreAnswer(_Answer):
+    """Answer of POST /v1/score: as many scores as samples, in their order."""
+
+    protocol: Literal[1]
+    reward: _Name
+    version: _Name
+    scores: list[WireScore]
+    provenance: dict[str, object] = Field(default_factory=dict)
+
+
+def write_request(reward: str, batch: ScoringBatch, with_targets: bool) -> bytes:
+    """The body that asks for these samples' scores.
+
+    Raises:
+        InputError: a picture of an unknown mode; a column whose values JSON cannot hold.
+    """
+    samples = [_wire_sample(batch, row, with_targets) for row in range(len(batch))]
+    try:
+        content = {"protocol": PROTOCOL, "reward": reward, "samples": samples}
+        return json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            "columns of the prompt file", str(error), "Keep to texts, finite numbers and lists."
+        ) from error
+
+
+def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str, object]:
+    sample_id = batch.sample_ids[row]
+    sample: dict[str, object] = {"sample_id": sample_id, "prompt": batch.prompts[row]}
+    if batch.images:
+        sample["image"] = encode_png(batch.images[row], f"sample {sample_id}")
+    else:
+        sample["completion"] = batch.completions[row]
+    target = batch.targets[row] if with_targets and batch.targets else None
+    if target is not None:
+        sample["target"] = encode_png(target, f"target of sample {sample_id}")
+    if batch.group_ids:
+        sample["group_id"] = batch.group_ids[row]
+    if batch.token_ids:
+        sample["token_ids"] = [int(token) for token in batch.token_ids[row]]
+    return sample | {"columns": {name: values[row] for name, values in batch.columns.items()}}
+
+
+def read_batch(request: ScoreRequest) -> ScoringBatch:
+    """The samples of a request, pictures decoded.
+
+    Raises:
+        InputError: a picture that is none, or too large.
+    """
+    samples = request.samples
+    named = [(f"sample {sample.sample_id}", sample) for sample in samples]
+    return ScoringBatch(
+        sample_ids=[sample.sample_id for sample in samples],
+        prompts=[sample.prompt for sample in samples],
+        images=[decode_png(s.image, f"{place}, image") for place, s in named if s.image is not None],
+        targets=[None if s.target is None else decode_png(s.target, f"{place}, target") for place, s in named],
+        completions=[sample.completion for sample in samples if sample.completion is not None],
+        columns={name: [sample.columns[name] for sample in samples] for name in samples[0].columns},
+        group_ids=[sample.group_id for sample in samples if sample.group_id is not None],
+        token_ids=[sample.token_ids for sample in samples if sample.token_ids is not None],
+    )
+
+
+def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:
+    """The scores that an answer holds; a number that is not finite is a failure.
+
+    Raises:
+        ValueError: other samples than those that were asked for.
+    """
+    if len(answer.scores) != len(sample_ids):
+        raise ValueError(f"{len(answer.scores)} scores for {len(sample_ids)} samples")
+    for given, asked in zip(answer.scores, sample_ids, strict=True):
+        if given.sample_id != asked:
+            raise ValueError(f"a score of sample {given.sample_id!r} where that of {asked!r} was due")
+    return [_read_score(given) for given in answer.scores]
+
+
+def _read_score(given: WireScore) -> Score:
+    if given.failure is not None:
+        return Score.failed(given.failure)
+    broken = [x for x in (given.value, given.raw) if x is not None and not math.isfinite(x)]
+    if broken:
+        return Score.failed(not_finite(broken[0]))
+    raw = given.value if given.raw is None else given.raw
+    return Score(None, None) if given.value is None else Score(given.value, raw)
+
+
+def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores: Sequence[Score]) -> dict[str, object]:
+    """The content of an answer to POST /v1/score."""
+    pairs = zip(sample_ids, scores, strict=True)
+    return {
+        "protocol": PROTOCOL,
+        "reward": described.name,
+        "version": described.version,
+        "scores": [{"sample_id": i, "value": s.value, "raw": s.raw, "failure": s.failure} for i, s in pairs],
+        "provenance": described.provenance,
+    }
+
+
+def encode_png(picture: Image.Image, place: str) -> str:
+    """The picture in RGB as a PNG file in base64; decoding gives the very same levels.
+
+    Raises:
+        InputError: a picture of an unknown mode.
+    """
+    buffer = io.BytesIO()
+    picture = to_rgb(picture, place)
+    # Its text and colour profile stay here.
+    Image.frombytes("RGB", picture.size, picture.tobytes()).save(buffer, "PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def decode_png(text: str, place: str) -> Image.Image:
+    """The picture of a PNG file in base64, in RGB.
+
+    Raises:
+        InputError: not a PNG file in base64; sides or pixels beyond MAX_SIDE and MAX_PIXELS.
+    """
+    try:
+        content = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise InputError(place, f"{text[:20]}...", "Send the PNG file in base64 (RFC 4648, no line breaks).") from error
+    if len(content) < 24 or not content.startswith(_PNG_SIGNATURE):
+        raise InputError(place, content[:8], "Send a PNG file in base64.")
+    # Before Pillow sees it, which warns of large pictures instead of refusing them.
+    _refuse_large(place, *struct.unpack(">II", content[16:24]))
+    try:
+        picture = Image.open(io.BytesIO(content), formats=["PNG"])
+        _refuse_large(place, *picture.size)
+        picture.load()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(place, f"PNG of {len(content)} bytes", f"It cannot be decoded ({error}).") from error
+    return to_rgb(picture, place)
+
+
+def _refuse_large(place: str, width: int, height: int) -> None:
+    if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
+        mend = f"Send pictures of at most {MAX_SIDE} pixels a side and {MAX_PIXELS} pixels in all."
+        raise InputError(place, f"{width}x{height}", mend)
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where the first fault of a message is, and what it is."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    return f"{where}: {fault['msg']}" if where else str(fault["msg"])

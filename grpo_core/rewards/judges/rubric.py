@@ -1,0 +1,68 @@
+"""What a judge is asked, and what its answer says."""
+
+import json
+import math
+import re
+import string
+from collections.abc import Mapping
+
+from grpo_core.errors import InputError
+
+ANSWER_FORM = (
+    'Answer with one JSON object and nothing else: {{"score": n}}, where n is a number from {low:g} (worst) to '
+    "{high:g} (best)."
+)
+REMINDER = "That was not in the form that was asked for. "
+
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_OBJECT = re.compile(r"\{[^{}]*\}")
+
+
+def rubric_fields(place: str, rubric: object) -> tuple[str, ...]:
+    """Names in braces that a rubric has filled in, in order; braces of its own are doubled.
+
+    Raises:
+        InputError: no text, or braces with something else than a plain name.
+    """
+    if not isinstance(rubric, str) or not rubric.strip():
+        raise InputError(place, rubric, "Set the question that the judge is asked, as text.")
+    mend = "Put plain names in braces, {prompt} or a column of the prompt file, and double all other braces."
+    try:
+        parsed = list(string.Formatter().parse(rubric))
+    except ValueError as error:
+        raise InputError(place, rubric, f"{mend} ({error})") from error
+    fields = [part for part in parsed if part[1] is not None]
+    # Attributes and indices would let a rubric reach into objects; formats and conversions have no use here.
+    if any(not str(name).isidentifier() or form or conversion for _, name, form, conversion in fields):
+        raise InputError(place, rubric, mend)
+    return tuple(dict.fromkeys(str(name) for _, name, _, _ in fields))
+
+
+def fill_rubric(rubric: str, values: Mapping[str, object], low: float, high: float) -> str:
+    """The question with its names filled in and the form of the answer added."""
+    filled = string.Formatter().vformat(rubric, (), values)
+    return f"{filled}\n\n{ANSWER_FORM.format(low=low, high=high)}"
+
+
+def read_score(answer: str) -> float | None:
+    """The score that an answer holds; None where it holds none.
+
+    Strictly, the answer is a JSON object with a finite number ``score``. Failing that, the last ``{...}`` without
+    inner braces counts that is such an object: after a line of reasoning, or inside a code fence. Never a bare number
+    in running text, which may be any number of the picture or the question.
+    """
+    candidates = [answer.strip(), *reversed(_FENCE.findall(answer)), *reversed(_OBJECT.findall(answer))]
+    return next((score for score in map(_score_of, candidates) if score is not None), None)
+
+
+def _score_of(text: str) -> float | None:
+    try:
+        found = json.loads(text)
+        score = found.get("score") if isinstance(found, dict) else None
+        # Some models put the number in quotes.
+        number: object = float(score) if isinstance(score, str) else score
+    except ValueError:
+        return None
+    if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
+        return None
+    return float(number)

@@ -1,0 +1,71 @@
+"""What reads a picture: lines of text from top to bottom, or an error that says why there are none."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from PIL import Image
+
+
+class ReadingError(RuntimeError):
+    """An engine broke down over a picture or took too long; another attempt may succeed."""
+
+
+class Engine(Protocol):
+    """Reads pictures; its settings are fixed when it is built, so that no call changes another's result."""
+
+    @property
+    def version(self) -> str:
+        """Of the libraries that determine what is read.
+
+        Raises:
+            InputError: they are not there.
+        """
+
+    def model_digests(self) -> Mapping[str, str]:
+        """sha256 of every model file by role.
+
+        Raises:
+            InputError: a file is missing.
+        """
+
+    def find_problems(self) -> Sequence[str]:
+        """What is missing, each with its mend; empty when the engine can read. Loads no model."""
+
+    def read(self, picture: Image.Image) -> tuple[str, ...]:
+        """The lines of an 8-bit RGB picture in reading order; none where nothing can be read.
+
+        Raises:
+            ReadingError: it broke down, or took too long.
+            InputError: the engine is not installed, or not the whole of it.
+        """
+
+
+@dataclass(frozen=True)
+class Line:
+    """A stretch of text in a picture, with its left edge, upper and lower edge in pixels."""
+
+    text: str
+    left: float
+    top: float
+    bottom: float
+
+
+def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
+    """Row by row from above, in each row from the left.
+
+    Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels that holds
+    for pictures of any size, and for rows that are not quite level.
+    """
+    rows: list[list[Line]] = []
+    for line in sorted(lines, key=lambda line: (line.top + line.bottom, line.left)):
+        if rows and _in_one_row(rows[-1][-1], line):
+            rows[-1].append(line)
+        else:
+            rows.append([line])
+    return tuple(line.text for row in rows for line in sorted(row, key=lambda line: line.left))
+
+
+def _in_one_row(one: Line, other: Line) -> bool:
+    overlap = min(one.bottom, other.bottom) - max(one.top, other.top)
+    return 2 * overlap > min(one.bottom - one.top, other.bottom - other.top)

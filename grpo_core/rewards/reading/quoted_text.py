@@ -1,0 +1,118 @@
+"""The texts that a prompt puts between quotation marks: what its picture shall show.
+
+Double quotes are unmistakable but for inches; a single quote is more often an apostrophe, and is told from one by
+what stands on either side of it. Titles between 《 》 are named rather than shown, and are no quotes here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+CLOSERS: Mapping[str, str] = MappingProxyType(
+    {
+        '"': '"',
+        "“": '”"',
+        "„": '“”"',
+        "”": "”",
+        "«": "»",
+        "»": "«",
+        "‹": "›",
+        "›": "‹",
+        "「": "」",
+        "『": "』",
+        "﹁": "﹂",
+        "﹃": "﹄",
+        "〝": "〞〟",
+        "＂": "＂",
+        "'": "'",
+        "‘": "’",
+        "‚": "‘’",
+        "＇": "＇",
+    }
+)
+"""Marks that open a quotation, each with those that can close it; English, German, French, Swedish and CJK ones."""
+
+_SINGLE = "'‘‚＇"
+_ELISION = re.compile(
+    r"(?:tis|twas|twere|twill|til|till|em|cause|bout|round|neath|gainst|cept|nuff|ere|n|\d\ds)(?!\w)", re.IGNORECASE
+)
+"""What an apostrophe may begin: 'tis, 'em, '90s."""
+
+_ROCK_N_ROLL = re.compile(r"(?<=\w )['‘’]n['’](?= \w)|(?<=\w)['’]n['’](?=\w)", re.IGNORECASE)
+_MAY_BE_POSSESSIVE = re.compile(r"(?:[sxz]|\d|\w(?:in|ol)|\b(?:o|an|th|lil))$", re.IGNORECASE)
+"""Endings after which a single quote may be an apostrophe (the dogs' bowl, goin' home) or a foot mark (6' tall)."""
+
+
+def quoted_texts(prompt: str) -> tuple[str, ...]:
+    """Every text between quotation marks, in order, each text once, without white space at its ends.
+
+    A quotation within a quotation belongs to the outer one; an empty or unfinished one gives nothing. A prompt that
+    names the same text again speaks of the same writing, so it counts once.
+
+    Apostrophes give nothing: within a word (It's), at its start ('tis, '90s, rock 'n' roll) or after it (the dogs'
+    bowl). Where a single quote can be both, the reading that closes every quotation wins.
+    """
+    return tuple(dict.fromkeys(text for text in _scan(prompt) if text))
+
+
+def _scan(prompt: str) -> Iterator[str]:
+    # A letter apostrophe opens and closes nothing.
+    marks = _ROCK_N_ROLL.sub("\u02bcn\u02bc", prompt)
+    place = 0
+    while place < len(marks):
+        end = _find_end(marks, place)
+        if end is None:
+            place += 1
+            continue
+        yield prompt[place + 1 : end].strip()
+        place = end + 1
+
+
+def _find_end(prompt: str, start: int) -> int | None:
+    """Where the quotation that opens at `start` ends; None where none opens, or it never ends."""
+    mark = prompt[start]
+    if mark not in CLOSERS:
+        return None
+    if mark in _SINGLE:
+        return _find_single_end(prompt, start) if _opens(prompt, start) else None
+    if mark == '"' and prompt[start - 1 : start].isdigit():
+        # Inches.
+        return None
+    depth = 0
+    for place in range(start, len(prompt)):
+        if place > start and prompt[place] in CLOSERS[mark]:
+            depth -= 1
+        elif prompt[place] == mark:
+            depth += 1
+        if depth == 0:
+            return place
+    return None
+
+
+def _find_single_end(prompt: str, start: int) -> int | None:
+    """The nearest mark that can only close; else, for an opening that can be nothing else, the nearest that may."""
+    closers = CLOSERS[prompt[start]]
+    surely_open = _ELISION.match(prompt, start + 1) is None
+    possible = None
+    for place in range(start + 1, len(prompt)):
+        if prompt[place] in closers and _closes(prompt, place):
+            if not _MAY_BE_POSSESSIVE.search(prompt, start + 1, place):
+                return place
+            possible = place if possible is None else possible
+        elif prompt[place] in _SINGLE and _opens(prompt, place):
+            break
+    return possible if surely_open else None
+
+
+def _opens(prompt: str, place: int) -> bool:
+    following = prompt[place + 1 : place + 2]
+    return not _is_letter(prompt[place - 1 : place]) and following != "" and not following.isspace()
+
+
+def _closes(prompt: str, place: int) -> bool:
+    return not prompt[place - 1].isspace() and not _is_letter(prompt[place + 1 : place + 2])
+
+
+def _is_letter(character: str) -> bool:
+    """A letter or digit of a script with apostrophes; Chinese, Japanese and Korean have none and set quotes close."""
+    return character.isalnum() and character < "\u2e80"

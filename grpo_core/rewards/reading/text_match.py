@@ -1,0 +1,136 @@
+"""How near the text that was read is to the texts that were asked for, in three ways.
+
+Each takes the texts and the lines read, top to bottom, and counts errors. Only ``ned`` is safe to optimise: the two
+published ways leave surplus text free, so that the wanted text written over and over has full marks.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, permutations
+from types import MappingProxyType
+
+from rapidfuzz import fuzz
+from rapidfuzz.distance import Levenshtein
+
+MAX_ORDERS = 720
+"""Orders of the texts that are tried: every one of up to six texts."""
+
+_EAST_ASIAN = "\u2e80-\U0003ffff"
+_WORD = re.compile(f"[{_EAST_ASIAN}]|[^{_EAST_ASIAN}]+")
+
+
+@dataclass(frozen=True)
+class TextMatch:
+    """How near two texts are.
+
+    Attributes:
+        value: in [0, 1], 1 for the very text.
+        errors: what was counted: edits of a character, or words that are missing.
+    """
+
+    value: float
+    errors: int
+
+
+def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
+    """1 - edits / length of the longer side (normalised edit distance, Levenshtein, 1966); surplus text costs as much.
+
+    Compared are letters and digits after NFKC and case folding. Where one of the texts has neither ("!!!"), everything
+    but white space is compared.
+
+    Of several texts each is wanted once, in whatever order and place: the edits are the fewest that turn what was read
+    into the texts one after the other in some order, or, with each word read given to the text it suits (the words of
+    a text in the order read), the given words into their texts. Lengths are the sums over the texts and over the lines.
+
+    Args:
+        texts: what was asked for, at least one, none of white space only.
+        lines: what was read.
+    """
+    simplify = letters_and_digits if all(letters_and_digits(text) for text in texts) else _without_space
+    wanted = [simplify(text) for text in texts]
+    words = [word for line in lines for chunk in line.split() if (word := simplify(chunk))]
+    read = "".join(words)
+    edits = min(Levenshtein.distance("".join(order), read) for order in islice(permutations(wanted), MAX_ORDERS))
+    if len(wanted) > 1:
+        edits = min(edits, _edits_apart(wanted, words))
+    return TextMatch(1.0 - edits / max(sum(map(len, wanted)), len(read)), edits)
+
+
+def match_flow_grpo(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
+    """1 - min(edits, length of the text) / length of the text, no edits where what was read holds the text.
+
+    As Flow-GRPO scores its OCR task (Liu et al., 2025, arXiv:2505.05470): lower case, blanks taken out, lines joined.
+    It knows one text a prompt; of several, each is compared with all that was read, and edits and lengths are summed.
+    """
+    read = _lower("".join(lines))
+    wanted = [_lower(text) for text in texts]
+    edits = [0 if text in read else min(Levenshtein.distance(text, read), len(text)) for text in wanted]
+    return TextMatch(1.0 - sum(edits) / sum(map(len, wanted)), sum(edits))
+
+
+def match_cvtg(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
+    """Share of the wanted words that were read, each word read counting once and in whatever place.
+
+    The word accuracy of CVTG-2K (Du et al., 2025, "TextCrafter", arXiv:2503.23461). Words stand between white space
+    and are compared by letters and digits; every Chinese, Japanese or Korean character is a word. Where no text has a
+    letter or digit, words are compared as they stand.
+    """
+    simplify = letters_and_digits if any(letters_and_digits(text) for text in texts) else _without_space
+    wanted, read = (_count_words(parts, simplify) for parts in (texts, lines))
+    missing = (wanted - read).total()
+    return TextMatch(1.0 - missing / wanted.total(), missing)
+
+
+MATCHES: Mapping[str, Callable[[Sequence[str], Sequence[str]], TextMatch]] = MappingProxyType(
+    {"ned": match_ned, "flow_grpo": match_flow_grpo, "cvtg": match_cvtg}
+)
+"""The ways to compare by the names that a configuration may use."""
+
+
+def letters_and_digits(text: str) -> str:
+    """The text's letters and digits in one compatible form and case: ``Ｇｏ, Ⅳ²!`` gives ``goiv2``."""
+    return "".join(character for character in _fold(text) if character.isalnum())
+
+
+def _without_space(text: str) -> str:
+    return "".join(_fold(text).split())
+
+
+def _fold(text: str) -> str:
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+
+
+def _lower(text: str) -> str:
+    return text.lower().replace(" ", "")
+
+
+def _count_words(parts: Sequence[str], simplify: Callable[[str], str]) -> Counter[str]:
+    chunks = [simplify(chunk) for part in parts for chunk in part.split()]
+    return Counter(word for chunk in chunks for word in _WORD.findall(chunk))
+
+
+def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:
+    """Edits that turn the words given to each text into it, every word being given to one.
+
+    Begins with the text that holds the most of each word and gives words to other texts while that saves edits, so it
+    finds a small number and not always the smallest.
+    """
+    owners = [max(range(len(texts)), key=lambda i: fuzz.partial_ratio(word, texts[i])) for word in words]
+
+    def count_edits() -> int:
+        given = ["".join(w for w, owner in zip(words, owners, strict=True) if owner == i) for i in range(len(texts))]
+        return sum(map(Levenshtein.distance, texts, given))
+
+    edits, before = count_edits(), None
+    while before is None or edits < before:
+        before = edits
+        for place, kept in enumerate(list(owners)):
+            for candidate in range(len(texts)):
+                owners[place] = candidate
+                if (fewer := count_edits()) < edits:
+                    edits, kept = fewer, candidate
+            owners[place] = kept
+    return edits

@@ -1,0 +1,162 @@
+"""Stage 2: stored pictures or texts -> what one reward thinks of each. Weights are not applied here."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from configs.reward_sections import RewardSection
+from configs.schema import PlacementSection
+from grpo_core.errors import FailedSamplesError
+from grpo_core.rewards.protocol import Reward, Score
+from grpo_core.rewards.registry import build_reward
+from tasks.caching import stage_task
+from tasks.draws import SCORES_FILE
+from tasks.models import configure_torch
+from tasks.progress import progress_of
+from tasks.scoring_processes import score_side_by_side
+from tasks.scoring_rows import ScoredRow, batches_of, score_rows
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.schemas import REWARDS, SCHEMA_VERSION
+from tasks.storage.store import ArtifactStore, current_store
+from tasks.storage.tables import write_table
+from tasks.stored_scores import provenance_json
+
+STAGE = "score reward"
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    section: RewardSection = inputs["section"]
+    return {
+        "rollouts": inputs["rollouts"].digest,
+        "scores": provenance_json(section),
+        # A rescoring keeps its own tables, the same scores or not.
+        "place": [inputs["folder"], section.label],
+    }
+
+
+@stage_task(STAGE, _describe)
+def score_reward_task(
+    rollouts: ArtifactRef,
+    section: RewardSection,
+    folder: str,
+    title: str,
+    placement: PlacementSection,
+    earlier: tuple[ArtifactRef, ...] = (),
+) -> ArtifactRef:
+    """Score every stored sample that the reward is meant for.
+
+    Args:
+        rollouts: the samples.
+        section: the reward.
+        folder: its table is kept in a folder of the reward's label below this one.
+        title: of the iteration or evaluation.
+        placement: threads of this process.
+        earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
+    """
+    started = time.perf_counter()
+    configure_torch(placement)
+    store, reward = current_store(), build_reward(section.reward, section.settings)
+    provenance = provenance_json(section)
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        known = _known_scores(store, earlier, provenance, Path(fetched))
+        source = store.local_files(rollouts, Path(fetched) / "rollouts")
+        wanted = _unknown(source, known, whole_groups=reward.needs_group)
+        tell = progress_of(f"{title}: score {section.label}", len(wanted))
+        scored = _score(reward, section, source, wanted, tell)
+        rows = [scored.get(name) or known[name] for name in _names(source)]
+        digest = write_table(staged / SCORES_FILE, REWARDS, _columns(rows, provenance))
+        return store.commit(
+            staged,
+            f"{folder}/{section.label}",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=len(rows),
+            seconds=time.perf_counter() - started,
+            metrics=_statistics(section.label, [row.score for row in rows]),
+        )
+
+
+def _known_scores(
+    store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path
+) -> dict[str, ScoredRow]:
+    """Scores that stand; what could not be scored before is tried again."""
+    known: dict[str, ScoredRow] = {}
+    for index, reference in enumerate(earlier):
+        folder = store.local_files(reference, fetched / f"earlier-{index}")
+        table = pl.read_parquet(folder / SCORES_FILE)
+        standing = table.filter(pl.col("failure").is_null() & (pl.col("provenance") == provenance))
+        for row in standing.iter_rows(named=True):
+            known[row["sample_id"]] = ScoredRow(row["sample_id"], Score(row["value"], row["raw"]), row["seconds"])
+    return known
+
+
+def _names(source: Path) -> list[str]:
+    return [str(name) for name in _table(source, ["sample_id"])["sample_id"]]
+
+
+def _table(source: Path, columns: list[str]) -> pl.DataFrame:
+    return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
+
+
+def _unknown(source: Path, known: Mapping[str, ScoredRow], *, whole_groups: bool) -> frozenset[str]:
+    """The samples to score; with their siblings, where a score depends on those."""
+    table = _table(source, ["sample_id", "group_id"])
+    unknown = table.filter(~pl.col("sample_id").is_in(list(known)))
+    if whole_groups:
+        unknown = table.filter(pl.col("group_id").is_in(unknown["group_id"].to_list()))
+    return frozenset(unknown["sample_id"])
+
+
+def _score(
+    reward: Reward,
+    section: RewardSection,
+    source: Path,
+    wanted: frozenset[str],
+    tell: Callable[[int, int], None],
+) -> dict[str, ScoredRow]:
+    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
+
+    Raises:
+        FailedSamplesError: more than section.max_failures of them could not be scored.
+    """
+    scored: dict[str, ScoredRow] = {}
+    failed: list[str] = []
+    batches = batches_of(source, section.batch_size, wanted) if wanted else iter(())
+    if section.processes:
+        results = score_side_by_side(section, batches)
+    else:
+        results = (score_rows(reward, section, batch) for batch in batches)
+    for rows in results:
+        scored |= {row.sample_id: row for row in rows}
+        failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
+        if len(failed) > section.max_failures * len(wanted):
+            raise FailedSamplesError(section.label, failed, len(wanted), section.max_failures)
+        tell(len(scored), len(wanted))
+    return scored
+
+
+def _columns(rows: Sequence[ScoredRow], provenance: str) -> dict[str, Sequence[Any]]:
+    return {
+        "sample_id": [row.sample_id for row in rows],
+        "value": [row.score.value for row in rows],
+        "raw": [row.score.raw for row in rows],
+        "failure": [row.score.failure for row in rows],
+        "seconds": [row.seconds for row in rows],
+        "provenance": [provenance] * len(rows),
+    }
+
+
+def _statistics(label: str, scores: Sequence[Score]) -> dict[str, float]:
+    known = [score.value for score in scores if score.value is not None]
+    failed = sum(score.failure is not None for score in scores)
+    statistics_of = {f"rewards/{label}/null": float(len(scores) - len(known)), f"rewards/{label}/failed": float(failed)}
+    if known:
+        statistics_of[f"rewards/{label}/mean"] = statistics.fmean(known)
+    if len(known) > 1:
+        statistics_of[f"rewards/{label}/std"] = statistics.stdev(known)
+    return statistics_of

@@ -1,0 +1,195 @@
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.embedding import clip_model
+from grpo_core.rewards.embedding.aesthetic import HEAD, LAYERS, AestheticReward
+from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
+from grpo_core.rewards.embedding.clip_score import ClipScoreReward
+from grpo_core.rewards.protocol import Score
+from grpo_core.rewards.weights import file_sha256
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+
+WIDTH = 12
+PICTURES = (flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0))
+
+
+def make_head(width: int = WIDTH, offset: float = 5.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    tensors, inputs = {}, width
+    for layer, outputs in LAYERS:
+        tensors[f"{layer}.weight"] = torch.randn(outputs, inputs, generator=generator) * 1.5 / inputs**0.5
+        tensors[f"{layer}.bias"] = torch.randn(outputs, generator=generator) * 0.01
+        inputs = outputs
+    tensors["layers.7.bias"] += offset
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("head") / "head.pth"
+    torch.save(make_head(), path)
+    return path
+
+
+@pytest.fixture
+def reward(clip_config: Path, clip_weights: Path, head: Path) -> AestheticReward:
+    return AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(head))
+
+
+def composed(tensors: dict[str, torch.Tensor]) -> tuple[np.ndarray, float]:
+    """Five layers without activations are one: their matrix and offset, in double precision."""
+    matrix, offset = np.eye(tensors["layers.0.weight"].shape[1]), np.zeros(tensors["layers.0.weight"].shape[1])
+    for layer, _ in LAYERS:
+        weight, bias = (tensors[f"{layer}.{part}"].double().numpy() for part in ("weight", "bias"))
+        matrix, offset = weight @ matrix, weight @ offset + bias
+    return matrix[0], float(offset[0])
+
+
+def test_rating_is_the_composed_linear_map_of_the_unit_embedding(
+    reward: AestheticReward, clip_oracle: torch.nn.Module
+) -> None:
+    matrix, offset = composed(make_head())
+    with torch.no_grad():
+        raw = [clip_oracle.encode_image(clip_oracle.transform(picture)[None])[0].double() for picture in PICTURES]
+    right = [float(matrix @ (vector / vector.norm()).numpy()) + offset for vector in raw]
+    without_norm = [float(matrix @ vector.numpy()) + offset for vector in raw]
+    scores = reward.score(make_batch(PICTURES))
+    assert [score.raw for score in scores] == pytest.approx(right, abs=1e-4)
+    assert [score.value for score in scores] == pytest.approx([rating / 10 for rating in right], abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(right, without_norm, strict=True)) > 0.1
+    assert max(right) - min(right) > 0.1
+
+
+@pytest.mark.parametrize(("offset", "value"), [(1000.0, 1.0), (-1000.0, 0.0)])
+def test_value_is_clamped_and_raw_is_not(
+    clip_config: Path, clip_weights: Path, tmp_path: Path, offset: float, value: float
+) -> None:
+    path = tmp_path / "head.safetensors"
+    safetensors.torch.save_file(make_head(offset=offset), path)
+    reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
+    (score,) = reward.score(make_batch([flat(0)]))
+    assert score.value == value
+    assert score.raw == pytest.approx(offset, abs=20)
+
+
+def test_scores_do_not_depend_on_batch_or_order(reward: AestheticReward) -> None:
+    batch = make_batch(PICTURES)
+    together = reward.score(batch)
+    reward._clip().load()._embeddings.clear()
+    alone = [reward.score(batch.select([row]))[0] for row in (3, 1, 2, 0)]
+    assert [alone[3], alone[1], alone[2], alone[0]] == together
+
+
+def test_clip_score_beside_it_computes_no_picture_again(
+    reward: AestheticReward, clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip_model._LOADED.clear()
+    model = reward._clip().load()
+    seen: list[torch.Tensor] = []
+    compute = model._network.encode_image
+    monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
+    rewards = (reward, ClipScoreReward(model=str(clip_config), weights=str(clip_weights)))
+    batch = make_batch([noise(seed, 32, 32) for seed in range(8)])
+    start, found = threading.Barrier(2), {}
+
+    def work(which: int) -> None:
+        start.wait()
+        found[which] = rewards[which].score(batch)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == len(batch)
+    assert all(score.value is not None for scores in found.values() for score in scores)
+
+
+def test_nan_of_the_head_and_of_the_embedding_are_failures(
+    clip_config: Path, clip_weights: Path, head: Path, tmp_path: Path
+) -> None:
+    zero, nan = tmp_path / "zero.safetensors", tmp_path / "nan.safetensors"
+    tensors = safetensors.torch.load_file(clip_weights)
+    safetensors.torch.save_file({**tensors, "visual.proj": torch.zeros_like(tensors["visual.proj"])}, zero)
+    safetensors.torch.save_file({**make_head(), "layers.7.bias": torch.tensor([torch.nan])}, nan)
+    settings: Sequence[dict[str, str]] = (
+        {"weights": str(zero), "head": str(head)},
+        {"weights": str(clip_weights), "head": str(nan)},
+    )
+    for each in settings:
+        (score,) = AestheticReward(model=str(clip_config), **each).score(make_batch([flat(0)]))
+        assert score.value is None
+        assert score.failure is not None
+    blind = AestheticReward(model=str(clip_config), weights=str(zero), head=str(head))
+    assert blind.score(make_batch([flat(0)])) == [Score.failed(NO_DIRECTION)]
+
+
+def test_head_for_another_network_is_told_before_and_at_the_first_score(
+    clip_config: Path, clip_weights: Path, tmp_path: Path
+) -> None:
+    for name in ("head.pth", "head.safetensors"):
+        path = tmp_path / name
+        torch.save(make_head(768), path) if name.endswith("pth") else safetensors.torch.save_file(make_head(768), path)
+        reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
+        (message,) = reward.preflight()
+        assert message.startswith("rewards.aesthetic.head: got ")
+        assert "reads embeddings of 768 numbers, those of CLIP here have 12" in message
+        with pytest.raises(InputError) as caught:
+            reward.score(make_batch([flat(0)]))
+        assert str(caught.value) == message
+
+
+def test_files_that_are_no_head_are_refused(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    path = tmp_path / "head.pth"
+
+    def message_of(content: object) -> str:
+        torch.save(content, path)
+        reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
+        (message,) = reward.preflight()
+        with pytest.raises(InputError) as caught:
+            reward.score(make_batch([flat(0)]))
+        assert str(caught.value) == message
+        return message
+
+    assert "cannot be read as a state dict" in message_of({"layers.0.weight": Path.cwd})
+    assert "layers.7.bias is missing" in message_of({k: v for k, v in make_head().items() if k != "layers.7.bias"})
+    assert "layers.2.weight has shape [3, 3], not [128, 1024]" in message_of(
+        {**make_head(), "layers.2.weight": torch.zeros(3, 3)}
+    )
+    whole = tmp_path / "whole.pth"
+    torch.save(make_head(), whole)
+    path.write_bytes(whole.read_bytes()[:5000])
+    (message,) = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path)).preflight()
+    assert "cannot be read as a state dict" in message
+
+
+def test_missing_head_message_says_where_it_is_and_its_digest_is_known(head: Path, tmp_path: Path) -> None:
+    message = AestheticReward().preflight()[1]
+    assert message.startswith("rewards.aesthetic.head: got None.")
+    assert "github.com/christophschuhmann/improved-aesthetic-predictor" in message
+    published = tmp_path / HEAD.file
+    published.write_bytes(head.read_bytes())
+    message = AestheticReward(head=str(published)).preflight()[1]
+    assert message.startswith("rewards.aesthetic.head_sha256: got '21dd590f3ccdc646'")
+
+
+def test_provenance_names_both_files(reward: AestheticReward, clip_weights: Path, head: Path) -> None:
+    assert reward.preflight() == []
+    assert reward.weight_digests() == {"clip": file_sha256(str(clip_weights)), "head": file_sha256(str(head))}
+    assert set(reward.settings()) == {"model", "pretrained"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("model", "ViT"), ("weights", 3), ("head", 3), ("head", "hf://x"), ("head_sha256", "1"), ("device", "tpu")],
+)
+def test_wrong_settings_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.aesthetic\.{setting}: got "):
+        AestheticReward(**{setting: value})  # type: ignore[arg-type]

@@ -1,0 +1,218 @@
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.embedding import clip_model
+from grpo_core.rewards.embedding.clip_architecture import find_architecture
+from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
+from grpo_core.rewards.weights import WeightFile, file_sha256
+from tests.grpo_core.rewards.conftest import flat, noise
+from tests.grpo_core.rewards.embedding.conftest import MEAN, NETWORK, STD
+
+
+def load(config: Path, weights: Path) -> ClipModel:
+    architecture = find_architecture("model", str(config), None)
+    return load_clip("weights", architecture, WeightFile(str(weights), file_sha256(str(weights))), "cpu")
+
+
+def fresh(config: Path, weights: Path) -> ClipModel:
+    """A model that no other test has asked, so that its embeddings are counted from none."""
+    clip_model._LOADED.clear()
+    return load(config, weights)
+
+
+def cosine_with(vector: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(vector, other, dim=0))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (40, 50), (90, 33)])
+def test_picture_equals_open_clip_itself(
+    clip_config: Path, clip_weights: Path, clip_oracle: torch.nn.Module, size: tuple[int, int]
+) -> None:
+    picture = noise(0, *size)
+    with torch.no_grad():
+        right = clip_oracle.encode_image(clip_oracle.transform(picture)[None], normalize=True)[0]
+    found = load(clip_config, clip_weights).image_embedding(picture)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
+    assert float(found.norm()) == pytest.approx(1, abs=1e-6)
+    assert cosine_with(found, load(clip_config, clip_weights).image_embedding(flat(0))) < 0.999
+
+
+def test_text_equals_open_clip_itself(clip_config: Path, clip_weights: Path, clip_oracle: torch.nn.Module) -> None:
+    model, tokenizer = load(clip_config, clip_weights), open_clip.get_tokenizer("ViT-B-32")
+    for text in ("a red heart", "", "word " * 100):
+        with torch.no_grad():
+            right = clip_oracle.encode_text(tokenizer([text]), normalize=True)[0]
+        torch.testing.assert_close(model.text_embedding(text), right, rtol=0, atol=1e-6)
+    assert cosine_with(model.text_embedding("a red heart"), model.text_embedding("")) < 0.999
+
+
+def test_configuration_says_how_pictures_are_prepared(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    picture = noise(0, 32, 32)
+    levels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+    by_hand = (levels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+    model = load(clip_config, clip_weights)
+    torch.testing.assert_close(model._prepare(picture), by_hand)
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(NETWORK))
+    assert cosine_with(load(bare, clip_weights).image_embedding(picture), model.image_embedding(picture)) < 0.9999
+
+
+def test_activation_of_the_configuration_counts(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps({**json.loads(clip_config.read_text()), "model_cfg": {**NETWORK, "quick_gelu": False}}))
+    embeddings = [load(config, clip_weights).image_embedding(noise(0, 32, 32)) for config in (clip_config, plain)]
+    assert not torch.allclose(*embeddings, atol=1e-5)
+
+
+def test_two_threads_compute_each_picture_once(
+    clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh(clip_config, clip_weights)
+    pictures, seen = [noise(seed, 32, 32) for seed in range(12)], []
+    compute = model._network.encode_image
+    monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
+    found: dict[int, list[torch.Tensor]] = {}
+    start = threading.Barrier(2)
+
+    def look(worker: int) -> None:
+        start.wait()
+        found[worker] = [model.image_embedding(picture) for picture in pictures]
+
+    threads = [threading.Thread(target=look, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == len(pictures)
+    assert all(pixels.shape[0] == 1 for pixels in seen)
+    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
+
+
+def test_same_bytes_in_another_shape_are_another_picture(clip_config: Path, clip_weights: Path) -> None:
+    wide = noise(0, 64, 16)
+    tall = Image.frombytes("RGB", (16, 64), wide.tobytes())
+    model = load(clip_config, clip_weights)
+    assert not torch.equal(model.image_embedding(wide), model.image_embedding(tall))
+
+
+def test_cache_is_bounded_and_forgets_the_oldest(
+    clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip_model, "CACHED_EMBEDDINGS", 2)
+    model = fresh(clip_config, clip_weights)
+    seen = []
+    compute = model._network.encode_image
+    monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
+    for level in (0, 50, 0, 100, 0, 50):
+        model.image_embedding(flat(level))
+    # 0, 50; 0 again is at hand; 100 pushes 50 out, so that 50 comes again.
+    assert len(seen) == 4
+    assert len(model._embeddings) == 2
+
+
+def test_model_is_one_for_all_who_ask_and_draws_no_random_numbers(
+    clip_config: Path, clip_weights: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(clip_weights.read_bytes())
+    before = torch.get_rng_state()
+    model = fresh(clip_config, clip_weights)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert load(clip_config, copy) is model
+    assert not any(p.requires_grad or p.is_meta or p.dtype != torch.float32 for p in model._network.parameters())
+    assert not any(buffer.is_meta for buffer in model._network.buffers())
+
+
+def test_half_precision_around_it_changes_nothing(clip_config: Path, clip_weights: Path) -> None:
+    outside = load(clip_config, clip_weights).image_embedding(noise(5, 32, 32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = fresh(clip_config, clip_weights).image_embedding(noise(5, 32, 32))
+    assert torch.equal(inside, outside)
+
+
+def test_weights_in_half_precision_and_from_a_checkpoint_are_read(
+    clip_config: Path, clip_weights: Path, tmp_path: Path
+) -> None:
+    tensors = safetensors.torch.load_file(clip_weights)
+    half, checkpoint = tmp_path / "half.safetensors", tmp_path / "epoch_3.pt"
+    safetensors.torch.save_file({name: tensor.half() for name, tensor in tensors.items()}, half)
+    scale = {"logit_scale": tensors["logit_scale"].reshape(1)}
+    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in {**tensors, **scale}.items()}}, checkpoint)
+    right = load(clip_config, clip_weights).image_embedding(noise(0, 32, 32))
+    assert torch.equal(load(clip_config, checkpoint).image_embedding(noise(0, 32, 32)), right)
+    assert cosine_with(load(clip_config, half).image_embedding(noise(0, 32, 32)), right) > 0.9999
+
+
+def test_broken_weights_give_no_number(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    tensors = safetensors.torch.load_file(clip_weights)
+    path = tmp_path / "zero.safetensors"
+    safetensors.torch.save_file({**tensors, "visual.proj": torch.zeros_like(tensors["visual.proj"])}, path)
+    assert load(clip_config, path).image_embedding(noise(0, 32, 32)).isnan().all()
+
+
+def test_weights_of_another_network_are_refused(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    tensors = safetensors.torch.load_file(clip_weights)
+    path = tmp_path / "other.safetensors"
+
+    def message_of(changed: dict[str, torch.Tensor]) -> str:
+        safetensors.torch.save_file(changed, path)
+        with pytest.raises(InputError, match=r"^weights: got ") as caught:
+            load(clip_config, path)
+        return str(caught.value)
+
+    assert "visual.proj is missing" in message_of({k: v for k, v in tensors.items() if k != "visual.proj"})
+    # open_clip itself would stretch these positions to its own resolution.
+    longer = torch.zeros(10, 16)
+    assert "has shape [10, 16], not [5, 16]" in message_of({**tensors, "visual.positional_embedding": longer})
+    deeper = {**tensors, "transformer.resblocks.2.ln_1.bias": torch.zeros(16)}
+    assert "holds transformer.resblocks.2.ln_1.bias, which" in message_of(deeper)
+
+
+@pytest.mark.parametrize(
+    ("model", "release", "told"),
+    [
+        ("ViT-L14", None, "Did you mean ViT-L-14"),
+        ("ViT-L-14", None, "trained with QuickGELU.*Set ViT-L-14-quickgelu"),
+        ("ViT-B-32-quickgelu", "laion2b_s34b_b79k", "laion2b_s34b_b79k.*laion400m_e31|open_clip knows"),
+        ("ViT-B-32", "laion5b", "open_clip knows .*laion2b_s34b_b79k"),
+        ("ViT-B-16-SigLIP", "webli", "parts from elsewhere.*hf_tokenizer_name"),
+        ("coca_ViT-B-32", "laion2b_s13b_b90k", "parts from elsewhere.*multimodal_cfg"),
+    ],
+)
+def test_networks_that_would_score_wrongly_are_refused(model: str, release: str | None, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        find_architecture("rewards.clip_score.model", model, release)
+
+
+@pytest.mark.parametrize(
+    ("model", "release", "quick_gelu", "mean"),
+    [
+        ("ViT-L-14-quickgelu", None, True, 0.48145466),
+        ("ViT-B-32", "laion2b_s34b_b79k", False, 0.48145466),
+        ("ViT-L-14", "laion2b_s32b_b82k", False, 0.5),
+    ],
+)
+def test_release_brings_its_own_preparation(model: str, release: str | None, quick_gelu: bool, mean: float) -> None:
+    found = find_architecture("model", model, release)
+    assert bool(found.network.get("quick_gelu")) == quick_gelu
+    assert found.preparation["mean"][0] == mean
+
+
+def test_configuration_files_that_are_none_are_told(tmp_path: Path) -> None:
+    missing, text, other = tmp_path / "no.json", tmp_path / "text.json", tmp_path / "other.json"
+    text.write_text("{")
+    other.write_text("{}")
+    for path, told in ((missing, "No such file"), (text, "cannot be read as JSON"), (other, "lacks embed_dim")):
+        with pytest.raises(InputError, match=told):
+            find_architecture("model", str(path), None)
+    with pytest.raises(InputError, match=r"pretrained: got 'openai'\. Leave it out"):
+        find_architecture("rewards.clip_score.model", str(other), "openai")

@@ -1,0 +1,135 @@
+import logging
+from pathlib import Path
+
+import open_clip
+import pytest
+import safetensors.torch
+import torch
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
+from grpo_core.rewards.embedding.clip_score import ClipScoreReward
+from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.weights import file_sha256
+from tests.grpo_core.rewards.conftest import flat, noise
+
+PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing at all")
+
+
+def make_batch(prompts: tuple[str, ...] = PROMPTS) -> ScoringBatch:
+    images = [flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0)][: len(prompts)]
+    ids = [f"s{row}" for row in range(len(prompts))]
+    return ScoringBatch(sample_ids=ids, prompts=list(prompts), images=images)
+
+
+@pytest.fixture
+def reward(clip_config: Path, clip_weights: Path) -> ClipScoreReward:
+    return ClipScoreReward(model=str(clip_config), weights=str(clip_weights))
+
+
+def test_value_and_raw_equal_open_clip_itself(reward: ClipScoreReward, clip_oracle: torch.nn.Module) -> None:
+    batch, tokenizer = make_batch(), open_clip.get_tokenizer("ViT-B-32")
+    scores = reward.score(batch)
+    with torch.no_grad():
+        pixels = torch.stack([clip_oracle.transform(image) for image in batch.images])
+        pictures = clip_oracle.encode_image(pixels, normalize=True)
+        texts = clip_oracle.encode_text(tokenizer(list(batch.prompts)), normalize=True)
+    cosines = (pictures * texts).sum(1).tolist()
+    assert [score.raw for score in scores] == pytest.approx(cosines, abs=1e-6)
+    assert [score.value for score in scores] == pytest.approx([max(cosine, 0) for cosine in cosines], abs=1e-6)
+    # Both sides of zero are among them, or the floor would not have been seen.
+    assert min(cosines) < -0.01
+    assert max(cosines) > 0.01
+
+
+def test_scale_multiplies_and_ends_at_one(reward: ClipScoreReward, clip_config: Path, clip_weights: Path) -> None:
+    raws = [score.raw for score in reward.score(make_batch())]
+    for scale in (2.5, 100.0):
+        scaled = ClipScoreReward(model=str(clip_config), weights=str(clip_weights), scale=scale).score(make_batch())
+        assert [score.raw for score in scaled] == raws
+        assert [s.value for s in scaled] == pytest.approx([min(max(scale * r, 0), 1) for r in raws if r is not None])
+
+
+def test_scores_do_not_depend_on_batch_or_order(reward: ClipScoreReward) -> None:
+    batch = make_batch()
+    together = reward.score(batch)
+    reward._clip().load()._embeddings.clear()
+    alone = [reward.score(batch.select([row]))[0] for row in (3, 1, 2, 0)]
+    assert [alone[3], alone[1], alone[2], alone[0]] == together
+
+
+@pytest.mark.parametrize(("words", "long"), [(75, False), (76, True)])
+def test_long_prompts_are_told_and_cut_or_refused(
+    clip_config: Path, clip_weights: Path, caplog: pytest.LogCaptureFixture, words: int, long: bool
+) -> None:
+    batch = make_batch(("short", "cat " * words, "dog " * words))
+    settings = {"model": str(clip_config), "weights": str(clip_weights)}
+    with caplog.at_level(logging.WARNING):
+        cut = ClipScoreReward(**settings).score(batch)
+    told = "2 of 3 prompts are longer than the 77 tokens" in caplog.text and "sample s1 with 78 tokens" in caplog.text
+    assert told == long
+    refusing = ClipScoreReward(**settings, long_prompts="refuse")
+    if not long:
+        assert refusing.score(batch) == cut
+        return
+    with pytest.raises(InputError, match=r"sample s1: got 'prompt of 78 tokens'.*reads 77 tokens"):
+        refusing.score(batch)
+    beginning = make_batch(("short", "cat " * 75, "dog " * 75))
+    assert ClipScoreReward(**settings).score(beginning) == cut
+
+
+def test_embedding_without_direction_is_a_failure(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    tensors = safetensors.torch.load_file(clip_weights)
+    path = tmp_path / "zero.safetensors"
+    safetensors.torch.save_file({**tensors, "text_projection": torch.zeros_like(tensors["text_projection"])}, path)
+    scores = ClipScoreReward(model=str(clip_config), weights=str(path)).score(make_batch())
+    assert scores == [Score.failed(NO_DIRECTION)] * 4
+
+
+def test_provenance_names_the_content_and_no_path(
+    reward: ClipScoreReward, clip_config: Path, clip_weights: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere.json"
+    moved.write_bytes(clip_config.read_bytes())
+    assert reward.weight_digests() == {"clip": file_sha256(str(clip_weights))}
+    assert reward.version == f"1+open-clip-{open_clip.__version__}"
+    assert ClipScoreReward(model=str(moved), weights=str(clip_weights)).settings() == reward.settings()
+    assert str(clip_config) not in str(reward.settings())
+    moved.write_text(clip_config.read_text().replace("0.4", "0.3"))
+    assert ClipScoreReward(model=str(moved), weights=str(clip_weights)).settings() != reward.settings()
+    assert ClipScoreReward().settings()["pretrained"] == "openai"
+
+
+def test_preflight_tells_everything_at_once(clip_config: Path) -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    first, second = ClipScoreReward(device=absent).preflight()
+    assert first.startswith("rewards.clip_score.weights: got None.")
+    assert "hf://timm/vit_large_patch14_clip_224.openai/open_clip_model.safetensors" in first
+    assert second.startswith(f"rewards.clip_score.device: got '{absent}'")
+    (message,) = ClipScoreReward(model="ViT-L-14").preflight()
+    assert "Set ViT-L-14-quickgelu" in message
+    (message,) = ClipScoreReward(model="no.json").preflight()
+    assert message.startswith("rewards.clip_score.model: got 'no.json'")
+    (message,) = ClipScoreReward(model=str(clip_config), weights=str(clip_config), weights_sha256="0" * 8).preflight()
+    assert "rewards.clip_score.weights_sha256: got '00000000'" in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("model", "ViT-L14"),
+        ("model", 3),
+        ("pretrained", 3),
+        ("pretrained", ""),
+        ("weights", 3),
+        ("weights", "hf://timm/no-file"),
+        ("weights_sha256", "12"),
+        ("scale", 0),
+        ("scale", True),
+        ("long_prompts", "drop"),
+        ("device", "gpu"),
+    ],
+)
+def test_wrong_settings_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.clip_score\.{setting}: got "):
+        ClipScoreReward(**{setting: value})  # type: ignore[arg-type]

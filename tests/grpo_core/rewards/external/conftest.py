@@ -1,0 +1,103 @@
+"""A service on the loopback whose every answer a test writes."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Asked:
+    """One request as it came in."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass
+class Reply:
+    """An answer: a status, a body (JSON unless bytes) and headers; None of it with `drop`, which hangs up."""
+
+    body: Any = None
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    drop: bool = False
+    drip_s: float = 0.0
+
+
+class Stub:
+    """What was asked, and who answers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.asked: list[Asked] = []
+        self.respond: Callable[[Asked], Reply] = lambda asked: Reply(status=404)
+        self.stopping = threading.Event()
+        self.lock = threading.Lock()
+
+    def script(self, *replies: Reply) -> None:
+        """These answers one after the other, the last one again and again."""
+        left = list(replies)
+        self.respond = lambda asked: left.pop(0) if len(left) > 1 else left[0]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    stub: Stub
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        asked = Asked(self.command, self.path, dict(self.headers), json.loads(body) if body else None)
+        with self.stub.lock:
+            self.stub.asked.append(asked)
+        reply = self.stub.respond(asked)
+        self.close_connection = True
+        if reply.drop:
+            return
+        content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+        self.send_response(reply.status)
+        for name, value in {"Content-Length": str(len(content)), "Connection": "close", **reply.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        try:
+            if not reply.drip_s:
+                self.wfile.write(content)
+            for start in range(0, len(content) if reply.drip_s else 0):
+                if self.stub.stopping.wait(reply.drip_s):
+                    return
+                self.wfile.write(content[start : start + 1])
+                self.wfile.flush()
+        except OSError:
+            return  # the other side has hung up
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the tests' output clean."""
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    handler = type("Handler", (_Handler,), {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        handler.stub = Stub(f"http://127.0.0.1:{server.server_address[1]}")  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield handler.stub  # type: ignore[attr-defined]
+        handler.stub.stopping.set()  # type: ignore[attr-defined]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def closed_url() -> str:
+    """An address where nobody listens."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return f"http://127.0.0.1:{server.server_address[1]}"

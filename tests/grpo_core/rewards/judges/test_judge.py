@@ -1,0 +1,176 @@
+import base64
+import io
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.judges.judge import JudgeReward
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring import provenance_of
+from tests.grpo_core.rewards.conftest import make_batch, noise
+from tests.grpo_core.rewards.external.conftest import Asked, Reply, Stub, closed_url, stub
+
+__all__ = ["closed_url", "stub"]
+
+QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
+
+
+def said(content: str | None, ended: str = "stop") -> Reply:
+    return Reply({"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": ended}]})
+
+
+def judge(stub: Stub, **more: Any) -> JudgeReward:
+    return JudgeReward(url=f"{stub.url}/v1/", model="eye", **{**QUICK, **more})
+
+
+def texts(*completions: str, **more: Any) -> ScoringBatch:
+    ids = [f"s{i}" for i in range(len(completions))]
+    return ScoringBatch(sample_ids=ids, prompts=["draw it"] * len(ids), completions=completions, **more)
+
+
+def test_the_judge_sees_the_picture_and_the_rubric(stub: Stub) -> None:
+    stub.script(said('{"score": 7}'))
+    picture = noise(0, 20, 12)
+    reward = judge(stub, rubric="Is {prompt} in it?", low=2, high=12, max_tokens=40, seed=5)
+    batch = ScoringBatch(sample_ids=["s"], prompts=["a {cat}"], images=[picture], targets=[None])
+    assert reward.score(batch) == [Score(0.5, 7.0)]
+    (asked,) = stub.asked
+    assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
+    assert {key: asked.body[key] for key in ("model", "temperature", "seed", "max_tokens")} == {
+        "model": "eye",
+        "temperature": 0.0,
+        "seed": 5,
+        "max_tokens": 40,
+    }
+    ((image, text),) = [message["content"] for message in asked.body["messages"]]
+    kind, _, content = image["image_url"]["url"].partition(",")
+    assert kind == "data:image/png;base64"
+    with Image.open(io.BytesIO(base64.b64decode(content))) as decoded:
+        assert np.array_equal(np.asarray(decoded), np.asarray(picture))
+    assert text["text"].startswith("Is a {cat} in it?\n\nAnswer with one JSON object")
+    assert "from 2 (worst) to 12 (best)" in text["text"]
+
+
+def test_texts_and_columns(stub: Stub) -> None:
+    stub.script(said('{"score": 3}'))
+    reward = judge(stub, rubric="{prompt}: {style}, {count}?", high=4)
+    assert reward.needs_column == "style"
+    batch = texts("one", "two", columns={"style": ["plain", None], "count": [3, 4]})
+    assert reward.score(batch) == [Score(0.75, 3.0), NOT_APPLICABLE]
+    (asked,) = stub.asked
+    content = asked.body["messages"][0]["content"]
+    assert content.startswith("draw it: plain, 3?")
+    assert content.endswith("\n\none")
+    with pytest.raises(InputError, match=r"rewards\.judge\.rubric: got '\{style\}'.*no column style; they have count"):
+        reward.score(texts("one", columns={"count": [1]}))
+
+
+@pytest.mark.parametrize(("score", "value"), [(0, 0.0), (10, 1.0), (-3, 0.0), (11.5, 1.0), (2.5, 0.25)])
+def test_value_ends_at_the_bounds(stub: Stub, score: float, value: float) -> None:
+    stub.script(said(f'{{"score": {score}}}'))
+    assert judge(stub).score(texts("x")) == [Score(value, float(score))]
+
+
+def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
+    stub.script(said("Seven out of ten!"), said('{"score": 7}'))
+    assert judge(stub).score(texts("x")) == [Score(0.7, 7.0)]
+    first, second = (asked.body["messages"] for asked in stub.asked)
+    assert second[:1] == first
+    assert second[1] == {"role": "assistant", "content": "Seven out of ten!"}
+    assert "not in the form" in second[2]["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (said("I  cannot\nsay"), "the judge's answer holds no score: 'I cannot say'"),
+        (said(None), "the judge's answer holds no score: ''"),
+        (
+            said("Let me think", "length"),
+            "the judge's answer holds no score, cut off at max_tokens 256: 'Let me think'",
+        ),
+        (Reply(status=500), "the service answered with status 500, after 2 attempts"),
+        (Reply(drop=True), "the service could not be reached (RemoteProtocolError), after 2 attempts"),
+    ],
+)
+def test_what_is_a_failure(stub: Stub, reply: Reply, reason: str) -> None:
+    stub.script(reply)
+    assert judge(stub).score(texts("x")) == [Score.failed(reason)]
+    assert len(stub.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply({"error": {"message": "no such model"}}, 404), r"status 404'\. The service says: no such model"),
+        (Reply({"choices": []}), "OpenAI's chat completions"),
+        (Reply([1]), "OpenAI's chat completions"),
+        (Reply(b"hello"), "no JSON"),
+    ],
+)
+def test_what_is_an_error(stub: Stub, reply: Reply, message: str) -> None:
+    stub.script(reply)
+    with pytest.raises(InputError, match=message):
+        judge(stub).score(texts("x"))
+
+
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_scores_keep_the_order(stub: Stub, concurrency: int) -> None:
+    def respond(asked: Asked) -> Reply:
+        text = asked.body["messages"][0]["content"].rpartition("\n")[2]
+        return said(f'{{"score": {text}}}')
+
+    stub.respond = respond
+    scores = judge(stub, concurrency=concurrency).score(texts(*(str(i) for i in range(10))))
+    assert [score.raw for score in scores] == [float(i) for i in range(10)]
+
+
+def test_provenance_holds_no_address(stub: Stub) -> None:
+    told = provenance_of(judge(stub, concurrency=3))
+    assert told == provenance_of(JudgeReward(url="http://elsewhere/v1", model="eye"))
+    assert told != provenance_of(judge(stub, rubric="Other?"))
+    assert "127.0.0.1" not in str(told)
+
+
+def test_preflight(stub: Stub, closed_url: str) -> None:
+    stub.script(Reply({"data": [{"id": "eye"}, {"id": "ear"}]}))
+    assert judge(stub).preflight() == []
+    assert stub.asked[0].path == "/v1/models"
+    (problem,) = JudgeReward(url=f"{stub.url}/v1", model="nose").preflight()
+    assert re.search(r"rewards\.judge\.model: got 'nose'\. The endpoint at .* has eye, ear", problem)
+    (problem,) = JudgeReward(url=closed_url, model="eye").preflight()
+    assert "Start the endpoint there" in problem
+    stub.script(Reply({}, 401))
+    (problem,) = judge(stub).preflight()
+    assert "token_env" in problem
+
+
+def test_picture_of_an_unknown_mode(stub: Stub) -> None:
+    with pytest.raises(InputError, match=r"rewards\.judge, sample s0"):
+        judge(stub).score(make_batch([Image.new("F", (8, 8))]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("url", "host/v1"),
+        ("model", ""),
+        ("rubric", "{prompt.x}"),
+        ("low", "0"),
+        ("low", float("nan")),
+        ("high", 0.0),
+        ("max_tokens", 0),
+        ("seed", -1),
+        ("concurrency", 0),
+        ("attempts", 0),
+        ("timeout_s", 0),
+        ("token_env", "x y"),
+    ],
+)
+def test_wrong_settings_are_refused(setting: str, value: Any) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.judge\.{setting}: got"):
+        JudgeReward(**{"url": "http://host/v1", "model": "eye", setting: value})

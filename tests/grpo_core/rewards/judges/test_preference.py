@@ -1,0 +1,273 @@
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.judges.preference import HPSV2, PICKSCORE, HpsV2Reward, PickScoreReward
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
+from grpo_core.rewards.weights import file_sha256, model_sha256
+from tests.grpo_core.rewards.conftest import flat, noise
+
+SIDE = 64
+TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NETWORK = {
+    "embed_dim": 12,
+    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
+}
+PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing")
+
+
+def make_batch(prompts: tuple[str, ...] = PROMPTS) -> ScoringBatch:
+    images = [noise(0, SIDE, SIDE), flat(255, SIDE, SIDE), noise(1, SIDE, SIDE), flat(0, SIDE, SIDE)][: len(prompts)]
+    ids = [f"s{row}" for row in range(len(prompts))]
+    return ScoringBatch(sample_ids=ids, prompts=list(prompts), images=images)
+
+
+def spread_out(model: torch.nn.Module) -> None:
+    """Give the matrices numbers so large that pictures and prompts differ."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "position" not in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+
+
+@pytest.fixture(scope="module")
+def pickscore_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIPModel with a tokenizer of letters, as transformers saves them."""
+    folder = tmp_path_factory.mktemp("pickscore")
+    letters = [*"abcdefghijklmnopqrstuvwxyz", *(f"{letter}</w>" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    vocabulary = {token: index for index, token in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
+    CLIPTokenizerFast(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    end = vocabulary["<|endoftext|>"]
+    config = CLIPConfig(
+        text_config={**TEXT, "vocab_size": len(vocabulary), "eos_token_id": end, "max_position_embeddings": 77},
+        vision_config={**TEXT, "image_size": SIDE, "patch_size": 16},
+        projection_dim=12,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = CLIPModel(config)
+        spread_out(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hpsv2_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hpsv2") / "open_clip_config.json"
+    path.write_text(json.dumps({"model_cfg": NETWORK}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hpsv2_oracle(hpsv2_config: Path) -> torch.nn.Module:
+    """open_clip's own construction, and its own preparation of pictures."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model, _, transform = open_clip.create_model_and_transforms(
+            f"local-dir:{hpsv2_config.parent}", load_weights=False
+        )
+        spread_out(model)
+    model.eval().transform = transform
+    oracle: torch.nn.Module = model
+    return oracle
+
+
+@pytest.fixture(scope="module")
+def hpsv2_weights(hpsv2_oracle: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hpsv2_weights") / "model.safetensors"
+    safetensors.torch.save_file({f"model.{k}": v for k, v in hpsv2_oracle.state_dict().items()}, path)
+    return path
+
+
+@pytest.fixture
+def pickscore(pickscore_folder: Path) -> PickScoreReward:
+    return PickScoreReward(model=str(pickscore_folder))
+
+
+@pytest.fixture
+def hpsv2(hpsv2_config: Path, hpsv2_weights: Path) -> HpsV2Reward:
+    return HpsV2Reward(weights=str(hpsv2_weights), model=str(hpsv2_config))
+
+
+def test_pickscore_is_the_logit_of_transformers(pickscore: PickScoreReward, pickscore_folder: Path) -> None:
+    batch = make_batch()
+    scores = pickscore.score(batch)
+    model = CLIPModel.from_pretrained(pickscore_folder).eval()
+    tokens = CLIPTokenizerFast.from_pretrained(pickscore_folder)(list(batch.prompts), padding=True, return_tensors="pt")
+    prepare = CLIPImageProcessor(do_resize=False, do_center_crop=False)
+    with torch.no_grad():
+        pixels = prepare(list(batch.images), return_tensors="pt")
+        right = model(**pixels, **tokens).logits_per_image.diagonal().tolist()
+    assert [score.raw for score in scores] == pytest.approx(right, abs=1e-4)
+    assert [score.value for score in scores] == pytest.approx([min(max(raw / 26, 0), 1) for raw in right], abs=1e-5)
+    assert max(right) - min(right) > 0.1
+
+
+def test_hpsv2_is_the_cosine_of_open_clip(hpsv2: HpsV2Reward, hpsv2_oracle: torch.nn.Module) -> None:
+    batch, tokenizer = make_batch(), open_clip.get_tokenizer("ViT-B-32")
+    scores = hpsv2.score(batch)
+    with torch.no_grad():
+        pictures = torch.stack([hpsv2_oracle.transform(image) for image in batch.images])
+        pictures = hpsv2_oracle.encode_image(pictures, normalize=True)
+        texts = hpsv2_oracle.encode_text(tokenizer(list(batch.prompts)), normalize=True)
+    right = (pictures * texts).sum(1).tolist()
+    assert [score.raw for score in scores] == pytest.approx(right, abs=1e-6)
+    assert [score.value for score in scores] == pytest.approx([min(max(raw / 0.5, 0), 1) for raw in right], abs=1e-5)
+    assert max(right) - min(right) > 0.1
+
+
+def test_hpsv2_pads_what_is_not_square_with_black(hpsv2: HpsV2Reward) -> None:
+    # Shrunk, enlarged, and of the right length already: the package itself leaves the last one unpadded.
+    for length in (SIDE * 2, SIDE // 2, SIDE):
+        wide = flat(200, length, length // 2)
+        padded = Image.new("RGB", (SIDE, SIDE))
+        padded.paste(flat(200, SIDE, SIDE // 2), (0, SIDE // 4))
+        images = [wide, padded, flat(200, SIDE, SIDE)]
+        scores = hpsv2.score(ScoringBatch(sample_ids=["a", "b", "c"], prompts=["x"] * 3, images=images))
+        assert scores[0].raw == pytest.approx(scores[1].raw, abs=1e-5)
+        assert scores[0].raw != pytest.approx(scores[2].raw, abs=1e-2)
+
+
+def test_pickscore_cuts_the_middle_out_of_what_is_not_square(pickscore: PickScoreReward) -> None:
+    wide = noise(3, SIDE * 2, SIDE)
+    middle = wide.crop((SIDE // 2, 0, SIDE // 2 + SIDE, SIDE))
+    scores = pickscore.score(ScoringBatch(sample_ids=["a", "b"], prompts=["x", "x"], images=[wide, middle]))
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("name", ["pickscore", "hpsv2"])
+def test_scores_do_not_depend_on_batch_or_order(name: str, request: pytest.FixtureRequest) -> None:
+    reward: Reward = request.getfixturevalue(name)
+    batch = make_batch()
+    together = reward.score(batch)
+    alone = [reward.score(batch.select([row]))[0] for row in (3, 1, 2, 0)]
+    assert [alone[3], alone[1], alone[2], alone[0]] == together
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert reward.score(batch) == together
+
+
+@pytest.mark.parametrize("name", ["pickscore", "hpsv2"])
+def test_long_prompts_are_told_and_cut_or_refused(
+    name: str,
+    pickscore_folder: Path,
+    hpsv2_config: Path,
+    hpsv2_weights: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def build(long_prompts: str) -> Reward:
+        if name == "pickscore":
+            return PickScoreReward(model=str(pickscore_folder), long_prompts=long_prompts)
+        return HpsV2Reward(weights=str(hpsv2_weights), model=str(hpsv2_config), long_prompts=long_prompts)
+
+    batch = make_batch(("a " * 75, "b " * 76))
+    with caplog.at_level(logging.WARNING):
+        cut = build("cut").score(batch)
+    assert "1 of 2 prompts are longer than the 77 tokens" in caplog.text
+    assert cut == build("refuse").score(make_batch(("a " * 75, "b " * 75)))
+    with pytest.raises(InputError, match=rf"rewards\.{name}, sample s1: got 'prompt of 78 tokens'"):
+        build("refuse").score(batch)
+
+
+def test_full_scale_divides(pickscore_folder: Path, pickscore: PickScoreReward) -> None:
+    raws = np.array([score.raw for score in pickscore.score(make_batch())], dtype=float)
+    halved = PickScoreReward(model=str(pickscore_folder), full_scale=float(2 * raws.max())).score(make_batch())
+    assert max(score.value for score in halved if score.value is not None) == pytest.approx(0.5)
+    assert PickScoreReward(full_scale=20.0).settings() != PickScoreReward().settings()
+
+
+def test_weights_as_the_makers_publish_them_score_the_same(
+    hpsv2: HpsV2Reward, hpsv2_config: Path, hpsv2_oracle: torch.nn.Module, tmp_path: Path
+) -> None:
+    path = tmp_path / "HPS_v2.1_compressed.pt"
+    torch.save({"epoch": 2, "state_dict": hpsv2_oracle.state_dict()}, path)
+    assert HpsV2Reward(weights=str(path), model=str(hpsv2_config)).score(make_batch()) == hpsv2.score(make_batch())
+
+
+def test_missing_tensors_are_refused(
+    pickscore_folder: Path, hpsv2_config: Path, hpsv2_weights: Path, tmp_path: Path
+) -> None:
+    tensors = safetensors.torch.load_file(hpsv2_weights)
+    del tensors["model.text_projection"]
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    with pytest.raises(InputError, match=r"rewards\.hpsv2\.weights: got .*text_projection is missing"):
+        HpsV2Reward(weights=str(path), model=str(hpsv2_config)).score(make_batch())
+
+    for file in pickscore_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = safetensors.torch.load_file(pickscore_folder / "model.safetensors")
+    del tensors["text_projection.weight"]
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"rewards\.pickscore\.model: got .*lack text_projection\.weight"):
+        PickScoreReward(model=str(tmp_path)).score(make_batch())
+
+
+def test_nan_of_the_weights_is_a_failure(hpsv2_config: Path, hpsv2_weights: Path, tmp_path: Path) -> None:
+    tensors = safetensors.torch.load_file(hpsv2_weights)
+    path = tmp_path / "model.safetensors"
+    name = "model.text_projection"
+    safetensors.torch.save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, path)
+    scores = HpsV2Reward(weights=str(path), model=str(hpsv2_config)).score(make_batch())
+    assert scores == [Score.failed("the reward came out as nan, which is not a finite number")] * 4
+
+
+def test_provenance_names_the_content(
+    pickscore: PickScoreReward, pickscore_folder: Path, hpsv2: HpsV2Reward, hpsv2_weights: Path
+) -> None:
+    assert pickscore.preflight() == []
+    assert hpsv2.preflight() == []
+    assert pickscore.weight_digests() == {"model": model_sha256(str(pickscore_folder))}
+    assert hpsv2.weight_digests() == {"model": file_sha256(str(hpsv2_weights))}
+    assert "/" not in str(hpsv2.settings())
+
+
+def test_preflight_says_where_models_are_published_and_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (message,) = PickScoreReward().preflight()
+    assert message.startswith("rewards.pickscore.model: got None.")
+    assert PICKSCORE in message
+    (message,) = HpsV2Reward().preflight()
+    assert message.startswith("rewards.hpsv2.weights: got None.")
+    assert HPSV2.url in message
+    assert str(HPSV2.hub) in message
+    assert HpsV2Reward(model="no.json").preflight()[1].startswith("rewards.hpsv2.model: got 'no.json'")
+
+    find: Callable[[str], object] = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "imscore" else find(name))
+    for reward in (PickScoreReward(), HpsV2Reward()):
+        assert "the extra preference (pip install imscore==0.0.11)" in reward.preflight()[-1]
+        with pytest.raises(InputError, match=r"pip install imscore==0\.0\.11"):
+            reward.score(make_batch())
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [
+        (PickScoreReward, "model", 3),
+        (PickScoreReward, "model", " "),
+        (PickScoreReward, "model_sha256", "12"),
+        (PickScoreReward, "full_scale", 0),
+        (PickScoreReward, "long_prompts", "drop"),
+        (PickScoreReward, "device", "gpu"),
+        (HpsV2Reward, "weights", 3),
+        (HpsV2Reward, "weights_sha256", "x" * 64),
+        (HpsV2Reward, "model", "ViT-H-14-quickgelu"),
+        (HpsV2Reward, "model", 3),
+        (HpsV2Reward, "full_scale", -1.0),
+        (HpsV2Reward, "long_prompts", None),
+        (HpsV2Reward, "device", "mps"),
+    ],
+)
+def test_wrong_settings_are_refused(kind: type, setting: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.{kind.name}\.{setting}: got "):  # type: ignore[attr-defined]
+        kind(**{setting: value})

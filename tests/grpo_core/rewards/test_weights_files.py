@@ -1,0 +1,319 @@
+import contextlib
+import hashlib
+import http.server
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.likeness.lpips import LpipsReward
+from grpo_core.rewards.weights import (
+    PublishedWeights,
+    check_source_setting,
+    file_sha256,
+    find_weights_problem,
+    load_state_dict,
+    load_weights,
+    resolve_weights,
+    tensor_shapes,
+)
+from grpo_core.rewards.weights.hub import HubFile, parse_hub_file
+from tests.grpo_core.rewards.conftest import make_batch, noise
+
+PLACE = "rewards.lpips.weights"
+NET = PublishedWeights("net-7be5be79.pth", "the makers", "https://example.org/net", "hf://makers/net/net-7be5be79.pth")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONTENT = b"weights of the makers"
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hub, and no way to ask it."""
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+def put_into(cache: Path, repo: str, file: str, content: bytes, revision: str = "main") -> Path:
+    """A file of the Hub as its client lays it down."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    path = folder / "snapshots" / COMMIT / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / revision).write_text(COMMIT)
+    return path
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    """Answers like the Hub for one file of one open repository; counts what it was asked for."""
+
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer(b"")
+
+    def do_GET(self) -> None:
+        self.answer(CONTENT)
+
+    def answer(self, body: bytes) -> None:
+        type(self).asked.append(f"{self.command} {self.path}")
+        refusals: Mapping[str, tuple[int, str]] = {
+            "/closed/net/": (403, "GatedRepo"),
+            "/nobody/net/": (404, "RepoNotFound"),
+            "/makers/net/resolve/no-branch": (404, "RevisionNotFound"),
+            "/makers/net/resolve/main/no-file": (404, "EntryNotFound"),
+            "/broken/net/": (500, ""),
+        }
+        for start, (status, code) in refusals.items():
+            if self.path.startswith(start):
+                self.send_response(status)
+                self.send_header("X-Error-Code", code)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+        self.send_response(200)
+        for name, value in (("ETag", f'"{DIGEST}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", str(len(CONTENT)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A Hub on this machine; gives the list of what it was asked."""
+    FakeHub.asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    huggingface_hub.close_session()
+    yield FakeHub.asked
+    huggingface_hub.close_session()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("hf://o/r/f.pth", HubFile("o/r", "f.pth", None)),
+        ("hf://o/r/a/b+c.pth@v1.0", HubFile("o/r", "a/b+c.pth", "v1.0")),
+        ("hf://o/r/f.pth@refs/pr/3", HubFile("o/r", "f.pth", "refs/pr/3")),
+        ("hf://o/r@main/a/f.pth", HubFile("o/r", "a/f.pth", "main")),
+    ],
+)
+def test_names_on_the_hub_are_taken_apart(name: str, right: HubFile) -> None:
+    assert parse_hub_file(PLACE, name) == right
+    assert parse_hub_file(PLACE, str(right)) == right
+
+
+@pytest.mark.parametrize("name", ["hf://", "hf://o/r", "hf://o/r/", "hf://o/r@v/f@w", "hf://o/r/../f", "hf:///r/f"])
+def test_names_of_another_form_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"rewards\.lpips\.weights: got .* hf://owner/repo/path/in/repo"):
+        check_source_setting(PLACE, name, NET)
+
+
+def test_offline_the_cache_is_all_there_is(cache: Path) -> None:
+    source = "hf://makers/net/sub/net.pth"
+    problem = find_weights_problem(PLACE, source, None, NET)
+    assert problem is not None
+    assert (problem.place, problem.value) == (PLACE, source)
+    assert "not in the local cache" in problem.mend
+    assert "Unset HF_HUB_OFFLINE" in problem.mend
+    with pytest.raises(InputError, match="not in the local cache"):
+        resolve_weights(PLACE, source, None, NET)
+
+    path = put_into(cache, "makers/net", "sub/net.pth", CONTENT)
+    assert find_weights_problem(PLACE, source, DIGEST[:10].upper(), NET) is None
+    found = resolve_weights(PLACE, source, DIGEST, NET)
+    assert (Path(found.path), found.sha256) == (path, DIGEST)
+    assert find_weights_problem(PLACE, f"{source}@v2", None, NET) is not None
+    assert find_weights_problem(PLACE, f"{source}@{COMMIT}", None, NET) is None
+
+
+def test_digest_of_a_cached_file_is_checked_by_setting_and_by_published_name(cache: Path) -> None:
+    put_into(cache, "makers/net", NET.file, CONTENT)
+    problem = find_weights_problem(PLACE, NET.hub, "0" * 8, NET)
+    assert problem is not None
+    assert (problem.place, problem.value) == (f"{PLACE}_sha256", "00000000")
+    assert DIGEST in problem.mend
+    problem = find_weights_problem(PLACE, NET.hub, None, NET)
+    assert problem is not None
+    assert problem.value == "7be5be79"
+
+
+def test_first_use_downloads_once_and_preflight_never(hub: list[str], cache: Path) -> None:
+    source = "hf://makers/net/net.pth"
+    assert find_weights_problem(PLACE, source, DIGEST, NET) is None
+    assert hub == []
+    found = resolve_weights(PLACE, source, DIGEST, NET)
+    assert found.sha256 == DIGEST
+    assert Path(found.path).read_bytes() == CONTENT
+    assert [line for line in hub if line.startswith("GET /makers")] == ["GET /makers/net/resolve/main/net.pth"]
+    asked = len(hub)
+    assert resolve_weights(PLACE, source, DIGEST, NET) == found
+    assert len(hub) == asked
+
+
+def test_reward_scores_the_same_with_weights_of_the_hub(cache: Path, trunk_file: Path) -> None:
+    put_into(cache, "makers/net", "trunk.pth", trunk_file.read_bytes())
+    batch = make_batch([noise(0, 32, 32)], [noise(1, 32, 32)])
+    named, local = LpipsReward(weights="hf://makers/net/trunk.pth"), LpipsReward(weights=str(trunk_file))
+    assert named.preflight() == []
+    assert named.score(batch) == local.score(batch)
+    assert named.weight_digests() == local.weight_digests()
+
+
+def test_digest_of_a_downloaded_file_is_checked(hub: list[str]) -> None:
+    with pytest.raises(InputError, match=rf"weights_sha256: got '0{{64}}'.*{DIGEST}"):
+        resolve_weights(PLACE, "hf://makers/net/net.pth", "0" * 64, NET)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("hf://closed/net/net.pth", "accept their terms"),
+        ("hf://nobody/net/net.pth", "no such repository"),
+        ("hf://makers/net/net.pth@no-branch", "no such revision"),
+        ("hf://makers/net/no-file.pth", "no such file"),
+        ("hf://broken/net/net.pth", "did not give it"),
+    ],
+)
+def test_each_refusal_of_the_hub_is_one_message(
+    hub: list[str], monkeypatch: pytest.MonkeyPatch, source: str, told: str
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(InputError, match=told) as caught:
+        resolve_weights(PLACE, source, None, NET)
+    assert (caught.value.place, caught.value.value) == (PLACE, source)
+
+
+def test_hub_that_cannot_be_reached_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    huggingface_hub.close_session()
+    with pytest.raises(InputError, match=r"did not give it .*Check the network, or give a local path"):
+        resolve_weights(PLACE, "hf://makers/net/net.pth", None, NET)
+    huggingface_hub.close_session()
+
+
+def test_missing_file_message_names_file_makers_and_both_ways(tmp_path: Path) -> None:
+    for source in (None, str(tmp_path / "nowhere.pth")):
+        problem = find_weights_problem(PLACE, source, None, NET)
+        assert problem is not None
+        for part in (
+            NET.file,
+            NET.project,
+            NET.url,
+            "set `weights` in the reward's settings to its path",
+            str(NET.hub),
+        ):
+            assert part in problem.mend
+
+
+def test_digest_that_is_stated_stands_for_the_one_in_the_name(tmp_path: Path) -> None:
+    published = PublishedWeights("a+b.pth", "them", "https://example.org", digest=DIGEST[:16])
+    path = tmp_path / "a+b.pth"
+    path.write_bytes(CONTENT)
+    assert find_weights_problem(PLACE, str(path), None, published) is None
+    path.write_bytes(CONTENT + b"!")
+    problem = find_weights_problem(PLACE, str(path), None, published)
+    assert problem is not None
+    assert problem.value == DIGEST[:16]
+    assert PublishedWeights("a+b.pth", "them", "https://example.org", digest="").sha256_start == ""
+
+
+def test_changed_file_has_another_digest(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one")
+    assert file_sha256(str(path)) == hashlib.sha256(b"one").hexdigest()
+    path.write_bytes(b"other")
+    assert file_sha256(str(path)) == hashlib.sha256(b"other").hexdigest()
+
+
+class TestTensors:
+    def test_shapes_are_read_without_the_numbers(self, tmp_path: Path) -> None:
+        tensors = {"a": torch.zeros(3, 5), "b": torch.ones(2)}
+        torch.save({"state_dict": tensors, "epoch": 3}, tmp_path / "t.pt")
+        safetensors.torch.save_file(tensors, tmp_path / "t.safetensors")
+        for name in ("t.pt", "t.safetensors"):
+            assert tensor_shapes(PLACE, str(tmp_path / name)) == {"a": (3, 5), "b": (2,)}
+            loaded = load_state_dict(PLACE, str(tmp_path / name))
+            assert loaded.keys() == tensors.keys()
+            assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
+
+    @pytest.mark.parametrize("name", ["t.pt", "legacy.pt", "t.safetensors"])
+    def test_truncated_and_garbled_files_are_told(self, tmp_path: Path, name: str) -> None:
+        path, tensors = tmp_path / name, {"a": torch.zeros(30, 5)}
+        if name == "t.safetensors":
+            safetensors.torch.save_file(tensors, path)
+        else:
+            torch.save(tensors, path, _use_new_zipfile_serialization=name != "legacy.pt")
+        whole, random = path.read_bytes(), np.random.default_rng(0)
+        for length in range(0, len(whole) - 200, 97):
+            path.write_bytes(whole[:length])
+            for read in (load_state_dict, tensor_shapes):
+                with pytest.raises(InputError, match=r"cannot be read as a state dict|does not hold named tensors"):
+                    read(PLACE, str(path))
+        for position in random.integers(0, min(len(whole), 1000), 200):
+            garbled = bytearray(whole)
+            garbled[position] ^= 0xFF
+            path.write_bytes(garbled)
+            # A byte that nothing depends on may be read over; every other one ends in a message and nothing else.
+            with contextlib.suppress(InputError):
+                load_state_dict(PLACE, str(path))
+
+    def test_code_in_a_file_never_runs(self, tmp_path: Path) -> None:
+        trace, path = tmp_path / "trace", tmp_path / "evil.pt"
+
+        class Evil:
+            def __reduce__(self) -> tuple[object, tuple[str]]:
+                return Path.touch, (trace,)  # type: ignore[return-value]
+
+        torch.save({"a": Evil()}, path)
+        for read in (load_state_dict, tensor_shapes):
+            with pytest.raises(InputError, match="cannot be read as a state dict"):
+                read(PLACE, str(path))
+        assert not trace.exists()
+        torch.load(path, weights_only=False)
+        assert trace.exists()
+
+    def test_network_on_the_meta_device_is_filled_in_full_precision(self) -> None:
+        with torch.device("meta"):
+            network = torch.nn.Linear(2, 1)
+        tensors = {"weight": torch.tensor([[1.0, 2.0]]).half(), "bias": torch.tensor([3.0])}
+        load_weights(PLACE, "f", network, tensors, "a line")
+        assert network(torch.tensor([10.0, 100.0])).item() == 213
+        assert network.weight.dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        ("tensors", "told"),
+        [
+            ({"weight": torch.zeros(1, 2)}, "bias is missing. Give the weights of a line"),
+            ({"weight": torch.zeros(2, 1), "bias": torch.zeros(1)}, r"weight has shape \[2, 1\], not \[1, 2\]"),
+            ({"weight": torch.zeros(1, 2), "bias": torch.zeros(1), "c": torch.zeros(1)}, "holds c, which a line"),
+        ],
+    )
+    def test_wrong_tensors_are_named(self, tensors: dict[str, torch.Tensor], told: str) -> None:
+        with pytest.raises(InputError, match=told):
+            load_weights(PLACE, "f", torch.nn.Linear(2, 1), tensors, "a line")

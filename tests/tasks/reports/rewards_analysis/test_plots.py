@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.text import Annotation, Text
+from PIL import Image
+
+from tasks.reports.rewards_analysis.agreement_plot import draw_agreement
+from tasks.reports.rewards_analysis.analyse import analyse
+from tasks.reports.rewards_analysis.cost_plot import draw_cost
+from tasks.reports.rewards_analysis.figures import written
+from tasks.reports.rewards_analysis.histograms import draw_histograms
+from tasks.reports.rewards_analysis.plots import write_plots
+from tasks.reports.rewards_analysis.records import RewardAnalysis
+from tasks.reports.rewards_analysis.trend_plot import draw_trend
+from tests.tasks.reports.rewards_analysis.made_scores import made
+
+GROUPS, ITERATIONS = "aabb", [1, 1, 2, 2]
+HARD = "_hidden $x^2$ \\frac{a}{b} 报酬 \n" + "long " * 20
+
+
+def analysed(seconds: float = 0.5) -> RewardAnalysis:
+    rewards = {"x": [0.1, 0.4, 0.2, 0.3], "y": [0.4, 0.1, 0.3, 0.2], "null": [None] * 4}
+    return analyse(made(GROUPS, rewards, iterations=ITERATIONS, seconds=seconds))
+
+
+def test_the_same_scores_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (write_plots(analysed(), tmp_path / name) for name in "ab")
+    assert [path.name for path in first] == ["histograms.png", "agreement.png", "trend.png", "cost.png"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    for path in first:
+        with Image.open(path) as image:
+            assert not image.text  # type: ignore[attr-defined]
+
+
+def test_what_has_nothing_to_show_is_left_out(tmp_path: Path) -> None:
+    alone = analyse(made("aa", {"x": [0.1, 0.2]}, seconds=[None, None]))
+    assert [path.name for path in write_plots(alone, tmp_path)] == ["histograms.png"]
+
+
+def test_histograms_show_the_counts_and_the_mean() -> None:
+    x, _, null = draw_histograms(analysed()).axes[:3]
+    edges = x.patches[0].get_data()  # type: ignore[attr-defined]
+    assert edges.values.sum() == 4
+    assert edges.edges[np.flatnonzero(edges.values)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert x.lines[0].get_xdata()[0] == pytest.approx(0.25)  # type: ignore[index]
+    assert [text.get_text() for text in null.texts] == ["no values"]
+
+
+def test_agreement_is_symmetric_and_names_what_is_not_defined() -> None:
+    figure = draw_agreement(analysed())
+    assert figure is not None
+    overall = figure.axes[0].images[0].get_array()
+    assert overall is not None
+    assert overall[0, 1] == overall[1, 0] == pytest.approx(-1.0)
+    said = [text.get_text() for text in figure.axes[0].texts]
+    assert said == ["", "-1.00", "–", "-1.00", "", "–", "–", "–", ""]
+
+
+def test_trend_and_cost_show_their_figures() -> None:
+    trend, cost = draw_trend(analysed()), draw_cost(analysed(seconds=0.25))
+    assert trend is not None
+    assert cost is not None
+    assert list(trend.axes[0].lines[0].get_ydata()) == pytest.approx([0.25, 0.25])  # type: ignore[arg-type]
+    assert [bar.get_width() for bar in cost.axes[0].patches] == [0.25] * 3  # type: ignore[attr-defined]
+    assert [text.get_text() for text in cost.axes[0].texts if isinstance(text, Annotation)] == ["0.25 s"] * 3
+
+
+def test_labels_are_text_and_nothing_else(tmp_path: Path) -> None:
+    assert written("a$b$") == r"a\$b\$"
+    assert written("报\n") == "\N{REPLACEMENT CHARACTER}" * 2
+    assert written("a" * 40 + "z", 10) == "aaaaaa…aaz"
+    scores = made(GROUPS, {HARD: [0.1, 0.4, 0.2, 0.3], "$": [0.4, 0.1, 0.3, 0.2]}, iterations=ITERATIONS)
+    assert len(write_plots(analyse(scores), tmp_path)) == 4
+
+
+def test_names_of_eight_rewards_do_not_meet() -> None:
+    random = np.random.default_rng(0)
+    names = [f"a_reward_with_quite_a_long_name_{index}" for index in range(8)]
+    scores = made(GROUPS, {name: random.random(4).tolist() for name in names}, iterations=ITERATIONS)
+    for figure in (draw_histograms(analyse(scores)), draw_trend(analyse(scores))):
+        assert figure is not None
+        figure.draw_without_rendering()
+        titles: list[Text] = [axes._left_title for axes in figure.axes]  # type: ignore[attr-defined]
+        boxes = [title.get_window_extent() for title in titles]
+        assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+        assert max(box.x1 for box in boxes) <= figure.bbox.width
