@@ -100,7 +100,7 @@ def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> di
         raise InputError(place, str(path), f"Give a readable YAML file, such as {example}.{hint}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise InputError(str(path), values, f"It is a mapping with {keys}, ...")
+        raise InputError(str(path), values, f"It is a mapping with the sections {keys}, ...")
     return values
 
 

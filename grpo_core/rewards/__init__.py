@@ -23,8 +23,8 @@ What they share:
 - ``weights``: weight files: is the right one there, and what is in it.
 - ``settings``, ``devices``, ``long_prompts``: checks of a reward's settings, where it computes, and what CLIP cuts off.
 
-To add a reward: write its file, name its class in ``registry``, and raise its ``version`` whenever the same sample would
-score otherwise. A value is in [0, 1] where that can be, higher is better; the raw quantity keeps its own unit. A sample
-to which the reward does not apply is ``NOT_APPLICABLE``, never a zero; one that something else than the sample kept from
-being scored is ``Score.failed`` with the reason.
+To add a reward: write its file, name its class in ``registry``, and raise its ``version`` whenever the same sample
+would score otherwise. A value is in [0, 1] where that can be, higher is better; the raw quantity keeps its own unit. A
+sample to which the reward does not apply is ``NOT_APPLICABLE``, never a zero; one that something else than the sample
+kept from being scored is ``Score.failed`` with the reason.
 """
