@@ -77,6 +77,7 @@ def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Rew
 def _nearest(given: str, known: Sequence[str]) -> str:
     if not known:
         return "It takes no settings."
-    close = difflib.get_close_matches(str(given), known, n=3)
+    within = [name for name in known if len(str(given)) > 2 and str(given).lower() in name]
+    close = list(dict.fromkeys([*within, *difflib.get_close_matches(str(given), known, n=3)]))[:3]
     listed = f"Known: {', '.join(known)}."
     return f"Did you mean {' or '.join(close)}? {listed}" if close else listed
