@@ -1,0 +1,153 @@
+"""A run whose reward is a service that breaks down or is killed half-way: nothing stored is lost, and it goes on."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import polars as pl
+import pytest
+
+from flows.reward_server import create_app
+from grpo_core.errors import FailedSamplesError
+from grpo_core.rewards.completions.answer import AnswerReward
+
+from .conftest import REPOSITORY, Runs, Start
+from .test_reward_server import serving_app
+
+BATCH = 4
+
+
+class Mortal:
+    """The server's application; after so many answers it breaks down over every request."""
+
+    def __init__(self, answers: int) -> None:
+        self.app: Any = create_app({"answer": AnswerReward()})
+        self.left = answers
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["path"] == "/v1/score":
+            self.left -= 1
+            if self.left < 0:
+                raise ConnectionAbortedError("broken down")
+        await self.app(scope, receive, send)
+
+
+@contextmanager
+def service(answers: int) -> Iterator[tuple[str, Mortal]]:
+    mortal = Mortal(answers)
+    with serving_app(mortal) as url:
+        yield url, mortal
+
+
+def start(runs: Runs, url: str, *, max_failures: float = 0.1, iterations: int = 3) -> Start:
+    remote = {"url": url, "reward": "answer", "attempts": 2, "backoff_s": 0.01, "timeout_s": 5.0}
+    settings: dict[str, Any] = {
+        "run__iterations": iterations,
+        "rollout__prompts_per_iteration": 2,
+        "rollout__group_size": 8,
+        "rollout__prompts_per_batch": 2,
+        "update__minibatch_size": 16,
+        "update__micro_batch_size": 16,
+        "evaluate__prompts": None,
+        "rewards": [
+            {
+                "reward": "remote",
+                "settings": {**remote, "batch_size": BATCH, "concurrency": 1},
+                "max_failures": max_failures,
+            },
+            {"reward": "answer"},
+        ],
+    }
+    return runs.start_text(**settings)
+
+
+def scores(runs: Runs, iteration: int, label: str) -> pl.DataFrame:
+    return pl.read_parquet(runs.path(f"iteration_{iteration:06d}", "rewards", label, "scores.parquet", run="text"))
+
+
+def test_the_run_stops_by_name_keeps_what_it_has_and_goes_on_when_the_service_is_back(empty: Runs) -> None:
+    with service(answers=10_000) as (url, mortal):
+        undisturbed = start(Runs(empty.root / "golden"), url)
+        # Four requests an iteration: the second iteration gets half of its answers.
+        mortal.left = 6
+        with pytest.raises(FailedSamplesError, match=r"reward remote: 8 of 16 .* max_failures 0\.1 .*status 500"):
+            start(empty, url)
+        second = empty.path("iteration_000002", run="text")
+        assert not (second / "rewards" / "remote.manifest.json").exists()
+        assert (second / "rollouts.manifest.json").exists()
+        assert (second / "rewards" / "answer.manifest.json").exists()
+        mortal.left = 10_000
+        again = start(empty, url)
+    assert again.stages[0] == "iteration 2: score remote"
+    assert not {"iteration 2: collect rollouts", "iteration 2: score answer"} & set(again.stages)
+    assert again.summary.policy_digest == undisturbed.summary.policy_digest
+
+
+def test_within_the_limit_the_siblings_stand_in_and_the_report_counts_them(empty: Runs) -> None:
+    with service(answers=7) as (url, _):
+        run = start(empty, url, max_failures=0.3, iterations=2)
+    assert run.summary.iterations == 2
+    table = scores(empty, 2, "remote")
+    assert table["failure"].is_null().to_list() == [True] * 12 + [False] * 4
+    assert table["value"].null_count() == 4
+    metrics = pl.read_parquet(empty.path("iteration_000002", "metrics.parquet", run="text"))
+    figures = dict(zip(metrics["metric"], metrics["value"], strict=True))
+    assert (figures["rewards/remote/failed"], figures["rewards/remote/null"], figures["rewards_imputed"]) == (4, 4, 4)
+    known = table["value"].to_list()[:12]
+    # The second group: four samples scored, four with the mean of these in place of the missing score.
+    filled = [*known, *[sum(known[8:]) / 4] * 4]
+    expected = [remote + own for remote, own in zip(filled, scores(empty, 2, "answer")["value"], strict=True)]
+    advantages = pl.read_parquet(empty.path("iteration_000002", "advantages", "advantages.parquet", run="text"))
+    assert advantages["reward"].to_list() == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_a_service_whose_process_is_killed_is_told_and_the_run_ends_the_same_when_it_is_back(
+    empty: Runs, tmp_path: Path
+) -> None:
+    file = tmp_path / "rewards.yaml"
+    file.write_text("rewards: [{reward: answer}]\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "flows.command_line", "rewards", "serve", str(file), "--port", str(port)]
+
+    def serve() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                httpx.get(f"{url}/v1/describe").raise_for_status()
+                return process
+            except httpx.TransportError:
+                time.sleep(0.1)
+        process.kill()
+        raise AssertionError("the server did not come up")
+
+    def kill_after_the_first_iteration(process: subprocess.Popen[bytes]) -> None:
+        while not empty.path("iteration_000001", "advantages.manifest.json", run="text").exists():
+            time.sleep(0.005)
+        process.kill()
+
+    process = serve()
+    try:
+        undisturbed = start(Runs(empty.root / "golden"), url, iterations=8)
+        killer = threading.Thread(target=kill_after_the_first_iteration, args=(process,))
+        killer.start()
+        with pytest.raises(FailedSamplesError, match=r"reward remote: .* could not be scored"):
+            start(empty, url, iterations=8)
+        killer.join()
+        process.wait()
+        process = serve()
+        again = start(empty, url, iterations=8)
+    finally:
+        process.kill()
+        process.wait()
+    assert again.summary.policy_digest == undisturbed.summary.policy_digest
+    assert not [stage for stage in again.stages if stage.startswith("iteration 1:")]
