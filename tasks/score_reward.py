@@ -126,7 +126,7 @@ def _score(
     """
     scored: dict[str, ScoredRow] = {}
     failed: list[str] = []
-    batches = batches_of(source, section.batch_size, wanted) if wanted else iter(())
+    batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
     if section.processes:
         results = score_side_by_side(section, batches)
     else:

@@ -18,7 +18,8 @@ from tasks.targets import TargetReference, load_target
 
 Row = Mapping[str, Any]
 
-_READ = ("sample_id", "group_id", "dataset", "prompt", "columns", "token_ids")
+_READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
+_READ_OF_TOKENS = ("token_ids",)
 _READ_OF_PICTURES = ("target_uri", "target_sha256", "image", "defect")
 _READ_OF_TEXTS = ("completion",)
 _READ_AT_ONCE = 32
@@ -39,10 +40,10 @@ class ScoredRow:
     seconds: float
 
 
-def batches_of(source: Path, size: int, wanted: frozenset[str]) -> Iterator[list[Row]]:
+def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: bool) -> Iterator[list[Row]]:
     """The wanted samples of a collection in their order, siblings together, at least `size` at once but at the end."""
     waiting: list[Row] = []
-    for row in _rows_of(source):
+    for row in _rows_of(source, _READ_OF_TOKENS if with_tokens else ()):
         if row["sample_id"] not in wanted:
             continue
         if len(waiting) >= size and row["group_id"] != waiting[-1]["group_id"]:
@@ -53,11 +54,11 @@ def batches_of(source: Path, size: int, wanted: frozenset[str]) -> Iterator[list
         yield waiting
 
 
-def _rows_of(source: Path) -> Iterator[Row]:
+def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
     for path in sorted(source.glob("*.parquet")):
         file = pq.ParquetFile(path)
         own = _READ_OF_PICTURES if "image" in file.schema_arrow.names else _READ_OF_TEXTS
-        for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own]):
+        for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own, *more]):
             yield from record.to_pylist()
 
 
@@ -95,7 +96,7 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
         prompts=[row["prompt"] for row in rows],
         columns={name: [columns.get(name) for columns in others] for name in names},
         group_ids=[row["group_id"] for row in rows],
-        token_ids=[row["token_ids"] for row in rows],
+        token_ids=[row["token_ids"] for row in rows] if rows and "token_ids" in rows[0] else (),
         **outputs,
     )
 

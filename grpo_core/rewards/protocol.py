@@ -26,7 +26,7 @@ class ScoringBatch:
         columns: every other column of the prompt file, by name, one value a sample.
         completions: the text of each sample; empty where samples are pictures.
         group_ids: siblings have the same; whole groups stand together. Empty where nothing says it.
-        token_ids: the tokens that each sample was decoded from; empty where nothing says it.
+        token_ids: the tokens that each sample was decoded from; empty where no reward needs them, or nothing says it.
     """
 
     sample_ids: Sequence[str]
@@ -124,6 +124,11 @@ class Reward(abc.ABC):
     @property
     def needs_group(self) -> bool:
         """Whether a sample's score depends on its siblings, so that a batch must hold them all."""
+        return False
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it looks at the tokens that a sample was decoded from."""
         return False
 
     @property

@@ -54,6 +54,7 @@ class FunctionReward(Reward):
 
     name: ClassVar[str] = "function"
     media: ClassVar[tuple[Medium, ...]] = ("picture", "text")
+    needs_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, str) or not REFERENCE.fullmatch(self.function):

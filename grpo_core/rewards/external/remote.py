@@ -52,6 +52,7 @@ class RemoteReward(Reward):
     name: ClassVar[str] = "remote"
     version: ClassVar[str] = "1"
     media: ClassVar[tuple[Medium, ...]] = ("picture", "text")
+    needs_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._service().check()

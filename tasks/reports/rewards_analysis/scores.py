@@ -58,7 +58,8 @@ def score_again(
         source = store.local_files(draw.rollouts, Path(fetched) / draw.rollouts.folder)
         for section in sections:
             reward = build_reward(section.reward, section.settings)
-            batches = batches_of(source, section.batch_size, frozenset(wanted["sample_id"]))
+            names = frozenset(wanted["sample_id"])
+            batches = batches_of(source, section.batch_size, names, with_tokens=reward.needs_tokens)
             rows = [row for batch in batches for row in score_rows(reward, section, batch)]
             scores = pl.DataFrame(
                 {
