@@ -12,6 +12,9 @@ from grpo_core.rewards.mix.terms import RewardTerm
 from grpo_core.rewards.protocol import Reward
 from grpo_core.rewards.registry import build_reward
 
+MANIFEST_ENDING = ".manifest.json"
+"""Of the file beside a stored table, whose folder has the reward's name."""
+
 # They decide what a reward counts for, and a guardrail counts for nothing.
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
 
@@ -21,7 +24,7 @@ def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
     yield from _labels("rewards", config.rewards)
     yield from _mix(config)
     for index, section in enumerate(config.rewards):
-        yield from _reward(config, section, f"rewards.{index}")
+        yield from _reward(config, section, f"rewards.{index}", ("data", "evaluate"))
     yield from _guardrails(config)
 
 
@@ -29,6 +32,8 @@ def _labels(place: str, sections: Sequence[RewardSection]) -> Iterator[InputErro
     labels = [section.label for section in sections]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         yield InputError(place, label, "This name stands twice; give each entry a `name` of its own.")
+    for label in (label for label in labels if label.endswith(MANIFEST_ENDING)):
+        yield InputError(place, label, f"The manifests of stored tables end with {MANIFEST_ENDING}; name it otherwise.")
 
 
 def _mix(config: RunConfig) -> Iterator[InputError]:
@@ -49,7 +54,7 @@ def _mix(config: RunConfig) -> Iterator[InputError]:
             yield error
 
 
-def _reward(config: RunConfig, section: RewardSection, place: str) -> Iterator[InputError]:
+def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
     medium = policy_family(config.policy.kind).medium
     try:
         reward = build_reward(section.reward, section.settings)
@@ -61,7 +66,7 @@ def _reward(config: RunConfig, section: RewardSection, place: str) -> Iterator[I
         yield InputError(f"{place}.reward", section.reward, mend)
         return
     if reward.needs_target:
-        yield from _targets(config, section, place)
+        yield from _targets(config, section, place, parts)
     if isinstance(config.rollout, PictureRolloutSection):
         yield from size_problems(reward, section, place, config.rollout.width, config.rollout.height)
 
@@ -76,8 +81,8 @@ def size_problems(reward: Reward, section: RewardSection, place: str, width: int
         yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", mend)
 
 
-def _targets(config: RunConfig, section: RewardSection, place: str) -> Iterator[InputError]:
-    for part, data in (("data", config.data), ("evaluate", config.evaluate)):
+def _targets(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
+    for part, data in ((part, getattr(config, part)) for part in parts):
         for dataset in data.sets:
             if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
                 where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
@@ -90,7 +95,8 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
     yield from _labels("watch.guardrails", watch.guardrails)
     for index, section in enumerate(watch.guardrails):
         place = f"watch.guardrails.{index}"
-        yield from _reward(config, section, place)
+        # They never see a sample that is trained on.
+        yield from _reward(config, section, place, ("evaluate",))
         plain = RewardSection(reward=section.reward)
         for field in _OF_THE_MIX:
             if getattr(section, field) != getattr(plain, field):

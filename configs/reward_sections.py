@@ -28,7 +28,9 @@ class RewardSection(Section):
     where: dict[str, tuple[Scalar, ...]] | None = Field(
         None, description="score prompts alone whose column has one of these values; null: all"
     )
-    max_failures: float = Field(0.1, ge=0, le=1, description="share of a stage's samples; beyond it the run stops")
+    max_failures: float = Field(
+        0.1, ge=0, le=1, description="share of the samples it is meant for; beyond it the run stops"
+    )
     batch_size: Digits = Field(32, description="samples handed over at once, more where a group is larger")
     processes: int = Field(
         0, ge=0, le=256, description="of its own that score side by side, one thread each; 0: none, a thread of the run"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from configs.schema import RunConfig
 from flows.preparation import Run
 from grpo_core.rewards.hacking import HackingSign
 from tasks.curriculum import PromptStatistics, read_statistics
@@ -30,6 +31,10 @@ class TrainingHistory:
     def advantages(self) -> ArtifactRef | None:
         """Of the last iteration; None before the first."""
         return self.iterations[-1].advantages if self.iterations else None
+
+    def stopped_by(self, config: RunConfig, version: int) -> bool:
+        """Whether the watch ends a run at this policy version that would go on otherwise."""
+        return bool(self.signs) and config.watch.stop and version < config.run.iterations
 
     def statistics(self, run: Run) -> PromptStatistics | None:
         """How hard the prompts of the curriculum's window were; None where it does not ask."""

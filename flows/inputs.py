@@ -1,7 +1,7 @@
 """What a configuration points at, read and checked before a model loads, a server starts or a file is written."""
 
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -92,7 +92,8 @@ def _reward_problems(config: RunConfig) -> Iterator[InputError]:
         reward = build_reward(section.reward, section.settings)
         columns = {reward.needs_column, *(section.where or {})} - {None}
         for column in sorted(column for column in columns if column is not None):
-            yield from _column_problems(config, section, f"{place}.{section.label}", column)
+            parts = ("evaluate",) if place.startswith("watch.") else ("data", "evaluate")
+            yield from _column_problems(config, section, f"{place}.{section.label}", column, parts)
         for problem in reward.preflight():
             yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
 
@@ -104,9 +105,11 @@ def _scored_by(config: RunConfig) -> Iterator[tuple[str, RewardSection]]:
             yield f"{part}.{index}", section
 
 
-def _column_problems(config: RunConfig, section: RewardSection, place: str, column: str) -> Iterator[InputError]:
+def _column_problems(
+    config: RunConfig, section: RewardSection, place: str, column: str, parts: Sequence[str]
+) -> Iterator[InputError]:
     """A column that no prompt has, in a dataset that the reward is meant for."""
-    for part, data in (("data", config.data), ("evaluate", config.evaluate)):
+    for part, data in ((part, getattr(config, part)) for part in parts):
         for dataset in data.sets:
             if not section.scores(dataset.name):
                 continue

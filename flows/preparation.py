@@ -22,10 +22,12 @@ from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
 from tasks.storage.reference import PolicyRef
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import SET_ASIDE, ArtifactStore
+from tasks.stored_scores import provenance_json
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 # What may change without making another training run of it.
-_FREE_SECTIONS = ("evaluate", "placement", "storage")
+_FREE_SECTIONS = ("evaluate", "placement", "storage", "watch")
+_FREE_OF_REWARDS = ("max_failures", "batch_size", "processes")
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,26 @@ def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
     # A schedule that ends with the run is another one when the run is longer.
     update = config.get("update", {})
     bound = update.get("total_steps") is None and update.get("lr_scheduler") in WITH_LENGTH
-    return {**values, "run": {"seed": run.get("seed"), **({"iterations": run.get("iterations")} if bound else {})}}
+    return {
+        **values,
+        "run": {"seed": run.get("seed"), **({"iterations": run.get("iterations")} if bound else {})},
+        # By name, so that a change is told in few words.
+        "rewards": {each.get("name") or each.get("reward"): _of_reward(each) for each in config.get("rewards", [])},
+    }
+
+
+def _of_reward(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name not in _FREE_OF_REWARDS}
 
 
 def _lineage(run: Run) -> str:
+    config = _determining(run.config.model_dump(mode="json"))
+    for section in config["rewards"].values():
+        # An address or a path among them may change; what they determine is in the provenance.
+        del section["settings"]
     described = {
-        "config": _determining(run.config.model_dump(mode="json")),
+        "config": config,
+        "scores": [provenance_json(section) for section in run.config.rewards],
         "model": run.model.digest,
         "prompts": [[p.prompt_id, dict(p.columns)] for each in run.training for p in each.prompts],
         "targets": [target and target.sha256 for each in run.training for target in each.targets],
@@ -187,7 +203,8 @@ def _set_other_lineage_aside(run: Run) -> None:
     changes: Sequence[str] = ()
     if former is not None:
         changes = changed_keys(_determining(former), _determining(run.config.model_dump(mode="json")))
-    reason = "the configuration changed: " + "; ".join(changes) if changes else "the code, model or prompts changed"
+    unnamed = "the code, model, prompts, or a reward's function or weights changed"
+    reason = "the configuration changed: " + "; ".join(changes) if changes else unnamed
     # run.json goes last: while it stands, the next start goes on with setting aside.
     store.set_aside([*kept, RUN_FILE], reason=reason)
 

@@ -53,6 +53,9 @@ async def replay(plan: ReplayPlan) -> ReplaySummary:
         evaluate(run, policy, history)
         for stored in plan.iterations:
             policy = await replay_iteration(run, plan, policy, stored, history)
+            if history.stopped_by(plan.config, policy.version):
+                announce(f"stopped after iteration {policy.version}, as watch.stop asks")
+                break
     summary = summarize(run, policy, history, time.perf_counter() - started)
     return _with_staleness(summary, plan, history)
 
@@ -75,7 +78,7 @@ async def replay_iteration(
 ) -> PolicyRef:
     """One update from a stored iteration, and what people see of it."""
     iteration = policy.version + 1
-    advantages = take_advantages(run, plan, stored, iteration, history.advantages)
+    advantages = take_advantages(run, plan, stored, iteration, history.advantages or plan.before)
     policy = update_policy(run, plan, policy, stored, advantages)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)

@@ -12,10 +12,18 @@ from configs.loader import read_config
 from configs.replay import CORRECTION, ReplayConfig, ReplaySection, as_replay
 from configs.schema import RunConfig
 from flows.inspection import find_run
-from flows.stored_iterations import RECOMPUTED, STORED, StoredIteration, read_iterations, read_policy, read_range
+from flows.stored_iterations import (
+    RECOMPUTED,
+    STORED,
+    StoredIteration,
+    first_iteration,
+    read_iterations,
+    read_policy,
+    read_range,
+)
 from grpo_core.errors import InputError, InputErrors
 from tasks.model_files import model_digest
-from tasks.storage.reference import PolicyRef
+from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore
 
 MAX_STALENESS = 4
@@ -66,11 +74,14 @@ class ReplayPlan:
         config: of the replay.
         start: the source's policy that is trained; None for the model as it was given.
         iterations: what it is trained on, in order.
+        before: the source's advantages of the iteration before these, which hold the running moments so far; None at
+            the first, and where no reward asks for them.
     """
 
     config: ReplayConfig
     start: PolicyRef | None
     iterations: tuple[StoredIteration, ...]
+    before: ArtifactRef | None
 
 
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
@@ -103,7 +114,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         max_staleness=request.max_staleness,
         correction=CORRECTION,
     )
-    return ReplayPlan(as_replay(config, section), start, iterations)
+    return ReplayPlan(as_replay(config, section), start, iterations, _advantages_before(store, config, iterations))
 
 
 def _require_options(request: ReplayRequest) -> None:
@@ -165,6 +176,16 @@ def _advantages(request: ReplayRequest, former: RunConfig, config: RunConfig) ->
         return request.advantages
     changed = config.advantages != former.advantages or _mix(config) != _mix(former)
     return RECOMPUTED if changed else STORED
+
+
+def _advantages_before(
+    store: ArtifactStore, config: RunConfig, iterations: Sequence[StoredIteration]
+) -> ArtifactRef | None:
+    """Weights alone can change, and the moments are of scaled values: those that the source stored are these."""
+    first = iterations[0].number
+    if first <= first_iteration(store) or all(section.normalize != "running" for section in config.rewards):
+        return None
+    return read_iterations(store, (first - 1, first - 1), STORED)[0].advantages
 
 
 def _policy_problems(

@@ -195,7 +195,8 @@ def summarize(
             for draw, needed in zip(each.draws, run.needed[each.iteration], strict=True):
                 for one in needed:
                     scores = draw.rewards[one.section.label]
-                    computed[one.section.label] += 0 if one.stored else scores.rows
+                    standing = max((each.rows - failed_scores(each) for each in one.earlier), default=0)
+                    computed[one.section.label] += 0 if one.stored else scores.rows - standing
                     failed[one.section.label] += failed_scores(scores)
     return RescoreSummary(
         name=plan.name,

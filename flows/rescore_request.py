@@ -15,7 +15,15 @@ from configs.reward_sections import RewardSection
 from configs.rewards_file import RewardsFile, read_rewards_file
 from configs.schema import AdvantagesSection, RunConfig
 from flows.inspection import find_run, require_page_place
-from flows.stored_iterations import RECOMPUTED, RESCORED, STORED, StoredIteration, read_iterations, read_range
+from flows.stored_iterations import (
+    RECOMPUTED,
+    RESCORED,
+    STORED,
+    StoredIteration,
+    first_iteration,
+    read_iterations,
+    read_range,
+)
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.artifact_reader import ArtifactReader
@@ -119,7 +127,13 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     if request.html is not None:
         require_page_place(request.html)
     chosen = None if request.iterations is None else read_range(request.iterations)
-    runs = [_plan_run(find_run(source, request.root), asked, chosen) for source in request.sources]
+    stores = [find_run(source, request.root) for source in request.sources]
+    names = [store.run for store in stores]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputErrors(
+            [InputError("RUN", twice, "A report tells runs apart by their names; score these one by one.")]
+        )
+    runs = [_plan_run(store, asked, chosen) for store in stores]
     problems = [problem for run in runs for problem in _scoring_problems(run)]
     if problems:
         raise InputErrors(list({str(problem): problem for problem in problems}.values()))
@@ -145,6 +159,10 @@ def _plan_run(store: ArtifactStore, asked: RewardsFile, chosen: tuple[int, int] 
     if problems:
         raise InputErrors(problems)
     iterations = read_iterations(store, chosen, STORED)
+    running = [section.label for section in asked.rewards if section.normalize == "running"]
+    if running and chosen is not None and chosen[0] > first_iteration(store):
+        mend = f"The running moments of {', '.join(running)} need every iteration before; start with the first."
+        raise InputErrors([InputError("--iterations", f"{chosen[0]}-{chosen[1]}", mend)])
     needed = {each.number: needed_scores(store, each, asked.rewards) for each in iterations}
     return RescoredRun(store, config, asked.rewards, advantages, iterations, needed)
 

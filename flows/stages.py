@@ -15,6 +15,7 @@ from tasks.scoring_processes import close_scoring_processes
 from tasks.storage.records import current_records, registered_records, use_records
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore, use_store
+from tasks.stored_scores import failed_scores
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,10 +59,13 @@ def score_side_by_side(
     """
     futures = {}
     for section in rewards:
-        stage = score_reward_task.with_options(
-            task_run_name=f"{title}: score {section.label}", result_storage=current_records()
-        )
         known = (earlier or {}).get(section.label, ())
+        stage = score_reward_task.with_options(
+            task_run_name=f"{title}: score {section.label}",
+            result_storage=current_records(),
+            # A record of a table with failures is no reason not to try those again.
+            refresh_cache=any(failed_scores(each) for each in known) or None,
+        )
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
     wait(list(futures.values()))
     return {label: future.result() for label, future in futures.items()}

@@ -75,10 +75,7 @@ def read_iterations(
     """
     _require_advantages(store, advantages)
     reader = ArtifactReader(store)
-    held = [number for number in iteration_numbers(reader) if _draw_folders(reader, _place(number))]
-    if not held:
-        mend = "It holds no iteration with stored rollouts and advantages; train it first, or name another run."
-        raise InputErrors([InputError("RUN", store.run, mend)])
+    held = _held(reader)
     first, last = chosen or (held[0], held[-1])
     numbers = range(first, last + 1)
     missing = [number for number in numbers if number not in held]
@@ -96,6 +93,23 @@ def read_iterations(
     if problems:
         raise InputErrors(problems)
     return tuple(iterations)
+
+
+def first_iteration(store: ArtifactStore) -> int:
+    """The first whole iteration of a run.
+
+    Raises:
+        InputErrors: there is none.
+    """
+    return _held(ArtifactReader(store))[0]
+
+
+def _held(reader: ArtifactReader) -> list[int]:
+    held = [number for number in iteration_numbers(reader) if _draw_folders(reader, _place(number))]
+    if not held:
+        mend = "It holds no iteration with stored rollouts and advantages; train it first, or name another run."
+        raise InputErrors([InputError("RUN", reader.store.run, mend)])
+    return held
 
 
 def _place(number: int) -> str:

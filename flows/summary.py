@@ -56,6 +56,6 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: fl
         heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
         watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
         hacking=[str(sign) for sign in history.signs],
-        stopped_early=bool(history.signs) and run.config.watch.stop,
+        stopped_early=history.stopped_by(run.config, policy.version),
         set_aside=run.store.reasons,
     )

@@ -37,7 +37,7 @@ async def train(config: RunConfig) -> TrainSummary:
         evaluate(run, policy, history)
         for iteration in range(1, config.run.iterations + 1):
             policy = await train_iteration(run, policy, iteration, history)
-            if history.signs and config.watch.stop:
+            if history.stopped_by(config, policy.version):
                 announce(f"stopped after iteration {iteration}, as watch.stop asks")
                 break
     return summarize(run, policy, history, time.perf_counter() - started)
@@ -88,7 +88,7 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
         history.guardrails[policy.version] = score_rewards(run, rollouts, plan, watched.guardrails, "guardrails")
         history.signs = find_signs(watched, history.heldout, history.guardrails)
         if watched.guardrails:
-            tell_signs(run.store, policy.version, history.signs, stop=bool(history.signs) and watched.stop)
+            tell_signs(run.store, policy.version, history.signs, stop=history.stopped_by(run.config, policy.version))
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:

@@ -1,5 +1,6 @@
 """Stage 2: stored pictures or texts -> what one reward thinks of each. Weights are not applied here."""
 
+import json
 import statistics
 import tempfile
 import time
@@ -65,10 +66,11 @@ def score_reward_task(
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         known = _known_scores(store, earlier, provenance, Path(fetched))
         source = store.local_files(rollouts, Path(fetched) / "rollouts")
-        wanted = _unknown(source, known, whole_groups=reward.needs_group)
+        samples = _samples(source)
+        wanted = _unknown(samples, known, whole_groups=reward.needs_group)
         tell = progress_of(f"{title}: score {section.label}", len(wanted))
-        scored = _score(reward, section, source, wanted, tell)
-        rows = [scored.get(name) or known[name] for name in _names(source)]
+        scored = _score(reward, section, source, wanted, _meant_for(section, samples), tell)
+        rows = [scored.get(name) or known[name] for name in samples["sample_id"]]
         digest = write_table(staged / SCORES_FILE, REWARDS, _columns(rows, provenance))
         return store.commit(
             staged,
@@ -95,21 +97,24 @@ def _known_scores(
     return known
 
 
-def _names(source: Path) -> list[str]:
-    return [str(name) for name in _table(source, ["sample_id"])["sample_id"]]
-
-
-def _table(source: Path, columns: list[str]) -> pl.DataFrame:
+def _samples(source: Path) -> pl.DataFrame:
+    columns = ["sample_id", "group_id", "dataset", "columns"]
     return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
 
 
-def _unknown(source: Path, known: Mapping[str, ScoredRow], *, whole_groups: bool) -> frozenset[str]:
+def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, whole_groups: bool) -> frozenset[str]:
     """The samples to score; with their siblings, where a score depends on those."""
-    table = _table(source, ["sample_id", "group_id"])
-    unknown = table.filter(~pl.col("sample_id").is_in(list(known)))
+    unknown = samples.filter(~pl.col("sample_id").is_in(list(known)))
     if whole_groups:
-        unknown = table.filter(pl.col("group_id").is_in(unknown["group_id"].to_list()))
+        unknown = samples.filter(pl.col("group_id").is_in(unknown["group_id"].to_list()))
     return frozenset(unknown["sample_id"])
+
+
+def _meant_for(section: RewardSection, samples: pl.DataFrame) -> int:
+    """How many samples of the stage the reward is meant for, scored before or not: what failures are a share of."""
+    prompts = samples.group_by("dataset", "columns").len()
+    rows = prompts.select("dataset", "columns", "len").iter_rows()
+    return sum(count for dataset, columns, count in rows if section.scores_prompt(dataset, json.loads(columns)))
 
 
 def _score(
@@ -117,12 +122,14 @@ def _score(
     section: RewardSection,
     source: Path,
     wanted: frozenset[str],
+    meant: int,
     tell: Callable[[int, int], None],
 ) -> dict[str, ScoredRow]:
     """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
 
     Raises:
-        FailedSamplesError: more than section.max_failures of them could not be scored.
+        FailedSamplesError: of the samples that the reward is meant for, more than section.max_failures could not be
+            scored.
     """
     scored: dict[str, ScoredRow] = {}
     failed: list[str] = []
@@ -134,8 +141,8 @@ def _score(
     for rows in results:
         scored |= {row.sample_id: row for row in rows}
         failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
-        if len(failed) > section.max_failures * len(wanted):
-            raise FailedSamplesError(section.label, failed, len(wanted), section.max_failures)
+        if len(failed) > section.max_failures * meant:
+            raise FailedSamplesError(section.label, failed, meant, section.max_failures)
         tell(len(scored), len(wanted))
     return scored
 

@@ -120,6 +120,15 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed sends nothing, and a process of a pool waits for its next batch for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a process of a pool"
+    parent.join()
+    os._exit(1)
 
 
 def _score(section: str, rows: Sequence[Row]) -> list[ScoredRow] | str:

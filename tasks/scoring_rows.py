@@ -101,6 +101,13 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
     )
 
 
+def _decoded(content: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(content))
+    # Here, where its time counts as the batch's.
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
     targets: dict[str, Image.Image] = {}
     for row in rows:
@@ -108,6 +115,6 @@ def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
         if uri is not None and uri not in targets:
             targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
     return {
-        "images": [Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB") for row in rows],
+        "images": [_decoded(row["image"]["bytes"]) for row in rows],
         "targets": [targets.get(row["target_uri"]) for row in rows],
     }

@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.backends import cudnn
@@ -40,12 +40,11 @@ def exact_inference(device: str) -> Iterator[None]:
     One thread at a time on CUDA.
     """
     kind = torch.device(device).type
-    with (
-        # cuDNN's switches belong to the process: a thread that ends would switch TF32 on under another one.
-        _ON_CUDA if kind == "cuda" else nullcontext(),
-        torch.inference_mode(),
-        # Flat patches have features near zero, which half precision divides into NaN; TF32 keeps 10 bits only.
-        torch.autocast(kind, enabled=False),
-        cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-    ):
-        yield
+    # Flat patches have features near zero, which half precision divides into NaN; TF32 keeps 10 bits only.
+    with torch.inference_mode(), torch.autocast(kind, enabled=False):
+        if kind != "cuda":
+            yield
+            return
+        # cuDNN's switches belong to the process: a thread that ends, on the CPU too, would switch TF32 on under another.
+        with _ON_CUDA, cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            yield

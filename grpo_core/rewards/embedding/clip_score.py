@@ -58,7 +58,7 @@ class ClipScoreReward(Reward):
 
     def settings(self) -> Mapping[str, object]:
         """Network, release and scale; what happens to long prompts."""
-        return {**self._clip().settings(), "scale": self.scale, "long_prompts": self.long_prompts}
+        return {**self._clip().settings(), "scale": float(self.scale), "long_prompts": self.long_prompts}
 
     def weight_digests(self) -> Mapping[str, str]:
         """CLIP's."""

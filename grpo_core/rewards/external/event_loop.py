@@ -19,7 +19,11 @@ def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
     """
 
     async def wait() -> _Result:
-        return await awaitable
+        try:
+            return await awaitable
+        except SystemExit as error:
+            # It would end the loop, and whoever waits for it would wait for ever.
+            raise RuntimeError(f"it called sys.exit({error.code!r})").with_traceback(error.__traceback__) from error
 
     with _STARTING:
         # A forked process inherits the loop's object, and not the thread that drives it.

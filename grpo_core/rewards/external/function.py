@@ -144,7 +144,7 @@ class FunctionReward(Reward):
         keywords = trl_call.call_keywords(function, batch, messages, self.with_targets)
         try:
             returned = trl_call.call(function, keywords)
-        except Exception as error:  # whatever a user's function raises is told with its place
+        except (Exception, SystemExit) as error:  # whatever a user's function raises is told with its place
             if self.on_error == "raise":
                 raise self._raised(function, error) from error
             if len(batch) > 1 and not self.by_group:
@@ -153,7 +153,7 @@ class FunctionReward(Reward):
             return [Score.failed(f"the function raised {type(error).__name__}: {error} ({at})")] * len(batch)
         return trl_call.read_scores(function, returned, batch.sample_ids)
 
-    def _raised(self, function: UserFunction, error: Exception) -> InputError:
+    def _raised(self, function: UserFunction, error: BaseException) -> InputError:
         mend = (
             "Mend the function; or, if it wants messages and got texts, or the other way round, set `conversational` "
             "(true or false); or set `on_error: null` to go on without scores for the samples on which it raises. "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.settings import check_integer, check_positive
@@ -152,7 +152,7 @@ class Service:
                 content = self._read(response, url, deadline)
         except httpx.TimeoutException as error:
             raise ServiceFailure(f"the service did not answer within {self.timeout_s:g} s") from error
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
         if response.status_code == 429 or response.status_code >= 500:
             wait_s = _retry_after(response.headers.get("Retry-After"))
@@ -161,7 +161,7 @@ class Service:
             raise self._refused(url, response.status_code, content)
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             mend = f"The answer is no JSON. Set `url` to a service of the kind that rewards.{self.reward} asks."
             raise InputError(f"{method} {url}", _start(content), mend) from error
 
@@ -214,12 +214,22 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _check_url(place: str, url: object) -> None:
-    parts = urlsplit(url) if isinstance(url, str) else None
+    parts = _split(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise InputError(place, url, "Set an address such as http://127.0.0.1:8600.")
     if parts.username is not None or parts.password is not None:
         mend = "Put the secret into an environment variable and set `token_env` to its name."
         raise InputError(place, f"{parts.scheme}://...@{parts.hostname}", mend)
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of an address that the client would take; None of another."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.port != 0 and (parts.hostname or "").encode("idna") and not re.search(r"[\s\x00-\x1f\x7f]", url)
+    except ValueError:
+        return None
+    return parts if sound else None
 
 
 def _retry_after(value: str | None) -> float | None:
@@ -230,7 +240,7 @@ def _retry_after(value: str | None) -> float | None:
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -238,7 +248,7 @@ def _message(content: bytes) -> str:
     """What the body of a refusal says, without the JSON around it."""
     try:
         said = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _start(content) or "nothing"
     while isinstance(said, Mapping):
         said = next((said[key] for key in ("error", "detail", "message") if key in said), str(dict(said)))

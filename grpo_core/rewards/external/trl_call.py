@@ -1,10 +1,12 @@
 """A reward function's call and its answer, as in TRL 1.16's GRPOTrainer (``_calculate_rewards``)."""
 
+import copy
 import inspect
+import itertools
 import logging
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from PIL import Image
@@ -70,7 +72,7 @@ def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, t
     named = zip(batch.sample_ids, batch.images, strict=True) if batch.images else ()
     images = [to_rgb(image, f"rewards.function, sample {sample_id}").copy() for sample_id, image in named]
     outputs: Sequence[str | Image.Image] = images or batch.completions
-    columns = {key: list(values) for key, values in batch.columns.items() if key not in _LEFT_OUT}
+    columns = {key: copy.deepcopy(list(values)) for key, values in batch.columns.items() if key not in _LEFT_OUT}
     return {
         **columns,
         "prompts": [_message("user", prompt) if messages else prompt for prompt in batch.prompts],
@@ -85,9 +87,13 @@ def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, t
 
 
 def call(function: UserFunction, keywords: Mapping[str, object]) -> object:
-    """What the function returns, or what the coroutine that it returns comes to."""
+    """What the function returns, or what the coroutine that it returns comes to; of an iterator what it yields."""
     answer = function.call(**keywords)
-    return run_awaitable(answer) if inspect.isawaitable(answer) else answer
+    answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
+    if not isinstance(answer, Iterator):
+        return answer
+    # Here, where what it raises is told with its place; one too many shows that there are too many.
+    return list(itertools.islice(answer, len(keywords["prompts"]) + 1))  # type: ignore[arg-type]
 
 
 def read_scores(function: UserFunction, returned: object, sample_ids: Sequence[str]) -> list[Score]:
@@ -109,13 +115,20 @@ def read_scores(function: UserFunction, returned: object, sample_ids: Sequence[s
 
 
 def _read_score(function: UserFunction, answer: object, sample_id: str) -> Score:
-    plain = answer.item() if hasattr(answer, "item") else answer
+    try:
+        # Of several numbers there is no one item.
+        plain = answer.item() if hasattr(answer, "item") else answer
+    except (ValueError, RuntimeError):
+        plain = answer
     if plain is None:
         return NOT_APPLICABLE
     if not isinstance(plain, numbers.Real):
         mend = "Return a number, or None where the function has nothing to say."
         raise InputError(f"{_place(function)}, sample {sample_id}", answer, mend)
-    value = float(plain)
+    try:
+        value = float(plain)
+    except OverflowError:
+        value = math.inf if plain > 0 else -math.inf
     if not math.isfinite(value):
         return Score.failed(f"{not_finite(value)} (the function at {function.short_place})")
     return Score(value, value)

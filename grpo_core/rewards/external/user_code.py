@@ -91,7 +91,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
     if _is_factory(named) if factory is None else factory:
         try:
             made: object = named(**keywords)
-        except Exception as error:  # whatever a user's code raises is told with its place
+        except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
             mend = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
             raise InputError(place, reference, mend) from error
@@ -145,7 +145,7 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
         raise InputError(place, reference, f"There is no file {file}. Give its path, from where grpo is started.")
     try:
         return importlib.import_module(module) if file is None else _import_file(str(file), file_sha256(str(file)))
-    except Exception as error:  # whatever a user's code raises is told with its place
+    except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         if file is None and missing and f"{module}.".startswith(f"{error.name}."):  # type: ignore[attr-defined]
             mend = f"There is no module {error.name}. Install it, or give a file by its path, as {module}.py:NAME."  # type: ignore[attr-defined]

@@ -86,8 +86,8 @@ class JudgeReward(Reward):
         return {
             "model": self.model,
             "rubric": self.rubric,
-            "low": self.low,
-            "high": self.high,
+            "low": float(self.low),
+            "high": float(self.high),
             "max_tokens": self.max_tokens,
             "seed": self.seed,
         }

@@ -88,7 +88,7 @@ class PickScoreReward(Reward):
 
     def settings(self) -> Mapping[str, object]:
         """Scale; what happens to long prompts."""
-        return {"full_scale": self.full_scale, "long_prompts": self.long_prompts}
+        return {"full_scale": float(self.full_scale), "long_prompts": self.long_prompts}
 
     def weight_digests(self) -> Mapping[str, str]:
         """The model's, over its files."""
@@ -154,7 +154,7 @@ class HpsV2Reward(Reward):
     def settings(self) -> Mapping[str, object]:
         """Network and scale; what happens to long prompts."""
         model = self._architecture().name if is_config_file(self.model) else self.model
-        return {"model": model, "full_scale": self.full_scale, "long_prompts": self.long_prompts}
+        return {"model": model, "full_scale": float(self.full_scale), "long_prompts": self.long_prompts}
 
     def weight_digests(self) -> Mapping[str, str]:
         """The model's."""

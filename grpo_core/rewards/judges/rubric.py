@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import string
 from collections.abc import Mapping
 
@@ -14,8 +13,7 @@ ANSWER_FORM = (
 )
 REMINDER = "That was not in the form that was asked for. "
 
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
-_OBJECT = re.compile(r"\{[^{}]*\}")
+_DECODER = json.JSONDecoder()
 
 
 def rubric_fields(place: str, rubric: object) -> tuple[str, ...]:
@@ -47,22 +45,32 @@ def fill_rubric(rubric: str, values: Mapping[str, object], low: float, high: flo
 def read_score(answer: str) -> float | None:
     """The score that an answer holds; None where it holds none.
 
-    Strictly, the answer is a JSON object with a finite number ``score``. Failing that, the last ``{...}`` without
-    inner braces counts that is such an object: after a line of reasoning, or inside a code fence. Never a bare number
-    in running text, which may be any number of the picture or the question.
+    Strictly, the answer is a JSON object with a finite number ``score``. Failing that, the last such object in it
+    counts: after a line of reasoning, or inside a code fence, however many the judge quoted before. Never a bare
+    number in running text, which may be any number of the picture or the question.
     """
-    candidates = [answer.strip(), *reversed(_FENCE.findall(answer)), *reversed(_OBJECT.findall(answer))]
-    return next((score for score in map(_score_of, candidates) if score is not None), None)
+    score, place = None, answer.find("{")
+    while place >= 0:
+        try:
+            found, end = _DECODER.raw_decode(answer, place)
+        except RecursionError:
+            # Nothing that a judge was asked for is nested that deep.
+            return None
+        except ValueError:
+            found, end = {}, place + 1
+        told = _score_of(found)
+        score = score if told is None else told
+        place = answer.find("{", place + 1 if told is None else end)
+    return score
 
 
-def _score_of(text: str) -> float | None:
+def _score_of(found: Mapping[str, object]) -> float | None:
+    score = found.get("score")
+    if not isinstance(score, int | float | str) or isinstance(score, bool):
+        return None
     try:
-        found = json.loads(text)
-        score = found.get("score") if isinstance(found, dict) else None
         # Some models put the number in quotes.
-        number: object = float(score) if isinstance(score, str) else score
-    except ValueError:
+        number = float(score)
+    except (ValueError, OverflowError):
         return None
-    if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
-        return None
-    return float(number)
+    return number if math.isfinite(number) else None

@@ -33,7 +33,7 @@ class MseReward(Reward):
 
     def settings(self) -> Mapping[str, object]:
         """The scale of the value."""
-        return {"full_scale": self.full_scale}
+        return {"full_scale": float(self.full_scale)}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample.

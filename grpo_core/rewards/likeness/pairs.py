@@ -36,7 +36,8 @@ def score_pairs(
         InputError: a picture is too small, of an unknown mode, or its target has another aspect ratio.
     """
     scores = []
-    for sample_id, image, target in zip(batch.sample_ids, batch.images, batch.targets, strict=True):
+    targets = batch.targets or [None] * len(batch)
+    for sample_id, image, target in zip(batch.sample_ids, batch.images, targets, strict=True):
         if target is None:
             scores.append(NOT_APPLICABLE)
             continue

@@ -35,7 +35,7 @@ class PsnrReward(Reward):
 
     def settings(self) -> Mapping[str, object]:
         """The scale of the value."""
-        return {"full_scale_db": self.full_scale_db}
+        return {"full_scale_db": float(self.full_scale_db)}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample.

@@ -87,6 +87,22 @@ class RapidEngine:
         return in_reading_order(lines)
 
 
+_TURNS = str.maketrans("6MWdpbqnu9mw", "9WMpdqbun6wm")
+_ALIKE = str.maketrans("osxzlI0|", "OSXZ11O1")
+_READ_BOTH_WAYS = frozenset("HINOSXZ18osxzl0|69MWmwdpbqnu ")
+
+
+def reads_both_ways(upright: str, turned: str) -> bool:
+    """Whether two readings are those of one writing and of the same turned by half: NOON and NOON, up and dn.
+
+    Nothing but the writing's surroundings could tell which way it stands.
+    """
+    if not set(upright) <= _READ_BOTH_WAYS:
+        return False
+    back = turned[::-1].translate(_TURNS)
+    return back.translate(_ALIKE) == upright.translate(_ALIKE)
+
+
 _READING = threading.Lock()
 
 
@@ -108,8 +124,9 @@ def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
         def _right(self, line: Any) -> Any:
             # The classifier alone takes blurred upright lines, too, for ones on their head.
             turned = np.ascontiguousarray(np.rot90(line, 2))
-            upright_score, turned_score = self.recognize_txt([line, turned]).scores
-            if turned_score <= upright_score:
+            read = self.recognize_txt([line, turned])
+            upright_score, turned_score = read.scores
+            if turned_score <= upright_score or reads_both_ways(*read.txts):
                 return line
             # Nothing is read in a blank.
             return turned if engine.turn_lines else np.full_like(line, 255)

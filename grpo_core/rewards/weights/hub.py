@@ -66,7 +66,11 @@ def cached_file(name: HubFile) -> str | None:
     """Path of the file in the local cache, None where it is not there; asks nobody."""
     import huggingface_hub
 
-    found = huggingface_hub.try_to_load_from_cache(name.repo, name.file, revision=name.revision)
+    try:
+        found = huggingface_hub.try_to_load_from_cache(name.repo, name.file, revision=name.revision)
+    except ValueError:
+        # A name that the Hub would not take, so that nothing of it was ever kept.
+        return None
     return found if isinstance(found, str) else None
 
 

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from grpo_core.errors import InputError
@@ -46,3 +48,21 @@ def test_rubric_is_filled_in_and_the_form_of_the_answer_added() -> None:
 def test_rubrics_that_will_not_do(rubric: object) -> None:
     with pytest.raises(InputError, match="here: got"):
         rubric_fields("here", rubric)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ('It holds ```json\n{"score": 10}\n``` and I say {"score": 2}', 2.0),
+        ('Because: {"score": 3, "why": {"text": 1}}', 3.0),
+        ('Because: {"score": 3, "why": "it reads {x}"}', 3.0),
+        ('{"score": 1' + "0" * 400 + "}", None),
+        ("[" * 100_000, None),
+        ('{"score":' * 20_000, None),
+        ("```" + " " * 100_000, None),
+    ],
+)
+def test_answers_that_would_mislead_or_hang_the_reader(answer: str, score: float | None) -> None:
+    start = time.monotonic()
+    assert read_score(answer) == score
+    assert time.monotonic() - start < 5.0

@@ -6,12 +6,12 @@ import cv2
 import numpy as np
 import pytest
 import rapidocr
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reading import rapid
 from grpo_core.rewards.reading.engine import ReadingError
-from grpo_core.rewards.reading.rapid import MODELS, RapidEngine
+from grpo_core.rewards.reading.rapid import MODELS, RapidEngine, reads_both_ways
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.reading.lettering import draw
 
@@ -127,3 +127,29 @@ def test_missing_and_changed_models_are_found(
     assert "rapidocr==3.10.0" in found
     with pytest.raises(InputError, match=problem):
         ENGINE.read(flat(255))
+
+
+@pytest.mark.parametrize(
+    ("upright", "turned", "both"),
+    [
+        ("NOON", "NOON", True),
+        ("up", "dn", True),
+        ("ZOOS", "S00Z", True),
+        ("69", "69", True),
+        ("HELLO", "HELLO", False),
+        ("SOS", "SIS", False),
+        ("OPEN", "OPEN", False),
+    ],
+)
+def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> None:
+    assert reads_both_ways(upright, turned) == both
+
+
+@pytest.mark.parametrize("text", ["NOON", "NO ON", "up", "SIS", "ZOOS", "O"])
+def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str) -> None:
+    font = ImageFont.truetype("/usr/share/fonts/truetype/dejavu/DejaVuSans-Bold.ttf", 64)
+    for size in ((512, 128), (512, 512)):
+        picture = Image.new("RGB", size, "white")
+        ImageDraw.Draw(picture).text((40, size[1] // 2 - 40), text, font=font, fill="black")
+        read = RapidEngine(False, 320, 768).read(picture)
+        assert "".join(read).replace("0", "O") == text
