@@ -64,7 +64,7 @@ def score_side_by_side(
             task_run_name=f"{title}: score {section.label}",
             result_storage=current_records(),
             # A record of a table with failures is no reason not to try those again.
-            refresh_cache=any(failed_scores(each) for each in known) or None,
+            refresh_cache=any(failed_scores(each) for each in known),
         )
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
     wait(list(futures.values()))

@@ -45,6 +45,22 @@ def exact_inference(device: str) -> Iterator[None]:
         if kind != "cuda":
             yield
             return
-        # cuDNN's switches belong to the process: a thread that ends, on the CPU too, would switch TF32 on under another.
-        with _ON_CUDA, cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        # These switches belong to the process: a thread that ends would switch TF32 on under another.
+        with (
+            _ON_CUDA,
+            cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+            _exact_products(),
+        ):
             yield
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Without TF32 in cuBLAS's matrix products, which cuDNN's switch leaves alone."""
+    products = torch.backends.cuda.matmul
+    allowed = products.allow_tf32
+    products.allow_tf32 = False
+    try:
+        yield
+    finally:
+        products.allow_tf32 = allowed

@@ -1,5 +1,7 @@
 """Picture preparation: RGB as a person sees it, the size of another picture, fp32 tensors in [0, 1]."""
 
+import struct
+
 import numpy as np
 import torch
 from jaxtyping import Float32
@@ -23,11 +25,18 @@ def to_rgb(picture: Image.Image, place: str) -> Image.Image:
         place: where the picture stands, for the message.
 
     Raises:
-        InputError: another mode (of 32-bit integers or floats the range is not known); an empty picture.
+        InputError: another mode (of 32-bit integers or floats the range is not known); an empty picture; a file that
+            breaks off, or whose EXIF block is damaged.
     """
     if 0 in picture.size:
         raise InputError(place, shown_size(picture), "Give a picture of at least 1x1 pixel.")
-    upright = ImageOps.exif_transpose(picture)
+    try:
+        # A picture from a file is decoded here at the latest.
+        picture.load()
+        upright = ImageOps.exif_transpose(picture)
+    except (OSError, SyntaxError, ValueError, struct.error) as error:
+        mend = f"It cannot be decoded ({error}). Save it anew as 8-bit RGB (PNG or JPEG)."
+        raise InputError(place, f"picture of {shown_size(picture)}", mend) from error
     if upright.mode in _SIXTEEN_BIT_MODES:
         # Pillow's own conversion clips at 255 instead of scaling, which turns most of the picture white.
         levels = np.asarray(upright).astype(np.float64) / 257.0

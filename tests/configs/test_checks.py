@@ -146,3 +146,30 @@ def test_what_cannot_be_names_the_field_to_change(sections: dict[str, Any], plac
 )
 def test_neighbours_of_these_are_fine(sections: dict[str, Any]) -> None:
     assert found(**sections) == []
+
+
+def test_a_name_that_a_stored_tables_manifest_would_have() -> None:
+    (error,) = found(rewards=({**JPEG, "name": "x.manifest.json"},))
+    assert "The manifests of stored tables end with" in error.mend
+
+
+def test_each_field_of_a_term_is_told_where_it_stands() -> None:
+    wrong = found(rewards=(JPEG, {**JPEG, "name": "gate", "role": "gate", "weight": 2.0}))
+    assert [(error.place, error.value) for error in wrong] == [("rewards.1.weight", 2.0)]
+    assert places(rewards=({**JPEG, "threshold": 0.5},)) == ["rewards.0.threshold"]
+    assert places(rewards=({**JPEG, "normalize": "range"},)) == ["rewards.0.range"]
+    assert places(rewards=({**JPEG, "clamp": (1.0, 0.0)},)) == ["rewards.0.clamp"]
+    assert places(rewards=({**JPEG, "role": "gate"},)) == ["rewards"]
+    twice = found(rewards=({**JPEG, "normalize": "group"},), advantages={"aggregation": "normalize_then_sum"})
+    assert [error.place for error in twice] == ["rewards.0.normalize"]
+
+
+def test_a_picture_that_is_too_small_or_too_long_for_a_reward() -> None:
+    targets = {"data": {"prompts": "p.txt", "targets": "t"}}
+    small = {"height": 8, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
+    (error,) = found(rewards=({"reward": "ssim"},), rollout=small, **targets)
+    assert (error.value, "at least 11 pixels a side" in error.mend) == ("ssim of 64x8 pixels", True)
+    long = {**small, "height": 32, "width": 288}
+    (error,) = found(rewards=({"reward": "text_accuracy"},), rollout=long)
+    assert "at most 8 times the short one" in error.mend
+    assert found(rewards=({"reward": "text_accuracy"},), rollout={**long, "width": 256}) == []

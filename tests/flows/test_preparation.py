@@ -45,7 +45,34 @@ def test_another_value_is_another_run(prompts: Path) -> None:
 def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> None:
     reasons(prompts)
     write(prompts, note="square")
-    assert reasons(prompts) == ["the code, model or prompts changed"]
+    assert reasons(prompts) == ["the code, model, prompts, or a reward's function or weights changed"]
+
+
+def test_how_a_reward_is_asked_and_what_is_watched_leave_the_run_as_it_is(prompts: Path) -> None:
+    reasons(prompts)
+    asked = ["rewards.0.max_failures=0.4", "rewards.0.batch_size=3", "rewards.0.processes=1"]
+    heldout = [f"evaluate.prompts={prompts}", "evaluate.targets=null", "evaluate.target_column=null"]
+    watch = ['watch={"guardrails": [{"reward": "sharpness"}], "rise": 0.5}']
+    assert reasons(prompts, *asked, *heldout, *watch) == []
+    assert reasons(prompts, "rewards.0.clamp=[0.0, 0.5]") == [
+        "the configuration changed: rewards.jpeg.clamp None -> [0.0, 0.5]"
+    ]
+
+
+def test_an_edited_reward_function_is_another_run(prompts: Path) -> None:
+    file = prompts.parent / "mine.py"
+    mine = f'rewards=[{{"reward": "function", "settings": {{"function": "{file}:score"}}}}]'
+    file.write_text("def score(prompts, completions, **columns):\n    return [0.5 for _ in prompts]\n")
+    assert reasons(prompts, mine) == []
+    assert reasons(prompts, mine) == []
+    file.write_text("def score(prompts, completions, **columns):\n    return [-0.5 for _ in prompts]\n")
+    assert reasons(prompts, mine) == ["the code, model, prompts, or a reward's function or weights changed"]
+
+
+def test_a_guardrail_asks_nothing_of_the_prompts_that_are_trained_on(prompts: Path) -> None:
+    heldout = write(prompts.parent / "heldout.jsonl", target="blue-heart-top-left-black.png")
+    targets = [f"evaluate.prompts={heldout}", "evaluate.targets=data/targets", "evaluate.target_column=target"]
+    assert reasons(prompts, *targets, 'watch.guardrails=[{"reward": "ssim"}]') == []
 
 
 def test_the_description_says_the_versions(prompts: Path) -> None:

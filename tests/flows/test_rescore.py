@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,38 @@ def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished
     assert [(reward.label, reward.noise) for reward in analysis.rewards] == [("jpeg", None)]
     with pytest.raises(InputErrors, match="--advantages: got 'jpg'"):
         analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpg"))
+
+
+def function_file(runs: Runs, body: str) -> dict[str, object]:
+    """A reward that is a person's own function; its values are what the body says of `names`."""
+    path = runs.root.parent / "mine.py"
+    source = f"import math\nfrom pathlib import Path\n\ndef score(prompts, completions, **columns):\n    {body}\n"
+    path.write_text(source)
+    return {"reward": "function", "name": "mine", "settings": {"function": f"{path}:score"}}
+
+
+def test_failures_are_tried_again_under_the_same_name_and_then_no_more(finished: Runs) -> None:
+    healed = finished.root.parent / "healed"
+    body = f"return [0.5 if i or Path({str(healed)!r}).exists() else math.nan for i in range(len(prompts))]"
+    mine = {**function_file(finished, body), "max_failures": 0.3}
+    first, _ = scored_again(finished, mine)
+    assert (first.computed, first.failed) == ({"mine": 8}, {"mine": 2})
+    healed.touch()
+    second, heard = scored_again(finished, mine)
+    assert (second.computed, second.failed) == ({"mine": 2}, {"mine": 0})
+    assert scoring(heard) == ["iteration 1: score mine", "iteration 2: score mine"]
+    third, heard = scored_again(finished, mine)
+    assert (third.computed, third.failed, scoring(heard)) == ({"mine": 0}, {"mine": 0}, [])
+
+
+def test_running_moments_need_the_iterations_before(finished: Runs) -> None:
+    running = {"reward": "ssim", "normalize": "running"}
+    (told,) = refused(finished, running, iterations="2")
+    assert "--iterations: got '2-2'. The running moments of ssim need every iteration before" in told
+
+
+def test_runs_of_one_name_under_two_roots_are_refused(finished: Runs) -> None:
+    other = Runs(finished.root.parent / "elsewhere")
+    shutil.copytree(finished.root, other.root)
+    (told,) = refused(finished, SSIM, sources=("run", str(other.path())))
+    assert "A report tells runs apart by their names" in told

@@ -123,7 +123,7 @@ def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -
     assert jpeg["version"] == describe_reward("other name", JpegReward()).version
     assert jpeg["version"] != describe_reward("jpeg", JpegReward(quality=90)).version
     lpips = describe_reward("lpips", LpipsReward(weights=str(trunk_file)))
-    assert lpips.provenance["weights"] == {"trunk": hashlib.sha256(trunk_file.read_bytes()).hexdigest()}
+    assert lpips.provenance["weights"]["trunk"] == hashlib.sha256(trunk_file.read_bytes()).hexdigest()  # type: ignore[index]
     assert str(trunk_file) not in lpips.model_dump_json()
     assert RemoteReward(url, "jpeg", reward_version=jpeg["version"], **QUICK).preflight() == []
     (problem,) = RemoteReward(url, "jpeg", reward_version="1", **QUICK).preflight()

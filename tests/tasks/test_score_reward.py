@@ -1,6 +1,10 @@
 """One reward over stored samples: what is asked, what is kept, and what happens when it cannot answer."""
 
+import os
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -207,3 +211,41 @@ def test_a_reward_routed_by_dataset_or_column_leaves_the_others_their_weights(
     nobody = section(settings, where={"kind": ("sign",)})
     assert values(maker.store, score(maker, nobody)) == [None] * 8
     assert '"scope"' in provenance_json(nobody)
+
+
+def test_failures_are_a_share_of_the_samples_that_the_reward_is_meant_for(
+    maker: RunMaker, tmp_path: Path, asked: Path
+) -> None:
+    settings = function(tmp_path, asked, "return math.nan")
+    with pytest.raises(FailedSamplesError, match="of 4 samples"):
+        score(maker, section(settings, datasets=("poems",), max_failures=0.9))
+
+
+@pytest.mark.slow
+def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp_path: Path, asked: Path) -> None:
+    settings = function(tmp_path, asked, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
+    program = f"""
+import time
+from configs.reward_sections import RewardSection
+from tasks.scoring_processes import score_side_by_side
+
+if __name__ == "__main__":
+    section = RewardSection.model_validate_json({section(settings, processes=2).model_dump_json()!r})
+    row = {{"sample_id": "a", "group_id": "g", "dataset": "d", "prompt": "p", "columns": "{{}}", "completion": "1 2"}}
+    list(score_side_by_side(section, iter([[row], [row]] * 4)))
+    print("scored", flush=True)
+    time.sleep(600)
+"""
+    (tmp_path / "parent.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"scored\n"
+        children = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert children
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, f"{children} are still there"
+        time.sleep(0.1)

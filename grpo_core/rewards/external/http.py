@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.external.watch import Watch
 from grpo_core.rewards.settings import check_integer, check_positive
 
 if TYPE_CHECKING:
@@ -126,7 +127,12 @@ class Service:
         trust_env = urlsplit(self.url).hostname not in _LOOPBACK
         try:
             with httpx.Client(
-                timeout=self.timeout_s, trust_env=trust_env, headers=self._headers(), verify=_certificates()
+                timeout=self.timeout_s,
+                trust_env=trust_env,
+                headers=self._headers(),
+                verify=_certificates(),
+                # The watch over an attempt's time sees a connection when it is made.
+                limits=httpx.Limits(max_keepalive_connections=0),
             ) as client:
                 return retrying(self._attempt, client, method, self.url + path, body)
         except ServiceFailure as failure:
@@ -146,14 +152,18 @@ class Service:
     def _attempt(self, client: "httpx.Client", method: str, url: str, body: bytes | None) -> object:
         import httpx
 
-        deadline = time.monotonic() + self.timeout_s
-        try:
-            with client.stream(method, url, content=body) as response:
-                content = self._read(response, url, deadline)
-        except httpx.TimeoutException as error:
-            raise ServiceFailure(f"the service did not answer within {self.timeout_s:g} s") from error
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
+        late = ServiceFailure(f"the service did not answer within {self.timeout_s:g} s")
+        with Watch(self.timeout_s) as watch:
+            try:
+                with client.stream(method, url, content=body, extensions={"trace": watch.trace}) as response:
+                    content = self._read(response, url)
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                if watch.passed or isinstance(error, httpx.TimeoutException):
+                    raise late from error
+                raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
+        if watch.passed:
+            # An answer of no declared length looks whole wherever it was cut off.
+            raise late
         if response.status_code == 429 or response.status_code >= 500:
             wait_s = _retry_after(response.headers.get("Retry-After"))
             raise ServiceFailure(f"the service answered with status {response.status_code}", wait_s)
@@ -165,17 +175,12 @@ class Service:
             mend = f"The answer is no JSON. Set `url` to a service of the kind that rewards.{self.reward} asks."
             raise InputError(f"{method} {url}", _start(content), mend) from error
 
-    def _read(self, response: "httpx.Response", url: str, deadline: float) -> bytes:
-        import httpx
-
+    def _read(self, response: "httpx.Response", url: str) -> bytes:
         content = bytearray()
         for part in response.iter_bytes():
             content += part
             if len(content) > MAX_ANSWER_BYTES:
                 raise InputError(url, f"over {MAX_ANSWER_BYTES} bytes", "No answer is that long. Correct `url`.")
-            if time.monotonic() > deadline:
-                # The client's own limit starts anew with every byte.
-                raise httpx.ReadTimeout("the answer takes too long", request=response.request)
         return bytes(content)
 
     def _refused(self, url: str, status: int, content: bytes) -> InputError:

@@ -88,7 +88,7 @@ def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, t
 
 def call(function: UserFunction, keywords: Mapping[str, object]) -> object:
     """What the function returns, or what the coroutine that it returns comes to; of an iterator what it yields."""
-    answer = function.call(**keywords)
+    answer = function.run(keywords)
     answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
     if not isinstance(answer, Iterator):
         return answer
@@ -128,7 +128,8 @@ def _read_score(function: UserFunction, answer: object, sample_id: str) -> Score
     try:
         value = float(plain)
     except OverflowError:
-        value = math.inf if plain > 0 else -math.inf
+        # Of whole numbers alone: every other real number has a float.
+        value = math.inf if abs(plain) == plain else -math.inf
     if not math.isfinite(value):
         return Score.failed(f"{not_finite(value)} (the function at {function.short_place})")
     return Score(value, value)

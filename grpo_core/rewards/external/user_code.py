@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -34,13 +34,15 @@ class UserFunction:
         call: the function itself.
         file: its source file.
         line: of its definition.
-        sha256: of the source file.
+        sha256: of the source file, as it was when the code that runs was imported.
+        arguments: a JSON object of keyword arguments that go along with every call.
     """
 
     call: Callable[..., object]
     file: str
     line: int
     sha256: str
+    arguments: str = "{}"
 
     @property
     def place(self) -> str:
@@ -58,8 +60,12 @@ class UserFunction:
 
     @property
     def signature(self) -> inspect.Signature | None:
-        """Its parameters; None where Python cannot tell."""
-        return _signature(self.call)
+        """Its parameters, those of `arguments` with a default; None where Python cannot tell."""
+        return _signature(functools.partial(self.call, **json.loads(self.arguments)))
+
+    def run(self, keywords: Mapping[str, object]) -> object:
+        """What a call gives; `arguments` are made anew for each, so that what it does to them ends with it."""
+        return self.call(**{**json.loads(self.arguments), **keywords})
 
 
 def load_function(place: str, reference: str, arguments: str, factory: bool | None) -> UserFunction:
@@ -78,7 +84,7 @@ def load_function(place: str, reference: str, arguments: str, factory: bool | No
     """
     with _LOADING:
         named = _find(place, reference)
-        digest = file_sha256(_code_of(place, reference, named).co_filename)
+        digest = _running_digest(reference, _code_of(place, reference, named).co_filename)
         return _build(place, reference, arguments, factory, digest)
 
 
@@ -87,10 +93,11 @@ _LOADING = threading.RLock()
 
 @functools.lru_cache(maxsize=64)
 def _build(place: str, reference: str, arguments: str, factory: bool | None, digest: str) -> UserFunction:
-    named, keywords = _find(place, reference), json.loads(arguments)
-    if _is_factory(named) if factory is None else factory:
+    function, given = _find(place, reference), arguments
+    if _is_factory(function) if factory is None else factory:
+        named = function
         try:
-            made: object = named(**keywords)
+            made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
             mend = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
@@ -98,11 +105,26 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
         if not callable(made):
             mend = f"It gave {type(made).__name__} where a reward function was due. Set `factory: false`."
             raise InputError(place, reference, mend)
-        function: Callable[..., object] = made
-    else:
-        function = functools.partial(named, **keywords) if keywords else named
+        function, given = made, "{}"
     code = _code_of(place, reference, function)
-    return UserFunction(function, code.co_filename, code.co_firstlineno, file_sha256(code.co_filename))
+    running = _running_digest(reference, code.co_filename)
+    return UserFunction(function, code.co_filename, code.co_firstlineno, running, given)
+
+
+def _running_digest(reference: str, file: str) -> str:
+    """sha256 of the source of the code that runs: a file given by its path is imported again when it has changed,
+    a module stays as it was when it was imported first."""
+    match = REFERENCE.fullmatch(reference)
+    assert match, reference
+    module = match["module"]
+    if module.endswith(".py") and Path(module).expanduser().resolve() == Path(file).resolve():
+        return file_sha256(file)
+    return _first_digest(file)
+
+
+@functools.lru_cache(maxsize=None)
+def _first_digest(file: str) -> str:
+    return file_sha256(file)
 
 
 def _is_factory(named: Callable[..., object]) -> bool:
@@ -146,9 +168,9 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module) if file is None else _import_file(str(file), file_sha256(str(file)))
     except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
-        missing = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if file is None and missing and f"{module}.".startswith(f"{error.name}."):  # type: ignore[attr-defined]
-            mend = f"There is no module {error.name}. Install it, or give a file by its path, as {module}.py:NAME."  # type: ignore[attr-defined]
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if file is None and missing is not None and f"{module}.".startswith(f"{missing}."):
+            mend = f"There is no module {missing}. Install it, or give a file by its path, as {module}.py:NAME."
             raise InputError(place, reference, mend) from error
         where = _origin(error, str(file) if file is not None else None)
         raise InputError(

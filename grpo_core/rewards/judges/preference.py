@@ -2,7 +2,7 @@
 
 Kirstain, Polyak, Singer, Matiana, Penna and Levy, 2023, "Pick-a-Pic: An Open Dataset of User Preferences for
 Text-to-Image Generation" (arXiv:2305.01569), equation 1. Wu, Hao, Sun, Chen, Zhu, Zhao and Li, 2023, "Human
-Preference Score v2" (arXiv:2306.09341), section 4.1.
+Preference Score v2" (arXiv:2306.09341).
 
 Both are a CLIP ViT-H/14 fine-tuned on people's choices between two pictures; the measure is the cosine of prompt and
 picture, PickScore's times CLIP's learned scale (near 100). Differences count, not levels: two pictures with the same

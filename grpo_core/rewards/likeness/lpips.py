@@ -5,6 +5,7 @@ Metric", equation 1, version 0.1. The linear heads come with the lpips package, 
 """
 
 import functools
+import importlib.util
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from grpo_core.rewards.weights import (
     WeightFile,
     check_digest_setting,
     check_source_setting,
+    file_sha256,
     find_weights_problem,
     load_state_dict,
     resolve_weights,
@@ -87,8 +89,8 @@ class LpipsReward(Reward):
         return {"net": self.net}
 
     def weight_digests(self) -> Mapping[str, str]:
-        """The trunk's."""
-        return {"trunk": self._trunk().sha256}
+        """The trunk's and that of the heads, which come with the lpips package."""
+        return {"trunk": self._trunk().sha256, "heads": file_sha256(str(heads_file(self.net)))}
 
     def preflight(self) -> Sequence[str]:
         """Missing or wrong weights, a device that is not there."""
@@ -139,6 +141,15 @@ def perceptual_distance(
     return distance.flatten()
 
 
+def heads_file(net: str) -> Path:
+    """Where the lpips package keeps the linear heads of a trunk."""
+    # Found without the import, which takes longer than reading a configuration.
+    found = importlib.util.find_spec("lpips")
+    assert found is not None, "lpips is a dependency"
+    assert found.origin is not None, "lpips is a package with a file"
+    return Path(found.origin).parent / "weights" / "v0.1" / f"{net}.pth"
+
+
 def load_network(net: str, path: str, sha256: str, device: str) -> nn.Module:
     """The LPIPS network with its trunk from `path`, frozen, in fp32; built once a process for each digest and device.
 
@@ -168,8 +179,7 @@ def _load_network(net: str, path: str, sha256: str, device: str) -> nn.Module:
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torchvision\.models\._utils")
         # On the meta device, so that neither the trunk's nor the heads' initialisation draws random numbers.
         network: nn.Module = lpips.LPIPS(net=net, pretrained=False, pnet_rand=True, verbose=False)
-    heads_file = Path(lpips.__file__).parent / "weights" / "v0.1" / f"{net}.pth"
-    heads = torch.load(heads_file, map_location="cpu", weights_only=True)
+    heads = torch.load(heads_file(net), map_location="cpu", weights_only=True)
     trunk = load_state_dict(_PLACE, path)
     state = {name: _find_tensor(name, like, heads, trunk, net, path) for name, like in network.state_dict().items()}
     network.load_state_dict(state, assign=True)

@@ -1,7 +1,7 @@
 """How unlike one another the pictures of a group are: falls when a policy draws the same picture for every seed.
 
 The mean distance of a picture to its siblings: by LPIPS as in Zhu et al., 2017, "Toward Multimodal Image-to-Image
-Translation" (arXiv:1711.11586), section 4.2; by the cosine of CLIP embeddings; or by the pixels themselves.
+Translation" (arXiv:1711.11586); by the cosine of CLIP embeddings; or by the pixels themselves.
 """
 
 import math
@@ -15,7 +15,7 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.devices import find_device_problem
 from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
-from grpo_core.rewards.likeness.lpips import MIN_SIDES, TRUNKS, load_network
+from grpo_core.rewards.likeness.lpips import MIN_SIDES, TRUNKS, heads_file, load_network
 from grpo_core.rewards.likeness.pairs import clamp_unit
 from grpo_core.rewards.looks.distances import Distance, clip_distance, lpips_distance, pixel_distance
 from grpo_core.rewards.pictures import fit_to, shown_size, to_rgb
@@ -25,6 +25,7 @@ from grpo_core.rewards.settings import check_choice
 from grpo_core.rewards.weights import (
     WeightFile,
     check_source_setting,
+    file_sha256,
     find_weights_problem,
     resolve_weights,
 )
@@ -96,9 +97,9 @@ class DiversityReward(Reward):
         """The network's."""
         if self.measure == "pixels":
             return {}
-        return (
-            {"trunk": self._trunk().sha256} if self.measure == "lpips" else {"clip": self._clip().weight_file().sha256}
-        )
+        if self.measure == "clip":
+            return {"clip": self._clip().weight_file().sha256}
+        return {"trunk": self._trunk().sha256, "heads": file_sha256(str(heads_file(self.net)))}
 
     def preflight(self) -> Sequence[str]:
         """Missing or wrong weights, a device that is not there."""

@@ -11,12 +11,16 @@ from typing import ClassVar
 
 from PIL import Image, features
 
+from grpo_core.errors import InputError
 from grpo_core.rewards.likeness.pairs import clamp_unit
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.pictures import shown_size, to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice, check_integer, check_positive
 
 BYTES_PER_KILOBYTE = 1000
+MAX_SIDE = 65_500
+"""Of a picture that the JPEG library writes, in pixels."""
+
 DIRECTIONS = ("compressible", "incompressible")
 
 
@@ -54,7 +58,7 @@ class JpegReward(Reward):
         return {
             "quality": self.quality,
             "direction": self.direction,
-            "full_scale_kilobytes": self.full_scale_kilobytes,
+            "full_scale_kilobytes": None if self.full_scale_kilobytes is None else float(self.full_scale_kilobytes),
         }
 
     def preflight(self) -> Sequence[str]:
@@ -67,12 +71,16 @@ class JpegReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a picture of an unknown mode.
+            InputError: a picture of an unknown mode, or with a side over MAX_SIDE.
         """
         pairs = zip(batch.sample_ids, batch.images, strict=True)
-        return [self._score_picture(to_rgb(image, f"rewards.jpeg, sample {i}")) for i, image in pairs]
+        return [self._score_picture(image, f"rewards.jpeg, sample {i}") for i, image in pairs]
 
-    def _score_picture(self, picture: Image.Image) -> Score:
+    def _score_picture(self, image: Image.Image, place: str) -> Score:
+        picture = to_rgb(image, place)
+        if max(picture.size) > MAX_SIDE:
+            mend = f"A JPEG has at most {MAX_SIDE} pixels a side. Generate smaller pictures."
+            raise InputError(place, f"picture of {shown_size(picture)}", mend)
         kilobytes = jpeg_bytes(picture, self.quality) / BYTES_PER_KILOBYTE
         uncompressed = 3 * picture.width * picture.height / BYTES_PER_KILOBYTE
         share = clamp_unit(kilobytes / (self.full_scale_kilobytes or uncompressed))

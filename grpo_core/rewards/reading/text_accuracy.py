@@ -101,7 +101,7 @@ class TextAccuracyReward(Reward):
         Raises:
             InputError: the engine is not installed.
         """
-        return f"1+{self._build_engine().version}"
+        return f"2+{self._build_engine().version}"
 
     @property
     def needs_column(self) -> str | None:

@@ -1,7 +1,10 @@
 import email.utils
 import random
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -208,3 +211,48 @@ def test_an_error_stops_what_has_not_begun() -> None:
     with pytest.raises(InputError, match="got 0"):
         ask_side_by_side(ask, list(range(100)), 2)
     assert len(begun) < 20
+
+
+@contextmanager
+def dripping(content: bytes) -> Iterator[str]:
+    """The address of a server that answers one byte of this after the other, each well within the limit."""
+    stopping = threading.Event()
+
+    def answer(listener: socket.socket) -> None:
+        while not stopping.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    for byte in content:
+                        connection.sendall(bytes([byte]))
+                        if stopping.wait(0.05):
+                            return
+                except OSError:
+                    continue  # the other side has hung up
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5.0)
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        stopping.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * 1000,
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200,
+        b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 1000,
+    ],
+)
+def test_a_service_that_drips_its_answer_runs_out_of_time(content: bytes) -> None:
+    with dripping(content) as url:
+        started = time.monotonic()
+        with pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"):
+            Service("remote", url, timeout_s=0.3, attempts=2, backoff_s=0.001).get("/x")
+        assert time.monotonic() - started < 2.0

@@ -120,7 +120,8 @@ def test_small_picture_is_refused(reward: LpipsReward) -> None:
 
 def test_settings_carry_the_digest_and_no_path(reward: LpipsReward, trunk_file: Path) -> None:
     assert reward.settings() == {"net": "alex"}
-    assert reward.weight_digests() == {"trunk": sha256(trunk_file)}
+    heads = Path(lpips_package.__file__).parent / "weights" / "v0.1" / "alex.pth"
+    assert reward.weight_digests() == {"trunk": sha256(trunk_file), "heads": sha256(heads)}
     assert reward.preflight() == []
 
 

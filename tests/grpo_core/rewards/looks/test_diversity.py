@@ -115,7 +115,7 @@ def test_provenance_names_the_network(measures: list[DiversityReward], trunk_fil
     pixels, learned, clip = measures
     assert (pixels.settings(), pixels.weight_digests()) == ({"measure": "pixels"}, {})
     assert learned.settings() == {"measure": "lpips", "net": "alex"}
-    assert learned.weight_digests() == {"trunk": file_sha256(str(trunk_file))}
+    assert learned.weight_digests() == LpipsReward(weights=str(trunk_file)).weight_digests()
     assert clip.settings()["measure"] == "clip"
     assert clip.weight_digests() == {"clip": file_sha256(str(clip_weights))}
     assert "open-clip-" in clip.version
