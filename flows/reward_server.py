@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -18,11 +19,14 @@ from pydantic import ValidationError
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.external import wire
 from grpo_core.rewards.external.http import Service
-from grpo_core.rewards.pictures import shown_size
+from grpo_core.rewards.pictures import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.protocol import Reward, ScoringBatch
 from grpo_core.rewards.scoring import provenance_of, score_samples
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
+MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
+"""Of all pictures of a request together: 256 of 1024x1024."""
+
 MAX_REQUESTS = 16
 """Requests that are held at a time; further ones are sent away with status 429."""
 
@@ -52,19 +56,26 @@ class RewardService:
         concurrency: batches scored at a time, each in a thread.
         max_requests: requests held at a time.
         max_body_bytes: largest body of a request.
+        max_pixels: of all pictures of a request together; bytes do not bound them, as a black picture has hardly any.
 
     Raises:
         InputError: a weight file is missing or not the right one.
     """
 
     def __init__(
-        self, rewards: Mapping[str, Reward], token: str | None, concurrency: int, max_requests: int, max_body_bytes: int
+        self,
+        rewards: Mapping[str, Reward],
+        token: str | None,
+        concurrency: int,
+        max_requests: int,
+        max_body_bytes: int,
+        max_pixels: int,
     ) -> None:
         self._rewards = dict(rewards)
         self._described = {name: describe_reward(name, reward) for name, reward in rewards.items()}
         self._token = token
         self._threads = anyio.CapacityLimiter(concurrency)
-        self._max_requests, self._max_body_bytes = max_requests, max_body_bytes
+        self._max_requests, self._max_body_bytes, self._max_pixels = max_requests, max_body_bytes, max_pixels
         self._held = 0
 
     async def describe(self, request: Request) -> JSONResponse:
@@ -126,6 +137,9 @@ class RewardService:
             raise _Refused(404, f"no reward {asked.reward!r}; this server has {', '.join(sorted(self._rewards))}")
         reward, described = self._rewards[asked.reward], self._described[asked.reward]
         try:
+            pixels = wire.declared_pixels(asked)
+            if pixels > self._max_pixels:
+                raise _Refused(413, f"the pictures have {pixels} pixels together, more than {self._max_pixels}")
             batch = wire.read_batch(asked)
             _refuse_unfit(reward, batch)
             scores = score_samples(reward, batch)
@@ -150,6 +164,7 @@ def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
         needs_group=reward.needs_group,
         needs_column=reward.needs_column,
         min_side=reward.min_side,
+        max_aspect=None if math.isinf(reward.max_aspect) else reward.max_aspect,
         provenance=provenance,
     )
 
@@ -161,13 +176,14 @@ def create_app(
     concurrency: int = 2,
     max_requests: int = MAX_REQUESTS,
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_pixels: int = MAX_REQUEST_PIXELS,
 ) -> FastAPI:
     """The application; its arguments are those of :class:`RewardService`.
 
     Raises:
         InputError: a weight file is missing or not the right one.
     """
-    service = RewardService(rewards, token, concurrency, max_requests, max_body_bytes)
+    service = RewardService(rewards, token, concurrency, max_requests, max_body_bytes, max_pixels)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_route(wire.DESCRIBE_PATH, service.describe, methods=["GET"])
     app.add_route(wire.SCORE_PATH, service.score, methods=["POST"])
@@ -244,8 +260,8 @@ def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
     if reward.needs_group and not batch.group_ids:
         raise _Refused(422, "this reward compares siblings, and these samples come without group_id")
     for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
-        if min(image.size) < reward.min_side or max(image.size) > reward.max_aspect * min(image.size):
-            needs = f"at least {reward.min_side} pixels a side and an aspect of at most {reward.max_aspect:g}"
+        if not fits_reward(image, reward.min_side, reward.max_aspect):
+            needs = shown_bounds(reward.min_side, reward.max_aspect)
             raise _Refused(422, f"sample {sample_id} has {shown_size(image)} pixels; this reward needs {needs}")
 
 

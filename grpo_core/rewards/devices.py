@@ -57,10 +57,9 @@ def exact_inference(device: str) -> Iterator[None]:
 @contextmanager
 def _exact_products() -> Iterator[None]:
     """Without TF32 in cuBLAS's matrix products, which cuDNN's switch leaves alone."""
-    products = torch.backends.cuda.matmul
-    allowed = products.allow_tf32
-    products.allow_tf32 = False
+    former = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        products.allow_tf32 = allowed
+        torch.set_float32_matmul_precision(former)

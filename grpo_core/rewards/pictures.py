@@ -1,5 +1,6 @@
 """Picture preparation: RGB as a person sees it, the size of another picture, fp32 tensors in [0, 1]."""
 
+import math
 import struct
 
 import numpy as np
@@ -109,6 +110,17 @@ def check_pair(pictures: Tensor, targets: Tensor) -> None:
             raise ValueError(f"expected levels in [0, 1], got {tensor.min():.4g} to {tensor.max():.4g}")
     if pictures.shape != targets.shape:
         raise ValueError(f"expected one shape, got {list(pictures.shape)} and {list(targets.shape)}")
+
+
+def fits_reward(picture: Image.Image, min_side: int, max_aspect: float) -> bool:
+    """Whether a reward with these bounds can score a picture of this size."""
+    return min(picture.size) >= min_side and max(picture.size) <= max_aspect * min(picture.size)
+
+
+def shown_bounds(min_side: int, max_aspect: float) -> str:
+    """A reward's bounds for a message."""
+    side = f"at least {min_side} pixels a side"
+    return side if math.isinf(max_aspect) else f"{side} and a long side of at most {max_aspect:g} times the short one"
 
 
 def shown_size(picture: Image.Image) -> str:

@@ -31,6 +31,7 @@ from grpo_core.rewards.likeness.lpips import LpipsReward
 from grpo_core.rewards.likeness.ssim import SsimReward
 from grpo_core.rewards.looks.jpeg import JpegReward
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.reading.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 REPOSITORY = Path(__file__).parents[2]
@@ -120,6 +121,7 @@ def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -
     assert (jpeg["name"], likeness["name"]) == ("jpeg", "likeness")
     assert (jpeg["needs_target"], likeness["needs_target"]) == (False, True)
     assert likeness["provenance"]["reward"] == "ssim"
+    assert (jpeg["max_aspect"], describe_reward("text", TextAccuracyReward()).max_aspect) == (None, MAX_ASPECT)
     assert jpeg["version"] == describe_reward("other name", JpegReward()).version
     assert jpeg["version"] != describe_reward("jpeg", JpegReward(quality=90)).version
     lpips = describe_reward("lpips", LpipsReward(weights=str(trunk_file)))
@@ -196,6 +198,17 @@ def test_bodies_beyond_the_limit_and_of_another_type() -> None:
         assert httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
         with pytest.raises(InputError, match="smaller `batch_size`"):
             RemoteReward(url, "jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
+
+
+def test_pictures_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = make_batch([flat(1, 30, 10), flat(2, 20, 10)], [flat(1, 30, 10), flat(2, 20, 10)])
+    beyond = make_batch([*within.images, flat(3, 1, 1)], [*within.targets, None])
+    with serving(max_pixels=1000) as url:
+        address = url + wire.SCORE_PATH
+        assert httpx.post(address, content=body("jpeg", within), headers=JSON).status_code == 200
+        monkeypatch.setattr(wire, "read_batch", None)
+        answer = httpx.post(address, content=body("jpeg", beyond), headers=JSON)
+        assert (answer.status_code, "1001 pixels together" in answer.json()["error"]) == (413, True)
 
 
 def test_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,6 +13,7 @@ from grpo_core.errors import InputError
 from grpo_core.records import Medium
 from grpo_core.rewards.external import wire
 from grpo_core.rewards.external.http import Service, ServiceFailure, ask_side_by_side
+from grpo_core.rewards.pictures import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_integer
 
@@ -112,7 +114,7 @@ class RemoteReward(Reward):
 
         Raises:
             InputError: the server refuses the request or answers something else than the protocol says; another
-                version of the reward.
+                version of the reward; samples of another kind or size than it scores.
         """
         if self.by_group and not batch.group_ids:
             raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
@@ -121,6 +123,7 @@ class RemoteReward(Reward):
         except ServiceFailure as failure:
             return [Score.failed(failure.reason)] * len(batch)
         self._check_fit(described)
+        self._check_samples(described, batch)
 
         def ask(rows: Sequence[int]) -> list[Score]:
             return self._ask(batch.select(rows), described)
@@ -158,6 +161,17 @@ class RemoteReward(Reward):
         if described.needs_target and not self.with_targets:
             mend = f"The reward {self.reward} compares with target pictures. Set it to true."
             raise InputError("rewards.remote.with_targets", False, mend)
+
+    def _check_samples(self, described: wire.RewardDescription, batch: ScoringBatch) -> None:
+        kind: Medium = "picture" if batch.images else "text"
+        if len(batch) and kind not in described.media:
+            mend = f"It scores {' and '.join(described.media)}s, and these samples are {kind}s. Set another one."
+            raise InputError("rewards.remote.reward", self.reward, mend)
+        bounds = described.min_side, math.inf if described.max_aspect is None else described.max_aspect
+        for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
+            if not fits_reward(image, *bounds):
+                mend = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
+                raise InputError(f"rewards.remote, sample {sample_id}", f"picture of {shown_size(image)}", mend)
 
     def _check_version(self, told: str, described: str | None = None) -> None:
         expected = self.reward_version or described

@@ -112,8 +112,10 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
 
 
 def _running_digest(reference: str, file: str) -> str:
-    """sha256 of the source of the code that runs: a file given by its path is imported again when it has changed,
-    a module stays as it was when it was imported first."""
+    """sha256 of the source of the code that runs.
+
+    A file given by its path is imported again when it has changed; a module stays what it was at its first import.
+    """
     match = REFERENCE.fullmatch(reference)
     assert match, reference
     module = match["module"]
@@ -122,7 +124,7 @@ def _running_digest(reference: str, file: str) -> str:
     return _first_digest(file)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _first_digest(file: str) -> str:
     return file_sha256(file)
 

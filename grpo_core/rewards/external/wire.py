@@ -28,6 +28,9 @@ MAX_PIXELS = 4096 * 4096
 """Bounds of a picture that is decoded."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_HEAD_CHARACTERS = 32
+"""In base64: the signature, and the first chunk up to width and height."""
+
 _Text = Annotated[str, Field(max_length=100_000)]
 _Name = Annotated[str, Field(min_length=1, max_length=1000)]
 _PngText = Annotated[str, Field(max_length=4 * MAX_PIXELS)]
@@ -54,6 +57,7 @@ class RewardDescription(_Answer):
         needs_group: whether all siblings must come in one request.
         needs_column: column of the prompt file that it needs.
         min_side: smallest side of a picture in pixels.
+        max_aspect: largest ratio of a picture's long side to its short one; None for any.
         provenance: anything that tells where its scores come from.
     """
 
@@ -64,6 +68,7 @@ class RewardDescription(_Answer):
     needs_group: bool = False
     needs_column: str | None = None
     min_side: int = 1
+    max_aspect: float | None = Field(default=None, ge=1.0, allow_inf_nan=False)
     provenance: dict[str, object] = Field(default_factory=dict)
 
 
@@ -167,6 +172,21 @@ def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str,
     return sample | {"columns": {name: values[row] for name, values in batch.columns.items()}}
 
 
+def declared_pixels(request: ScoreRequest) -> int:
+    """Pixels of all pictures of a request as their headers say, before anything is decoded.
+
+    Raises:
+        InputError: a picture that is none, or too large.
+    """
+    sizes = [
+        _png_size(_read_base64(text[:_HEAD_CHARACTERS], place), place)
+        for sample in request.samples
+        for kind, text in (("image", sample.image), ("target", sample.target))
+        if text is not None and (place := f"sample {sample.sample_id}, {kind}")
+    ]
+    return sum(width * height for width, height in sizes)
+
+
 def read_batch(request: ScoreRequest) -> ScoringBatch:
     """The samples of a request, pictures decoded.
 
@@ -242,29 +262,34 @@ def decode_png(text: str, place: str) -> Image.Image:
     Raises:
         InputError: not a PNG file in base64; sides or pixels beyond MAX_SIDE and MAX_PIXELS.
     """
-    try:
-        content = base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise InputError(place, f"{text[:20]}...", "Send the PNG file in base64 (RFC 4648, no line breaks).") from error
-    if len(content) < 24 or not content.startswith(_PNG_SIGNATURE):
-        raise InputError(place, content[:8], "Send a PNG file in base64.")
+    content = _read_base64(text, place)
     # Before Pillow sees it, which warns of large pictures instead of refusing them.
-    _refuse_large(place, *struct.unpack(">II", content[16:24]))
+    size = _png_size(content, place)
     try:
         picture = Image.open(io.BytesIO(content), formats=["PNG"])
-        _refuse_large(place, *picture.size)
+        if picture.size != size:
+            raise ValueError("it has a second header")
         picture.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(place, f"PNG of {len(content)} bytes", f"It cannot be decoded ({error}).") from error
     return to_rgb(picture, place)
 
 
-def _refuse_large(place: str, width: int, height: int) -> None:
+def _read_base64(text: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise InputError(place, f"{text[:20]}...", "Send the PNG file in base64 (RFC 4648, no line breaks).") from error
+
+
+def _png_size(content: bytes, place: str) -> tuple[int, int]:
+    if len(content) < 24 or not content.startswith(_PNG_SIGNATURE):
+        raise InputError(place, content[:8], "Send a PNG file in base64.")
+    width, height = struct.unpack(">II", content[16:24])
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
         mend = f"Send pictures of at most {MAX_SIDE} pixels a side and {MAX_PIXELS} pixels in all."
         raise InputError(place, f"{width}x{height}", mend)
+    return width, height
 
 
 def first_fault(error: ValidationError) -> str:

@@ -42,6 +42,11 @@ _ROCK_N_ROLL = re.compile(r"(?<=\w )['‘’]n['’](?= \w)|(?<=\w)['’]n['’]
 _MAY_BE_POSSESSIVE = re.compile(r"(?:[sxz]|\d|\w(?:in|ol)|\b(?:o|an|th|lil))$", re.IGNORECASE)
 """Endings after which a single quote may be an apostrophe (the dogs' bowl, goin' home) or a foot mark (6' tall)."""
 
+_LONGEST_ENDING = 3
+
+_INCHES = '"”'
+_ENDS_A_NUMBER = re.compile(r"[\d½¼¾⅓⅔⅛⅜⅝⅞]")
+
 
 def quoted_texts(prompt: str) -> tuple[str, ...]:
     """Every text between quotation marks, in order, each text once, without white space at its ends.
@@ -58,9 +63,10 @@ def quoted_texts(prompt: str) -> tuple[str, ...]:
 def _scan(prompt: str) -> Iterator[str]:
     # A letter apostrophe opens and closes nothing.
     marks = _ROCK_N_ROLL.sub("\u02bcn\u02bc", prompt)
+    double_ends = {mark: _double_ends(marks, mark) for mark in set(marks) & set(CLOSERS) - set(_SINGLE)}
     place = 0
     while place < len(marks):
-        end = _find_end(marks, place)
+        end = _find_end(marks, place, double_ends)
         if end is None:
             place += 1
             continue
@@ -68,25 +74,28 @@ def _scan(prompt: str) -> Iterator[str]:
         place = end + 1
 
 
-def _find_end(prompt: str, start: int) -> int | None:
+def _find_end(prompt: str, start: int, double_ends: Mapping[str, Mapping[int, int]]) -> int | None:
     """Where the quotation that opens at `start` ends; None where none opens, or it never ends."""
     mark = prompt[start]
     if mark not in CLOSERS:
         return None
     if mark in _SINGLE:
         return _find_single_end(prompt, start) if _opens(prompt, start) else None
-    if mark == '"' and prompt[start - 1 : start].isdigit():
-        # Inches.
+    if mark in _INCHES and _ENDS_A_NUMBER.fullmatch(prompt[start - 1 : start]):
         return None
-    depth = 0
-    for place in range(start, len(prompt)):
-        if place > start and prompt[place] in CLOSERS[mark]:
-            depth -= 1
-        elif prompt[place] == mark:
-            depth += 1
-        if depth == 0:
-            return place
-    return None
+    return double_ends[mark].get(start)
+
+
+def _double_ends(prompt: str, mark: str) -> dict[int, int]:
+    """Where the quotation of each such mark ends, had it opened one; one pass, as a prompt may hold nothing else."""
+    ends: dict[int, int] = {}
+    opened: list[int] = []
+    for place, character in enumerate(prompt):
+        if character in CLOSERS[mark] and opened:
+            ends[opened.pop()] = place
+        if character == mark:
+            opened.append(place)
+    return ends
 
 
 def _find_single_end(prompt: str, start: int) -> int | None:
@@ -96,7 +105,7 @@ def _find_single_end(prompt: str, start: int) -> int | None:
     possible = None
     for place in range(start + 1, len(prompt)):
         if prompt[place] in closers and _closes(prompt, place):
-            if not _MAY_BE_POSSESSIVE.search(prompt, start + 1, place):
+            if not _MAY_BE_POSSESSIVE.search(prompt, max(start + 1, place - _LONGEST_ENDING), place):
                 return place
             possible = place if possible is None else possible
         elif prompt[place] in _SINGLE and _opens(prompt, place):

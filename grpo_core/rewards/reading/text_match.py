@@ -18,6 +18,11 @@ from rapidfuzz.distance import Levenshtein
 MAX_ORDERS = 720
 """Orders of the texts that are tried: every one of up to six texts."""
 
+MAX_GIVEN = 4000
+"""Pairs of a text and a word read that are tried: more is no writing that was asked for, and takes seconds."""
+
+_NOBODY = -1
+
 _EAST_ASIAN = "\u2e80-\U0003ffff"
 _WORD = re.compile(f"[{_EAST_ASIAN}]|[^{_EAST_ASIAN}]+")
 
@@ -44,6 +49,8 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     Of several texts each is wanted once, in whatever order and place: the edits are the fewest that turn what was read
     into the texts one after the other in some order, or, with each word read given to the text it suits (the words of
     a text in the order read), the given words into their texts. Lengths are the sums over the texts and over the lines.
+    Words are not given to texts where that would be more than MAX_GIVEN pairs; the edits are then those in order, which
+    are never fewer.
 
     Args:
         texts: what was asked for, at least one, none of white space only.
@@ -54,7 +61,7 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     words = [word for line in lines for chunk in line.split() if (word := simplify(chunk))]
     read = "".join(words)
     edits = min(Levenshtein.distance("".join(order), read) for order in islice(permutations(wanted), MAX_ORDERS))
-    if len(wanted) > 1:
+    if len(wanted) > 1 and len(wanted) * len(words) <= MAX_GIVEN:
         edits = min(edits, _edits_apart(wanted, words))
     return TextMatch(1.0 - edits / max(sum(map(len, wanted)), len(read)), edits)
 
@@ -120,17 +127,32 @@ def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:
     """
     owners = [max(range(len(texts)), key=lambda i: fuzz.partial_ratio(word, texts[i])) for word in words]
 
-    def count_edits() -> int:
-        given = ["".join(w for w, owner in zip(words, owners, strict=True) if owner == i) for i in range(len(texts))]
-        return sum(map(Levenshtein.distance, texts, given))
+    def count_edits(text: int) -> int:
+        given = "".join(word for word, owner in zip(words, owners, strict=True) if owner == text)
+        return Levenshtein.distance(texts[text], given)
 
-    edits, before = count_edits(), None
-    while before is None or edits < before:
-        before = edits
-        for place, kept in enumerate(list(owners)):
-            for candidate in range(len(texts)):
-                owners[place] = candidate
-                if (fewer := count_edits()) < edits:
-                    edits, kept = fewer, candidate
-            owners[place] = kept
-    return edits
+    edits, before = [count_edits(text) for text in range(len(texts))], None
+    while before is None or sum(edits) < before:
+        before = sum(edits)
+        for place in range(len(words)):
+            _give_away(place, owners, edits, count_edits)
+    return sum(edits)
+
+
+def _give_away(place: int, owners: list[int], edits: list[int], count_edits: Callable[[int], int]) -> None:
+    """Give one word to the text where it saves the most edits, and its owner's and the taker's edits with it."""
+    former = owners[place]
+    owners[place] = _NOBODY
+    without = count_edits(former)
+    best, best_change, best_edits = former, 0, edits[former]
+    for taker in range(len(edits)):
+        if taker == former:
+            continue
+        owners[place] = taker
+        taken = count_edits(taker)
+        change = without - edits[former] + taken - edits[taker]
+        if change < best_change:
+            best, best_change, best_edits = taker, change, taken
+    owners[place] = best
+    if best != former:
+        edits[former], edits[best] = without, best_edits

@@ -1,3 +1,5 @@
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,7 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.pictures import check_pair, fit_to, to_rgb, to_tensor
+from tests.grpo_core.rewards.conftest import noise
 
 
 def first_pixel(picture: Image.Image) -> tuple[int, ...]:
@@ -74,6 +77,27 @@ def test_mode_without_a_known_meaning_is_refused(mode: str) -> None:
 def test_empty_picture_is_refused() -> None:
     with pytest.raises(InputError, match="got '0x5'"):
         to_rgb(Image.new("RGB", (0, 5)), "here")
+
+
+def picture_file(kind: str, exif: bytes = b"") -> bytes:
+    buffer = io.BytesIO()
+    noise(0, 64, 64).save(buffer, kind, exif=exif)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        picture_file("JPEG")[:1000],
+        # No TIFF header.
+        picture_file("PNG", b"Exif\0\0" + b"XX" * 20),
+        # A TIFF header alone.
+        picture_file("PNG", b"Exif\0\0MM\0*"),
+    ],
+)
+def test_damaged_file_is_refused(content: bytes) -> None:
+    with pytest.raises(InputError, match=r"targets/7.jpg: got 'picture of 64x64'\. It cannot be decoded"):
+        to_rgb(Image.open(io.BytesIO(content)), "targets/7.jpg")
 
 
 def test_shrinking_averages_instead_of_picking_pixels() -> None:

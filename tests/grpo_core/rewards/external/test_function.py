@@ -1,4 +1,5 @@
 import asyncio
+import hashlib
 import importlib.util
 import logging
 import math
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import trl.rewards
 from PIL import Image
@@ -53,6 +55,8 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 
 def as_trl_calls(function: Any, batch: ScoringBatch) -> list[float | None]:
     """TRL's own trainer code on a stand-in for the trainer's state."""
+    # Its logger asks for that of accelerate.
+    accelerate.PartialState(cpu=True)
 
     class Accelerator:
         device = "cpu"
@@ -370,6 +374,36 @@ def test_version_follows_the_file_and_settings_leave_out_the_folder(
     (other / "mine.py").write_text(Path(path).read_text())
     assert provenance_of(FunctionReward(function=f"{other}/mine.py:score")) == provenance_of(reward)
     assert str(tmp_path) not in str(provenance_of(reward))
+
+
+def test_what_a_call_does_to_its_arguments_ends_with_it(write: Callable[[str], str]) -> None:
+    path = write(
+        "def score(completions, seen, **kwargs):\n"
+        "    seen['all'] += completions\n"
+        "    return [float(len(seen['all']))] * len(completions)\n"
+    )
+    reward = FunctionReward(function=f"{path}:score", arguments={"seen": {"all": []}})
+    assert [reward.score(texts(2))[0].value for _ in range(3)] == [2.0, 2.0, 2.0]
+
+
+def test_version_of_a_module_is_that_of_the_code_that_runs(
+    write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def score(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    path = write(source, "module_of_rewards.py")
+    importing = write("from module_of_rewards import score\n", "importing_rewards.py")
+    for reward in (
+        FunctionReward(function="module_of_rewards:score"),
+        FunctionReward(function="module_of_rewards:score", arguments={"more": 1}),
+        FunctionReward(function=f"{importing}:score"),
+    ):
+        write(source, "module_of_rewards.py")
+        before = reward.version
+        assert before == f"1+{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+        Path(path).write_text(source.replace("1.0", "2.00"))
+        assert reward.score(texts(1)) == [Score(1.0, 1.0)]
+        assert reward.version == before
 
 
 def test_a_file_imports_its_neighbour(write: Callable[..., str]) -> None:

@@ -8,7 +8,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.external.remote import RemoteReward
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.scoring import provenance_of, score_samples
-from tests.grpo_core.rewards.conftest import make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 from tests.grpo_core.rewards.external.conftest import Asked, Reply, Stub
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
@@ -78,6 +78,36 @@ def test_a_reward_that_needs_more_than_it_would_get(server: Stub) -> None:
     server.script(Reply(described(needs_target=True)))
     with pytest.raises(InputError, match=r"with_targets: got False\. The reward mine compares with target pictures"):
         RemoteReward(server.url, "mine", **QUICK).score(texts(1))
+    assert posts(server) == []
+
+
+@pytest.mark.parametrize(
+    ("description", "batch", "message"),
+    [
+        (
+            described(media=["picture"]),
+            texts(1),
+            r"reward: got 'mine'\. It scores pictures, and these samples are texts",
+        ),
+        (described(media=["text"]), make_batch([flat(0)]), r"It scores texts, and these samples are pictures"),
+        (
+            described(min_side=33),
+            make_batch([flat(0, 33, 33), flat(0, 40, 32)]),
+            r"rewards\.remote, sample s1: got 'picture of 40x32'\. The reward mine needs at least 33 pixels a side\.",
+        ),
+        (
+            described(max_aspect=2.5),
+            make_batch([flat(0, 25, 10), flat(0, 10, 26)]),
+            r"sample s1: got 'picture of 10x26'.* and a long side of at most 2\.5 times the short one",
+        ),
+    ],
+)
+def test_samples_that_the_reward_cannot_take_are_not_sent(
+    server: Stub, description: Any, batch: ScoringBatch, message: str
+) -> None:
+    server.script(Reply(description))
+    with pytest.raises(InputError, match=message):
+        RemoteReward(server.url, "mine", **QUICK).score(batch)
     assert posts(server) == []
 
 

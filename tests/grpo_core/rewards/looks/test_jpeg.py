@@ -6,6 +6,7 @@ from PIL import Image, features
 from grpo_core.errors import InputError
 from grpo_core.rewards.looks.jpeg import JpegReward, jpeg_bytes
 from grpo_core.rewards.protocol import Score
+from grpo_core.rewards.scoring import provenance_of
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
@@ -54,6 +55,17 @@ def test_metadata_is_not_counted() -> None:
     tagged.info.update(comment=b"x" * 500, xmp=b"y" * 500, dpi=(300, 300))
     assert plain_save(tagged, 95) > plain_save(bare, 95)
     assert jpeg_bytes(tagged, 95) == jpeg_bytes(bare, 95)
+
+
+def test_a_scale_is_the_same_however_it_is_written() -> None:
+    whole, broken = (provenance_of(JpegReward(full_scale_kilobytes=scale)) for scale in (50, 50.0))
+    assert whole["settings_digest"] == broken["settings_digest"]
+
+
+def test_a_side_longer_than_a_jpeg_can_have_is_refused() -> None:
+    assert JpegReward().score(make_batch([flat(0, 65_500, 1)]))[0].value is not None
+    with pytest.raises(InputError, match=r"rewards\.jpeg, sample s0: got 'picture of 65501x1'\. A JPEG has at most"):
+        JpegReward().score(make_batch([flat(0, 65_501, 1)]))
 
 
 def test_version_names_the_encoder() -> None:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +84,9 @@ def test_apostrophes_feet_and_inches_give_none(prompt: str) -> None:
         ("(‘Bar’), the letter 'N'.", ("Bar", "N")),
         ("don't 'Stop'!", ("Stop",)),
         ('a 12" pizza box with "Hot"', ("Hot",)),
+        ("a 5” screen showing “HELLO”", ("HELLO",)),
+        ("a 5½” screen showing ”HELLO” and a 3” one", ("HELLO",)),
+        ("a box “12” wide", ("12",)),
         ('a crate marked "Size 12" in red', ("Size 12",)),
     ],
 )
@@ -124,6 +129,15 @@ def test_quotes_beside_apostrophes(prompt: str, texts: tuple[str, ...]) -> None:
 )
 def test_a_text_in_double_quotes_comes_out_as_it_stands(text: str, frame: str) -> None:
     assert quoted_texts(frame.format(text)) == (text,)
+
+
+@pytest.mark.parametrize("repeated", ["«", "“", '"', "'", "‘", "„“", "« » ", " 'x' x' ", " 'tis x'", "「『", "5” "])
+def test_ten_thousand_marks_take_no_longer_than_their_number(repeated: str) -> None:
+    prompt = repeated * (10_000 // len(repeated))
+    start = time.monotonic()
+    quoted_texts(prompt)
+    quoted_texts(f" 'x {prompt}")
+    assert time.monotonic() - start < 1.0
 
 
 def test_several_come_in_order_and_once_each() -> None:

@@ -1,3 +1,5 @@
+import random
+import time
 from itertools import permutations, product
 
 import pytest
@@ -7,6 +9,7 @@ from rapidfuzz.distance import Levenshtein
 
 from grpo_core.rewards.reading.text_match import (
     MATCHES,
+    MAX_GIVEN,
     TextMatch,
     letters_and_digits,
     match_cvtg,
@@ -159,6 +162,21 @@ def test_ned_of_several_never_counts_fewer_edits_than_there_are(texts: list[str]
     )
     in_order = min(Levenshtein.distance("".join(order), "".join(words)) for order in permutations(texts))
     assert min(apart, in_order) <= match_ned(texts, words).errors <= in_order
+
+
+def test_spam_takes_no_time_and_gains_nothing() -> None:
+    generator = random.Random(0)
+    letters = "abcdefgh"
+    texts = ["".join(generator.choices(letters, k=12)) for _ in range(30)]
+    within = MAX_GIVEN // len(texts)
+    for count in (within, within + 1, 200, 5000):
+        words = ["".join(generator.choices(letters, k=5)) for _ in range(count)]
+        start = time.monotonic()
+        match = match_ned(texts, words)
+        assert time.monotonic() - start < 2.0
+        assert match.value <= 0.5
+    # All that was asked for, and as much again.
+    assert match_ned(texts, texts * 2).value == 0.5
 
 
 def test_more_texts_than_orders_can_be_tried_for() -> None:
