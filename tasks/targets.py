@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.pictures import require_aspect, to_rgb
@@ -153,12 +153,16 @@ def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReferenc
     content = read_input_file(uri, place=place)
     image = _open(content, uri, place)
     try:
-        # Pillow's own check passes over a JPEG that ends early; decoding does not.
-        image.load()
+        # Pillow checks the sums of a PNG without decoding it; of other formats it would check nothing.
+        if image.format == "PNG":
+            image.verify()
+        else:
+            image.load()
     except (OSError, ValueError, SyntaxError) as error:
         raise _not_a_picture(uri, place, error) from error
     if size is not None:
-        require_aspect(ImageOps.exif_transpose(image).size, size, f"{place}: {uri}")
+        # A picture that was verified cannot be read from any more.
+        require_aspect(_shown_size(_open(content, uri, place)), size, f"{place}: {uri}")
     return TargetReference(uri, hashlib.sha256(content).hexdigest())
 
 
@@ -174,6 +178,12 @@ def _open(content: bytes, uri: str, place: str) -> Image.Image:
     if image.width * image.height > MAX_TARGET_PIXELS:
         raise InputError(f"{place}: {uri}", f"{image.width} x {image.height} pixels", mend)
     return image
+
+
+def _shown_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height upright, as the EXIF orientation says; nothing is decoded."""
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+    return (image.height, image.width) if turned else image.size
 
 
 def _not_a_picture(uri: str, place: str, error: Exception) -> InputError:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
 from tasks.prompts import Prompt
@@ -170,7 +170,7 @@ class TestRefused:
 
     def test_the_bound_itself_is_allowed(self, tmp_path: Path) -> None:
         (tmp_path / "0.png").write_bytes(header_only_png(8192, 8192))
-        assert pair_targets(prompts(1), folder=str(tmp_path), column=None, base="")[0] is not None
+        assert pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")[0] is not None
 
     def test_a_changed_file(self, tmp_path: Path) -> None:
         path = tmp_path / "0.bmp"
@@ -232,3 +232,23 @@ class TestPixels:
     def test_cmyk_jpeg(self, tmp_path: Path) -> None:
         loaded = load_target(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), tmp_path / "0.jpg"))
         assert np.abs(np.asarray(loaded, dtype=int) - [255, 0, 0]).max() <= 3
+
+
+def test_a_jpeg_that_ends_early_is_told_before_it_is_scored(tmp_path: Path) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(levels).save(tmp_path / "0.jpg", "JPEG")
+    whole = (tmp_path / "0.jpg").read_bytes()
+    (tmp_path / "0.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="It is not a whole picture"):
+        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_target_of_another_aspect_is_told_before_it_is_scored(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    size = (48, 32) if orientation == 1 else (32, 48)  # six: the picture lies on its side in the file
+    Image.new("RGB", size).save(tmp_path / "0.jpg", "JPEG", exif=exif)
+    assert len(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(480, 320))) == 1
+    with pytest.raises(InputError, match=r"target of 48x32 pixels.*Crop it to the aspect ratio .* 320x480"):
+        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(320, 480))

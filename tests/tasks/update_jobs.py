@@ -132,6 +132,7 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
         "group_std": [1.0] * rows,
         "dropped": [False] * rows,
         "imputed": [0] * rows,
+        "reward_breakdown": [[]] * rows,
     }
     with store.staging() as staged:
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
