@@ -1,7 +1,6 @@
 """All plots of an analysis, as PNG."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -25,17 +24,3 @@ def draw_plots(analysis: RewardAnalysis) -> dict[str, bytes]:
     """Each plot as PNG by file name; one that has nothing to show is left out."""
     figures = {name: draw(analysis) for name, draw in PLOTS.items()}
     return {name: png_of(figure) for name, figure in figures.items() if figure is not None}
-
-
-def write_plots(analysis: RewardAnalysis, folder: Path) -> list[Path]:
-    """Write each plot into the folder, which is made where it is not there.
-
-    Returns:
-        The files written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, content in draw_plots(analysis).items():
-        (folder / name).write_bytes(content)
-        written.append(folder / name)
-    return written

@@ -1,7 +1,6 @@
 """Reward against guardrails over policy versions: a reward that rises while they fall is being hacked."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,11 +22,6 @@ from tasks.reports.rewards_analysis.side_labels import label_ends
 Series = Sequence[float | None]
 
 UPPER, LOWER = 1.9, 3.4
-
-
-def watch_plot(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series], path: Path) -> None:
-    """Write the picture of :func:`draw_watch`."""
-    path.write_bytes(draw_watch(versions, rewards, guardrails))
 
 
 def draw_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series]) -> bytes:

@@ -1,9 +1,9 @@
-from pathlib import Path
+import io
 
 import pytest
 from PIL import Image
 
-from tasks.reports.rewards_analysis.watch_plot import normalised, watch_plot
+from tasks.reports.rewards_analysis.watch_plot import draw_watch, normalised
 
 
 def test_guardrails_are_multiples_of_their_first_value() -> None:
@@ -13,25 +13,22 @@ def test_guardrails_are_multiples_of_their_first_value() -> None:
     assert normalised([None, None]) is None
 
 
-def test_the_picture_depends_on_what_was_measured(tmp_path: Path) -> None:
+def test_the_picture_depends_on_what_was_measured() -> None:
     contents = []
-    for index, last in enumerate((0.5, 0.5, 2.0)):
-        path = tmp_path / f"{index}.png"
+    for last in (0.5, 0.5, 2.0):
         guardrails = {"sharpness": [1.0, None, last], "$zero": [0.0, 0.0, 1.0], "_none": [None] * 3}
-        watch_plot([0, 1, 2], [0.1, 0.2, None], guardrails, path)
-        contents.append(path.read_bytes())
+        contents.append(draw_watch([0, 1, 2], [0.1, 0.2, None], guardrails))
     assert contents[0] == contents[1] != contents[2]
 
 
 @pytest.mark.parametrize("rewards", [[0.5], [None]])
-def test_a_single_version_without_guardrails(tmp_path: Path, rewards: list[float | None]) -> None:
-    watch_plot([3], rewards, {}, tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as image:
+def test_a_single_version_without_guardrails(rewards: list[float | None]) -> None:
+    with Image.open(io.BytesIO(draw_watch([3], rewards, {}))) as image:
         assert image.width > 600
 
 
-def test_series_of_another_length_are_refused(tmp_path: Path) -> None:
+def test_series_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="sharpness: expected a value for each of 2 versions, got 1"):
-        watch_plot([0, 1], [0.1, 0.2], {"sharpness": [1.0]}, tmp_path / "a.png")
+        draw_watch([0, 1], [0.1, 0.2], {"sharpness": [1.0]})
     with pytest.raises(ValueError, match="rewards: expected a value for each of 0 versions"):
-        watch_plot([], [], {}, tmp_path / "a.png")
+        draw_watch([], [], {})
