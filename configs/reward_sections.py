@@ -35,6 +35,7 @@ class RewardSection(Section):
     processes: int = Field(
         0, ge=0, le=256, description="of its own that score side by side, one thread each; 0: none, a thread of the run"
     )
+    pool: Name | None = Field(None, description="a work pool for this reward alone; null: as placement.rewards says")
     settings: dict[str, object] = Field(default_factory=dict)
 
     @property

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from configs.placement_sections import PlacementSection, StorageSection
 from configs.reward_sections import RewardSection, WatchSection
 from configs.section import Decay, Digits, Name, NotNegative, Positive, Section
 from grpo_core.advantages.settings import Aggregation, Baseline, Scale
@@ -21,6 +22,9 @@ class RunSection(Section):
     name: Name = Field(description="folder of the run under storage.root")
     seed: int = Field(0, ge=0, description="every random number of the run is derived from it")
     iterations: Digits = Field(description="policy updates to make; may be raised later to go on")
+    staleness: int = Field(
+        0, ge=0, description="rollouts are sampled by a policy this many versions older, while updates run; 0: in turn"
+    )
 
 
 class LoraSection(Section):
@@ -227,21 +231,6 @@ class EvaluateSection(PromptsSection):
     every: int = Field(0, ge=0, description="iterations between evaluations; 0: before and after only")
     samples_per_prompt: Digits = 4
     seed: int = Field(0, ge=0, description="of the held-out samples; the same for every training seed")
-
-
-class PlacementSection(Section):
-    """Where the work is done; of a result it changes the rounding of the last bits alone."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    torch_threads: Digits = Field(1, description="measure before raising: on a small shared machine one is fastest")
-    processes: Digits = Field(1, description="of the update, started by accelerate on this machine")
-    sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="every process holds the weights, or a share of them")
-
-
-class StorageSection(Section):
-    """Where runs are kept."""
-
-    root: str = Field("runs", min_length=1, description="a folder or any fsspec URL")
 
 
 class RunConfig(Section):

@@ -27,7 +27,7 @@ from tasks.stored_scores import provenance_json
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
 # What may change without making another training run of it.
 _FREE_SECTIONS = ("evaluate", "placement", "storage", "watch")
-_FREE_OF_REWARDS = ("max_failures", "batch_size", "processes")
+_FREE_OF_REWARDS = ("max_failures", "batch_size", "processes", "pool")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,11 @@ def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
     bound = update.get("total_steps") is None and update.get("lr_scheduler") in WITH_LENGTH
     return {
         **values,
-        "run": {"seed": run.get("seed"), **({"iterations": run.get("iterations")} if bound else {})},
+        "run": {
+            "seed": run.get("seed"),
+            "staleness": run.get("staleness", 0),
+            **({"iterations": run.get("iterations")} if bound else {}),
+        },
         # By name, so that a change is told in few words.
         "rewards": {each.get("name") or each.get("reward"): _of_reward(each) for each in config.get("rewards", [])},
     }

@@ -72,8 +72,8 @@ def serve_rewards(
 ) -> None:
     """Score for others over HTTP, as docs/remote_rewards.md describes; Ctrl-C ends it."""
     with told_in_one_message():
+        from configs.placement_sections import PlacementSection
         from configs.rewards_file import read_rewards_file
-        from configs.schema import PlacementSection
         from flows.reward_server import serve
         from grpo_core.errors import InputError, InputErrors
         from grpo_core.rewards.registry import build_reward

@@ -8,8 +8,8 @@ from prefect import Task
 from prefect.context import SyncClientContext
 from prefect.futures import wait
 
+from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
-from configs.schema import PlacementSection
 from tasks.score_reward import score_reward_task
 from tasks.scoring_processes import close_scoring_processes
 from tasks.storage.records import current_records, registered_records, use_records

@@ -4,7 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.schema import PlacementSection, RolloutSection
+from configs.placement_sections import PlacementSection
+from configs.schema import RolloutSection
 from grpo_core.collect import collect_rollouts
 from tasks.caching import stage_task
 from tasks.models import ModelSpec, policy_at

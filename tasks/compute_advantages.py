@@ -30,7 +30,7 @@ from tasks.storage.tables import write_table
 
 STAGE = "compute advantages"
 # They say how scores come to be, and the scores are given.
-_OF_SCORING = {"reward", "settings", "max_failures", "batch_size", "processes"}
+_OF_SCORING = {"reward", "settings", "max_failures", "batch_size", "processes", "pool"}
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from configs.core_settings import training_choice
-from configs.schema import PlacementSection, PolicySection
+from configs.placement_sections import PlacementSection
+from configs.schema import PolicySection
 from grpo_core.policies.family import PolicyFamily, policy_family
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import Reference, TrainingChoice

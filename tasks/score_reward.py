@@ -10,8 +10,8 @@ from typing import Any
 
 import polars as pl
 
+from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
-from configs.schema import PlacementSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.protocol import Reward, Score
 from grpo_core.rewards.registry import build_reward

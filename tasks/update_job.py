@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.core_settings import optimizer_settings, update_settings
-from configs.schema import PlacementSection, UpdateSection
+from configs.placement_sections import PlacementSection
+from configs.schema import UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.schema import PlacementSection, UpdateSection
+from configs.placement_sections import PlacementSection
+from configs.schema import UpdateSection
 from grpo_core.update import ALONE
 from tasks.caching import stage_task
 from tasks.models import ModelSpec, weights_became

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection, LoraSection, PlacementSection, PolicySection
+from configs.schema import AdvantagesSection, LoraSection, PolicySection
 from configs.schema import PictureRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
 from tasks import caching

@@ -12,8 +12,9 @@ from typing import Any
 import polars as pl
 import pytest
 
+from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection, PlacementSection
+from configs.schema import AdvantagesSection
 from grpo_core.errors import FailedSamplesError, InputError
 from tasks.compute_advantages import compute_advantages_task
 from tasks.draws import SCORES_FILE, Draw

@@ -8,7 +8,8 @@ import polars as pl
 import psutil
 import pytest
 
-from configs.schema import LoraSection, PlacementSection, ReferenceSection, UpdateSection
+from configs.placement_sections import PlacementSection
+from configs.schema import LoraSection, ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
 from tasks.error_records import ErrorRecord, record_of
