@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from pydantic import Field
 
-from configs.schema import MismatchSection, PictureRunConfig, RunConfig, TextRunConfig
+from configs.schema import MismatchSection, PictureRunConfig, RunConfig, TextRunConfig, UpdateSection
 from configs.section import Digits, Name, Section
 
 CORRECTION = MismatchSection(mode="truncate", level="token", cap=3.0)
@@ -35,6 +35,11 @@ class TextReplayConfig(TextRunConfig):
     """A replay whose policy writes."""
 
     replay: ReplaySection
+
+
+def corrected(update: UpdateSection, correction: MismatchSection) -> UpdateSection:
+    """The update with the correction that rows of other weights need; what it says itself stays."""
+    return update if update.mismatch.mode != "none" else update.model_copy(update={"mismatch": correction})
 
 
 ReplayConfig = PictureReplayConfig | TextReplayConfig

@@ -239,7 +239,7 @@ class RunConfig(Section):
     run: RunSection
     policy: PolicySection
     data: DataSection
-    rollout: RolloutSection
+    rollout: PictureRolloutSection | TextRolloutSection
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection = AdvantagesSection()
     update: UpdateSection = UpdateSection()

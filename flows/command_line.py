@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 
 from flows.reward_commands import commands as reward_commands
 from flows.told import Json, told_in_one_message
+from flows.worker_commands import worker
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -25,6 +25,7 @@ application = typer.Typer(
 )
 
 application.add_typer(reward_commands)
+application.command()(worker)
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Overrides = Annotated[
@@ -141,6 +142,66 @@ def rescore(
 
 
 @application.command()
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
+    policy: Annotated[
+        int | None, typer.Option(metavar="N", help="version; 0: the model; by default the last whole one")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="in place of the run's held-out prompts")] = None,
+    overrides: Overrides = None,
+    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """Held-out scores of a policy version, with fixed seeds; what is stored is not computed again."""
+    with told_in_one_message():
+        from flows.evaluate_request import read_request
+
+        asked = {"run": run, "policy": policy, "prompts": prompts, "overrides": overrides or [], "root": root}
+        request = read_request(asked)
+        # Wrong input is told before Prefect starts a server, which takes many seconds.
+        _ = request.plan
+        from flows.evaluate import evaluate as evaluate_flow
+        from flows.evaluation_terminal import show_evaluation
+        from flows.terminal import training_progress
+
+        with training_progress():
+            summary = asyncio.run(evaluate_flow(request))
+        show_evaluation(summary)
+        if as_json:
+            typer.echo(summary.model_dump_json())
+
+
+@application.command()
+def deploy(
+    config: Config,
+    cron: Annotated[
+        str | None, typer.Option(metavar="EXPRESSION", help='when it trains, as "0 2 * * *"; "" ends the schedule')
+    ] = None,
+    timezone: Annotated[str, typer.Option(metavar="TZ", help="of --cron")] = "UTC",
+    pool: Annotated[str, typer.Option(help="work pool whose workers run it")] = "training",
+    name: Annotated[str | None, typer.Option(help="of the deployments; by default the run's")] = None,
+    with_evaluation: Annotated[bool, typer.Option("--evaluate", help="evaluations of the run too")] = False,
+    rescorings: Annotated[
+        list[Path] | None, typer.Option("--rescore", metavar="FILE", help="and a rescoring with these rewards")
+    ] = None,
+    run: RunName = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
+    with told_in_one_message():
+        checked = resolved(config, run, overrides)
+        from flows.deploy import DeployRequest, deploy_run
+        from flows.deploy_terminal import show_deployed
+
+        asked = DeployRequest(checked, name, pool, cron, timezone, with_evaluation, tuple(rescorings or ()))
+        deployed = asyncio.run(deploy_run(asked))
+        show_deployed(deployed)
+        if as_json:
+            typer.echo(deployed.model_dump_json())
+
+
+@application.command()
 def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check a configuration, weights, memory, storage and server: each finding with its mend."""
     with told_in_one_message():
@@ -179,12 +240,24 @@ def inspect(
 
 @application.command()
 def ui(
-    port: Annotated[int, typer.Option(help="of the page and the API, on this machine alone")] = 4200,
+    port: Annotated[int, typer.Option(help="of the page and the API; 0 for a free one")] = 4200,
+    host: Annotated[str, typer.Option(help="address to listen on; others than this machine's own need --auth")] = (
+        "127.0.0.1"
+    ),
+    url: Annotated[str | None, typer.Option(help="where others find it, such as a TLS proxy's https://...")] = None,
+    auth: Annotated[
+        bool, typer.Option("--auth", help="ask for the USER:PASSWORD in PREFECT_SERVER_API_AUTH_STRING")
+    ] = False,
+    csrf: Annotated[bool, typer.Option("--csrf", help="protect against pages of others in the same browser")] = False,
+    database: Annotated[
+        str | None, typer.Option(metavar="URL", help="without a password; or PREFECT_API_DATABASE_CONNECTION_URL")
+    ] = None,
 ) -> None:
-    """Start Prefect's server with its UI: stages, reports and pictures of every run made on this machine."""
-    os.environ.setdefault("PREFECT_SERVER_UI_API_URL", f"http://127.0.0.1:{port}/api")
-    program = Path(sys.executable).with_name("prefect")
-    os.execv(program, [str(program), "server", "start", "--host", "127.0.0.1", "--port", str(port)])
+    """Start Prefect's server with its UI: stages, reports and pictures of every run, schedules and work pools."""
+    with told_in_one_message():
+        from flows.server.start import ServerRequest, serve
+
+        serve(ServerRequest(host, port, url, auth, csrf, database), typer.echo)
 
 
 if __name__ == "__main__":

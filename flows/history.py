@@ -17,20 +17,22 @@ class TrainingHistory:
 
     Attributes:
         iterations: one record an iteration.
+        drawn: advantages of the iterations that have been drawn, which may be ahead of those that are over.
         heldout: held-out advantages artifact by policy version.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
+    drawn: list[ArtifactRef] = field(default_factory=list)
     heldout: dict[int, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
 
     @property
     def advantages(self) -> ArtifactRef | None:
-        """Of the last iteration; None before the first."""
-        return self.iterations[-1].advantages if self.iterations else None
+        """Of the iteration that was drawn last; None before the first."""
+        return self.drawn[-1] if self.drawn else None
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
         """Whether the watch ends a run at this policy version that would go on otherwise."""
@@ -41,4 +43,4 @@ class TrainingHistory:
         curriculum = run.config.data.curriculum
         if curriculum.kind == "uniform":
             return None
-        return read_statistics(run.store, [record.advantages for record in self.iterations[-curriculum.window :]])
+        return read_statistics(run.store, self.drawn[-curriculum.window :])

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,13 @@ from configs.schema import PictureRolloutSection, RunConfig, UpdateSection
 from flows.inputs import read_prompt_sets, require_inputs
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.seeds import derive_seed
-from tasks.caching import code_digest, library_versions
+from tasks.code import code_digest, library_versions
 from tasks.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
 from tasks.storage.reference import PolicyRef
+from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import SET_ASIDE, ArtifactStore
 from tasks.stored_scores import provenance_json
@@ -37,6 +39,7 @@ class Run:
     Attributes:
         config: the resolved configuration.
         store: the run's folder.
+        lock: this process's hold of it.
         model: what is trained.
         training: the prompts that are trained on.
         heldout: the prompts of the evaluation; empty without one.
@@ -44,6 +47,7 @@ class Run:
 
     config: RunConfig
     store: ArtifactStore
+    lock: RunLock
     model: ModelSpec
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
@@ -102,31 +106,37 @@ class Run:
 
     def evaluation_plan(self, version: int) -> RolloutPlan | None:
         """What the evaluation of a policy version samples; None without held-out prompts."""
-        if not self.heldout:
-            return None
-        evaluate = self.config.evaluate
-        return plan_evaluation(
-            [
-                DrawnPrompt(each.name, prompt, target)
-                for each in self.heldout
-                for prompt, target in zip(each.prompts, each.targets, strict=True)
-            ],
-            seed=evaluate.seed,
-            version=version,
-            samples_per_prompt=evaluate.samples_per_prompt,
-            shared_noise=_shares_noise(self.config),
-        )
+        return plan_heldout(self.config, self.heldout, version)
+
+
+def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) -> RolloutPlan | None:
+    """What the evaluation of a policy version samples; None without held-out prompts."""
+    if not heldout:
+        return None
+    return plan_evaluation(
+        [
+            DrawnPrompt(each.name, prompt, target)
+            for each in heldout
+            for prompt, target in zip(each.prompts, each.targets, strict=True)
+        ],
+        seed=config.evaluate.seed,
+        version=version,
+        samples_per_prompt=config.evaluate.samples_per_prompt,
+        shared_noise=_shares_noise(config),
+    )
 
 
 def _shares_noise(config: RunConfig) -> bool:
     return isinstance(config.rollout, PictureRolloutSection) and config.rollout.shared_noise
 
 
-def open_run(config: RunConfig) -> Run:
-    """Check the inputs, then open the run's folder; a run of the same name with another configuration is set aside.
+@contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """Check the inputs, then hold and open the run's folder; one with another configuration is set aside.
 
     Raises:
         InputErrors: everything that is wrong with the inputs, before anything is written.
+        InputError: another process writes the run.
     """
     require_inputs(config)
     store = ArtifactStore(config.storage.root, config.run.name)
@@ -141,12 +151,13 @@ def open_run(config: RunConfig) -> Run:
     prompts = [prompt.text for each in (*training, *heldout) for prompt in each.prompts]
     family = model.family
     family.refuse_prompts(config.policy.model, family.settings(config.rollout.model_dump()), prompts)
-    run = Run(config, store, model, training, heldout)
-    store.clear_abandoned()
-    _set_other_lineage_aside(run)
-    _set_other_evaluations_aside(run)
-    _write_description(run)
-    return run
+    with locked(store, setting="run.name", value=config.run.name) as lock:
+        run = Run(config, store, lock, model, training, heldout)
+        store.clear_abandoned()
+        _set_other_lineage_aside(run)
+        _set_other_evaluations_aside(run)
+        _write_description(run)
+        yield run
 
 
 def _determining(config: Mapping[str, Any]) -> dict[str, Any]:

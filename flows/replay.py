@@ -4,14 +4,15 @@ import time
 
 from prefect import flow
 
-from configs.schema import UpdateSection
+from configs.replay import corrected
 from flows.history import TrainingHistory
 from flows.preparation import Run, open_run
 from flows.replay_request import ReplayPlan
+from flows.sampling import compute_advantages
 from flows.stages import named, recording
 from flows.stored_iterations import RECOMPUTED, StoredIteration
 from flows.summary import TrainSummary, summarize
-from flows.train import compute_advantages, evaluate, is_evaluated, publish, told
+from flows.train import evaluate, is_evaluated, publish, told
 from grpo_core.errors import InputError
 from tasks.progress import announce
 from tasks.record import gather_metrics, has_metrics, write_metrics
@@ -45,18 +46,17 @@ class ReplaySummary(TrainSummary):
 async def replay(plan: ReplayPlan) -> ReplaySummary:
     """Train a policy from another run's stored rollouts, one update an iteration, in their order."""
     started = time.perf_counter()
-    run = open_run(plan.config)
-    history = TrainingHistory()
-    policy = plan.start or run.base_policy
-    announce(introduction(plan))
-    async with recording(run.store):
-        evaluate(run, policy, history)
-        for stored in plan.iterations:
-            policy = await replay_iteration(run, plan, policy, stored, history)
-            if history.stopped_by(plan.config, policy.version):
-                announce(f"stopped after iteration {policy.version}, as watch.stop asks")
-                break
-    summary = summarize(run, policy, history, time.perf_counter() - started)
+    with open_run(plan.config) as run:
+        history, policy = TrainingHistory(), plan.start or run.base_policy
+        announce(introduction(plan))
+        async with recording(run.store, run.lock):
+            evaluate(run, policy, history)
+            for stored in plan.iterations:
+                policy = await replay_iteration(run, plan, policy, stored, history)
+                if history.stopped_by(plan.config, policy.version):
+                    announce(f"stopped after iteration {policy.version}, as watch.stop asks")
+                    break
+        summary = summarize(run, policy, history, time.perf_counter() - started)
     return _with_staleness(summary, plan, history)
 
 
@@ -79,6 +79,7 @@ async def replay_iteration(
     """One update from a stored iteration, and what people see of it."""
     iteration = policy.version + 1
     advantages = take_advantages(run, plan, stored, iteration, history.advantages or plan.before)
+    history.drawn.append(advantages)
     policy = update_policy(run, plan, policy, stored, advantages)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
@@ -92,7 +93,7 @@ def take_advantages(
     """The advantages as they are stored, or computed anew from the stored rewards."""
     folder, title = f"iteration_{iteration:06d}", f"iteration {iteration}"
     if plan.config.replay.advantages != RECOMPUTED:
-        return named(take_advantages_task, title)(stored.advantages, folder)
+        return named(take_advantages_task, title, plan.config.placement)(stored.advantages, folder)
     return compute_advantages(run, stored.draws, folder, title, earlier)
 
 
@@ -110,16 +111,9 @@ def update_policy(
             "has here, though its number may be the same. Allow at least 1."
         )
         raise InputError("--max-staleness", 0, mend)
-    update = run.update if own else corrected(run.update, plan)
-    stage = named(update_policy_task, title)
+    update = run.update if own else corrected(run.update, plan.config.replay.correction)
+    stage = named(update_policy_task, title, config.placement)
     return stage(policy, rollouts, advantages, run.model, update, config.run.seed, staleness, title, config.placement)
-
-
-def corrected(update: UpdateSection, plan: ReplayPlan) -> UpdateSection:
-    """The update with the correction that its rows need."""
-    if update.mismatch.mode != "none":
-        return update
-    return update.model_copy(update={"mismatch": plan.config.replay.correction})
 
 
 async def report(

@@ -3,8 +3,9 @@
 import json
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import polars as pl
 from PIL import Image
@@ -14,6 +15,8 @@ from pydantic import BaseModel
 
 from configs.rewards_file import RewardsFile
 from flows.inspection import write_page
+from flows.parameters import Form
+from flows.rescore_form import RescoreForm, read_form
 from flows.rescore_request import REWARDS_FILE, RescoredRun, RescorePlan
 from flows.stages import named, recording, score_side_by_side
 from flows.stored_iterations import RESCORED, StoredIteration
@@ -28,6 +31,7 @@ from tasks.reports.rescoring.records import RescoringComparison
 from tasks.reports.rescoring.samples import RescoredIteration, read_outputs, read_rescored
 from tasks.reports.rescoring.table import HEADINGS, reward_rows
 from tasks.storage.reference import ArtifactRef
+from tasks.storage.run_lock import locked
 from tasks.stored_scores import failed_scores
 
 SUMMARY_FILE, PAGE_FILE = "report.json", "report.html"
@@ -74,17 +78,20 @@ class Rescoring:
     moved: pl.DataFrame
 
 
-@flow(name="grpo rescore", flow_run_name="{plan.name}", validate_parameters=False)
-async def rescore(plan: RescorePlan) -> Rescoring:
+@flow(name="grpo rescore", flow_run_name="{plan.name}")
+async def rescore(plan: Annotated[RescorePlan, Form(RescoreForm, read_form)]) -> Rescoring:
     """Score stored rollouts, compute their advantages anew, and tell what changed."""
     started = time.perf_counter()
     spent: dict[str, float] = {"scores": 0.0, "advantages": 0.0}
     done: dict[str, list[RescoredIteration]] = {}
-    for run in plan.runs:
-        async with recording(run.store):
-            done[run.store.run] = rescore_run(plan.name, run, spent)
-    begun = time.perf_counter()
-    comparison, moved, pages = report(plan, done)
+    with ExitStack() as held:
+        place = f"{RESCORED}/{plan.name}"
+        locks = [held.enter_context(locked(run.store, place, setting="--name", value=plan.name)) for run in plan.runs]
+        for run, lock in zip(plan.runs, locks, strict=True):
+            async with recording(run.store, lock):
+                done[run.store.run] = rescore_run(plan.name, run, spent)
+        begun = time.perf_counter()
+        comparison, moved, pages = report(plan, done)
     await publish(plan.name, comparison)
     spent = {"total": time.perf_counter() - started, **spent, "report": time.perf_counter() - begun}
     return Rescoring(summarize(plan, done, spent, pages, comparison), comparison, moved)
@@ -145,9 +152,9 @@ def compute_advantages(
 ) -> ArtifactRef:
     """One table over the samples of all draws of an iteration."""
     title = f"iteration {stored.number}"
-    stage = named(compute_advantages_task, title)
+    stage = named(compute_advantages_task, title, run.config.placement)
     folder = f"{RESCORED}/{name}/iteration_{stored.number:06d}"
-    return stage(draws, run.rewards, run.advantages, folder, title, earlier)
+    return stage(draws, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
 
 
 def report(

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow.parquet as pq
 
-from configs.loader import read_config
+from configs.loader import read_config, read_mapping
 from configs.reward_checks import reward_contradictions
 from configs.reward_sections import RewardSection
 from configs.rewards_file import RewardsFile, read_rewards_file
@@ -167,8 +167,12 @@ def _plan_run(store: ArtifactStore, asked: RewardsFile, chosen: tuple[int, int] 
     return RescoredRun(store, config, asked.rewards, advantages, iterations, needed)
 
 
-def stored_config(store: ArtifactStore) -> RunConfig:
-    """The configuration that a run was made with.
+def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a run was made with; of a replay, without what it took from another run.
+
+    Args:
+        store: of the run.
+        overrides: `section.key=value`, what is to be changed.
 
     Raises:
         InputError, InputErrors: it is not there, or no configuration.
@@ -179,7 +183,10 @@ def stored_config(store: ArtifactStore) -> RunConfig:
     with tempfile.TemporaryDirectory() as fetched:
         path = Path(fetched) / f"{store.run}.yaml"
         path.write_bytes(content)
-        return read_config(path)
+        values = read_mapping(path, "RUN", example="configs/tiny.yaml", keys="run, policy")
+        values.pop("replay", None)
+        path.write_text(json.dumps(values))
+        return read_config(path, overrides)
 
 
 def needed_scores(

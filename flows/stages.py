@@ -10,33 +10,45 @@ from prefect.futures import wait
 
 from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
+from flows.temporary_server import end_temporary_server_with_this_process
+from tasks.caching import configured
+from tasks.placing.supervised import close_stage_processes
 from tasks.score_reward import score_reward_task
 from tasks.scoring_processes import close_scoring_processes
-from tasks.storage.records import current_records, registered_records, use_records
-from tasks.storage.reference import ArtifactRef
+from tasks.storage.records import registered_records, use_records
+from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.run_lock import RunLock, current_lock, use_lock
 from tasks.storage.store import ArtifactStore, use_store
 from tasks.stored_scores import failed_scores
 
 P = ParamSpec("P")
-R = TypeVar("R")
+R = TypeVar("R", ArtifactRef, PolicyRef)
 
 
 @asynccontextmanager
-async def recording(store: ArtifactStore) -> AsyncIterator[None]:
-    """Tasks of this context keep their artifacts, and the records of them, in the run's folder."""
+async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
+    """Tasks of this context keep their artifacts, and the records of them, in the run's folder while it is held."""
     use_store(store)
+    use_lock(lock)
     use_records(await registered_records())
+    end_temporary_server_with_this_process()
     # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
     with SyncClientContext.get_or_create():
         try:
             yield
         finally:
             close_scoring_processes()
+            close_stage_processes()
 
 
-def named(stage: Task[P, R], title: str) -> Task[P, R]:
-    """The stage's task under a name that says which iteration it belongs to."""
-    return stage.with_options(task_run_name=f"{title}: {stage.name}", result_storage=current_records())
+def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
+    """The stage's task under a name that says which iteration it belongs to, tried again as the placement says.
+
+    Raises:
+        LockLostError: another process writes the run.
+    """
+    current_lock().require_held()
+    return configured(stage, f"{title}: {stage.name}", placement)
 
 
 def score_side_by_side(
@@ -56,16 +68,17 @@ def score_side_by_side(
         title: of the iteration or evaluation.
         placement: threads of this process.
         earlier: by the reward's label, tables that already hold some of its scores.
+
+    Raises:
+        LockLostError: another process writes the run.
     """
+    current_lock().require_held()
     futures = {}
     for section in rewards:
         known = (earlier or {}).get(section.label, ())
-        stage = score_reward_task.with_options(
-            task_run_name=f"{title}: score {section.label}",
-            result_storage=current_records(),
-            # A record of a table with failures is no reason not to try those again.
-            refresh_cache=any(failed_scores(each) for each in known),
-        )
+        stage = configured(score_reward_task, f"{title}: score {section.label}", placement)
+        # A record of a table with failures is no reason not to try those again.
+        stage = stage.with_options(refresh_cache=any(failed_scores(each) for each in known))
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
     wait(list(futures.values()))
     return {label: future.result() for label, future in futures.items()}

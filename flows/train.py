@@ -1,79 +1,58 @@
 """The training flow: rollouts, rewards, advantages, update; again and again, each stage kept."""
 
 import time
-from collections.abc import Mapping, Sequence
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
-from configs.reward_sections import RewardSection
+from configs.replay import CORRECTION, corrected
 from configs.schema import RunConfig
+from flows.drawing import Drawing, Drawn, drawing
 from flows.history import TrainingHistory
+from flows.parameters import TrainConfig
 from flows.preparation import Run, open_run
-from flows.stages import named, recording, score_side_by_side
+from flows.sampling import collect_rollouts, compute_advantages, score_rewards
+from flows.stages import named, recording
 from flows.summary import TrainSummary, summarize
 from flows.watch import find_signs, tell_signs
-from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import compute_advantages_task
 from tasks.draws import Draw
-from tasks.plan import RolloutPlan
 from tasks.progress import announce
 from tasks.record import gather_metrics, has_metrics, write_metrics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.reference import PolicyRef
 from tasks.update_policy import update_policy_task
 
 TOLD = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
 
 
-@flow(name="grpo train", flow_run_name="{config.run.name}", validate_parameters=False)
-async def train(config: RunConfig) -> TrainSummary:
+@flow(name="grpo train", flow_run_name="{config.run.name}")
+async def train(config: TrainConfig) -> TrainSummary:
     """Run, or go on with, one training run."""
     started = time.perf_counter()
-    run = open_run(config)
-    history = TrainingHistory()
-    policy = run.base_policy
-    async with recording(run.store):
-        evaluate(run, policy, history)
-        for iteration in range(1, config.run.iterations + 1):
-            policy = await train_iteration(run, policy, iteration, history)
-            if history.stopped_by(config, policy.version):
-                announce(f"stopped after iteration {iteration}, as watch.stop asks")
-                break
-    return summarize(run, policy, history, time.perf_counter() - started)
+    with open_run(config) as run:
+        history, policy = TrainingHistory(), run.base_policy
+        async with recording(run.store, run.lock):
+            with drawing(run, history, policy) as groups:
+                evaluate(run, policy, history)
+                for iteration in range(1, config.run.iterations + 1):
+                    policy = await train_iteration(run, policy, iteration, groups, history)
+                    if history.stopped_by(config, policy.version):
+                        announce(f"stopped after iteration {iteration}, as watch.stop asks")
+                        break
+        return summarize(run, policy, history, time.perf_counter() - started)
 
 
-async def train_iteration(run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory) -> PolicyRef:
+async def train_iteration(
+    run: Run, policy: PolicyRef, iteration: int, groups: Drawing, history: TrainingHistory
+) -> PolicyRef:
     """Four stages from one policy version to the next, and what people see of them."""
-    draws, advantages = draw_groups(run, policy, iteration, history)
-    policy = update_policy(run, policy, draws, advantages, iteration)
+    drawn = groups.take(iteration)
+    policy = update_policy(run, policy, drawn, iteration)
+    groups.know(policy)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
-    await report(run, history, iteration, policy, draws, advantages)
+    await report(run, history, iteration, policy, drawn)
     return policy
-
-
-def draw_groups(
-    run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory
-) -> tuple[tuple[Draw, ...], ArtifactRef]:
-    """The first three stages; where asked, groups that teach nothing are replaced by others, a bounded number of times.
-
-    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.2, dynamic sampling.
-    """
-    section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
-    draws: tuple[Draw, ...] = ()
-    plans: tuple[RolloutPlan, ...] = ()
-    count, statistics = wanted, history.statistics(run)
-    for draw in range(1, section.max_draws + 1):
-        plan = run.plan(iteration, draw, count, statistics, plans)
-        rollouts = collect_rollouts(run, policy, plan)
-        rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
-        draws, plans = (*draws, Draw(rollouts, rewards)), (*plans, plan)
-        advantages = compute_advantages(run, draws, plan.folder, plan.title, history.advantages)
-        count = wanted - int(advantages.metrics["groups_kept"])
-        if section.constant_groups != "redraw" or count <= 0:
-            break
-    return draws, advantages
 
 
 def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
@@ -97,35 +76,14 @@ def is_evaluated(config: RunConfig, iteration: int) -> bool:
     return iteration == config.run.iterations or (every > 0 and iteration % every == 0)
 
 
-def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
-    """Stage 1."""
-    config, stage = run.config, named(collect_rollouts_task, plan.title)
-    return stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
-
-
-def score_rewards(
-    run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
-) -> Mapping[str, ArtifactRef]:
-    """Stage 2."""
-    return score_side_by_side(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
-
-
-def compute_advantages(
-    run: Run, draws: tuple[Draw, ...], folder: str, title: str, earlier: ArtifactRef | None = None
-) -> ArtifactRef:
-    """Stage 3."""
-    config, stage = run.config, named(compute_advantages_task, title)
-    return stage(draws, config.rewards, config.advantages, folder, title, earlier)
-
-
-def update_policy(
-    run: Run, policy: PolicyRef, draws: tuple[Draw, ...], advantages: ArtifactRef, iteration: int
-) -> PolicyRef:
-    """Stage 4."""
+def update_policy(run: Run, policy: PolicyRef, drawn: Drawn, iteration: int) -> PolicyRef:
+    """Stage 4; rows that an older version sampled count by their importance weights."""
     config, title = run.config, f"iteration {iteration}"
-    stage = named(update_policy_task, title)
-    rollouts = tuple(draw.rollouts for draw in draws)
-    return stage(policy, rollouts, advantages, run.model, run.update, config.run.seed, 0, title, config.placement)
+    stage = named(update_policy_task, title, config.placement)
+    rollouts = tuple(draw.rollouts for draw in drawn.draws)
+    stale = policy.version - drawn.policy.version
+    update = corrected(run.update, CORRECTION) if stale else run.update
+    return stage(policy, rollouts, drawn.advantages, run.model, update, config.run.seed, stale, title, config.placement)
 
 
 async def report(
@@ -133,17 +91,17 @@ async def report(
     history: TrainingHistory,
     iteration: int,
     policy: PolicyRef,
-    draws: tuple[Draw, ...],
-    advantages: ArtifactRef,
+    drawn: Drawn,
 ) -> None:
     """Gather the iteration's figures, show them in Prefect's UI once, and keep them."""
     assert policy.checkpoint is not None
     heldout = history.heldout.get(iteration)
-    metrics = gather_metrics(draws, advantages, policy.checkpoint, heldout, history.guardrails.get(iteration))
+    guardrails = history.guardrails.get(iteration)
+    metrics = gather_metrics(drawn.draws, drawn.advantages, policy.checkpoint, heldout, guardrails)
     record = IterationRecord(
         iteration=iteration,
-        draws=draws,
-        advantages=advantages,
+        draws=drawn.draws,
+        advantages=drawn.advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
     )

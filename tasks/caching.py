@@ -4,94 +4,30 @@ Progress and the name of the run are not part of it: they change no result. Nor 
 count rounds the last bits otherwise, and what was made there stays what it is.
 """
 
+import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 
+from configs.placement_sections import PlacementSection
+from tasks.code import code_digest
+from tasks.placing.faults import retry_options
+from tasks.placing.place import place
+from tasks.placing.stages import Kind, Part, Sharding, Stage, register
 from tasks.storage.codec import reference_serializer
+from tasks.storage.records import current_records
 from tasks.storage.reference import ArtifactRef, PolicyRef
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-_SOURCES = ("grpo_core", "tasks", "configs")
-# They say what was done and do nothing of it; a run is not to begin anew for another colour of its page.
-_WITHOUT_EFFECT = (
-    "tasks/reports/",
-    "configs/checks.py",
-    "configs/dataset_checks.py",
-    "configs/reward_checks.py",
-    "configs/rewards_file.py",
-    "configs/loader.py",
-)
-_LIBRARIES = (
-    "accelerate",
-    "bitsandbytes",
-    "diffusers",
-    "lpips",
-    "numpy",
-    "onnxruntime",
-    "open-clip-torch",
-    "opencv-python-headless",
-    "peft",
-    "pillow",
-    "pyarrow",
-    "pytorch-msssim",
-    "rapidfuzz",
-    "rapidocr",
-    "regex",
-    "safetensors",
-    "scipy",
-    "tokenizers",
-    "torch",
-    "torchvision",
-    "transformers",
-)
-
-
-@lru_cache(maxsize=1)
-def code_digest() -> str:
-    """sha256 of the algorithm's and the tasks' sources and of the versions of the libraries that do the numbers.
-
-    Prefect's own TASK_SOURCE sees the decorated function alone: a change in what it calls would be a stale hit.
-    """
-    digest = hashlib.sha256()
-    top = Path(__file__).resolve().parent.parent
-    for name in determining_sources():
-        digest.update(name.encode() + b"\0" + (top / name).read_bytes() + b"\0")
-    for library, number in library_versions().items():
-        digest.update(f"{library} {number}\n".encode())
-    return digest.hexdigest()
-
-
-def determining_sources() -> list[str]:
-    """The files that a result depends on, relative to the checkout."""
-    top = Path(__file__).resolve().parent.parent
-    names = (path.relative_to(top).as_posix() for package in _SOURCES for path in (top / package).rglob("*.py"))
-    return sorted(name for name in names if not name.startswith(_WITHOUT_EFFECT))
-
-
-def library_versions() -> dict[str, str]:
-    """The libraries that do the numbers, with the versions installed here."""
-    return {library: _version(library) for library in _LIBRARIES}
-
-
-def _version(library: str) -> str:
-    """Of an optional library that is not installed, `none`."""
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "none"
 
 
 @dataclass
@@ -119,21 +55,42 @@ class StageKey(CachePolicy):
         return f"{self.stage}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def stage_task(name: str, describe: Describe) -> Callable[[Callable[P, R]], Task[P, R]]:
+def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
+    """The stage's task under a title, with its record in the run's folder, tried again as the placement says."""
+    return stage.with_options(task_run_name=title, result_storage=current_records(), **retry_options(placement))
+
+
+def stage_task(
+    name: str, describe: Describe, *, kind: Kind | None = None, sharding: Sharding | None = None
+) -> Callable[[Callable[P, R]], Task[P, R]]:
     """A Prefect task whose result is a reference, kept under the stage's key and verified when it is used again.
 
     Args:
         name: the stage, as the UI and the command line call it.
         describe: the inputs that determine the result, as JSON values.
+        kind: its section of the placement, which is one of its arguments; None: it is always done in this process.
+        sharding: how it is cut and joined, where it can be.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
-        keyed = task(
+        stage, signature = Stage(name, kind, function, sharding), inspect.signature(function)
+        register(stage)
+
+        @functools.wraps(function)
+        def placed(*args: P.args, **kwargs: P.kwargs) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return place(stage, bound.arguments, submit)
+
+        def submit(part: Part) -> Any:
+            return configured(keyed, part.title, part.arguments["placement"]).submit(**part.arguments)
+
+        keyed: Task[P, R] = task(
             name=name,
             cache_policy=StageKey(stage=name.replace(" ", "-"), describe=describe),
             persist_result=True,
             result_serializer=reference_serializer(),
-        )
-        return keyed(function)
+        )(placed)
+        return keyed
 
     return decorate

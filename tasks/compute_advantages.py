@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from configs.core_settings import advantage_settings, reward_term
+from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
@@ -29,6 +30,7 @@ from tasks.storage.store import ArtifactStore, current_store
 from tasks.storage.tables import write_table
 
 STAGE = "compute advantages"
+HERE = PlacementSection()
 # They say how scores come to be, and the scores are given.
 _OF_SCORING = {"reward", "settings", "max_failures", "batch_size", "processes", "pool"}
 
@@ -48,7 +50,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-@stage_task(STAGE, _describe)
+@stage_task(STAGE, _describe, kind="advantages")
 def compute_advantages_task(
     draws: tuple[Draw, ...],
     mix: tuple[RewardSection, ...],
@@ -56,6 +58,7 @@ def compute_advantages_task(
     folder: str,
     title: str,
     earlier: ArtifactRef | None = None,
+    placement: PlacementSection = HERE,
 ) -> ArtifactRef:
     """Combine the rewards of each sample of every draw and compare it with its siblings.
 
@@ -66,6 +69,7 @@ def compute_advantages_task(
         folder: where the table is kept.
         title: of the iteration or evaluation.
         earlier: advantages of the iteration before, which hold the running moments so far; None at the first.
+        placement: where it is done.
     """
     started = time.perf_counter()
     store = current_store()

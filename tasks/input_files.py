@@ -18,13 +18,16 @@ def read_input_file(uri: str, *, place: str) -> bytes:
         place: where the person named the file, for the error.
 
     Raises:
-        InputError: no such file, a folder, no right to read it, or a URL whose file system is not installed.
+        InputError: no such file, a folder or device, no right to read it, or a URL whose file system is not installed.
     """
     filesystem, path = _resolve(uri, place)
     try:
         if filesystem.isdir(path):
             held = nearest_names("", _file_names(filesystem, path))
             raise InputError(place, uri, f"This is a folder. Name one file{' in it: ' + held if held else ''}.")
+        if filesystem.exists(path) and not filesystem.isfile(path):
+            # A link may lead to a pipe, which waits for ever, or to a device without an end.
+            raise InputError(place, uri, "This is a pipe, a socket or a device. Name a file.")
         return bytes(filesystem.cat_file(path))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(place, uri, _where_else(filesystem, path)) from None

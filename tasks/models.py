@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from grpo_core.policies.family import PolicyFamily, policy_family
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import Reference, TrainingChoice
 from tasks.model_files import add_file
+from tasks.progress import announce
 from tasks.storage.reference import PolicyRef
 from tasks.storage.store import current_store
 
@@ -84,7 +86,9 @@ def policy_at(reference: PolicyRef, spec: ModelSpec, settings: Any, placement: P
     device = configure_torch(placement)
     if _held is None or (_held.spec, _held.device) != (spec, device):
         _held = None  # the former model's memory is needed for this one
+        begun = time.perf_counter()
         _held = _Held(spec, device, _load(spec, settings, device), spec.digest, None)
+        announce(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
     if (_held.digest, _held.reference_digest) != (reference.digest, reference.reference_digest):
         _take_weights(_held, reference)
     _held.policy.sample_with(settings)

@@ -31,11 +31,16 @@ def listen(listener: Listener) -> None:
     _LISTENER.set(listener)
 
 
+def listener() -> Listener:
+    """Whoever hears of progress in the present context."""
+    return _LISTENER.get()
+
+
 def progress_of(stage: str, total: int) -> Callable[[int, int], None]:
     """Begin a stage of `total` units; the returned function tells how many are done, and of how many."""
-    listener = _LISTENER.get()
-    listener.advance(stage, 0, total)
-    return lambda done, total: listener.advance(stage, done, total)
+    heard_by = _LISTENER.get()
+    heard_by.advance(stage, 0, total)
+    return lambda done, total: heard_by.advance(stage, done, total)
 
 
 def announce(line: str) -> None:

@@ -1,13 +1,11 @@
 """An iteration's figures, gathered from its stages into one table."""
 
-import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tasks.draw_figures import over_draws
 from tasks.draws import Draw
@@ -15,7 +13,7 @@ from tasks.figure_names import GUARDRAILS, RUNNING
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import METRICS
 from tasks.storage.store import ArtifactStore
-from tasks.storage.tables import write_table
+from tasks.storage.tables import joint_digest, part_digests, read_table, write_table
 
 HELDOUT = "heldout_reward"
 
@@ -86,12 +84,20 @@ def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, fl
 
 def _heldout_before(store: ArtifactStore, iteration: int) -> dict[str, float]:
     content = store.read_file(_place(iteration))
-    if content is None:
-        return {}
-    try:
-        table = pq.read_table(io.BytesIO(content)).to_pydict()
-    except pa.ArrowInvalid:
-        # Damaged: it is gathered anew from the stages, whose own files are verified.
-        return {}
-    known = dict(zip(table["metric"], table["value"], strict=True))
+    known = {} if content is None else _figures(content)
     return {name: value for name, value in known.items() if name == HELDOUT or name.startswith(GUARDRAILS)}
+
+
+def _figures(content: bytes) -> dict[str, float]:
+    """What a table holds; nothing where it is damaged: it is gathered anew from the stages, which have been verified."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.parquet"
+        path.write_bytes(content)
+        try:
+            said = joint_digest(part_digests(path))
+            columns = read_table(path.parent, METRICS).to_pydict()
+            # It has no manifest: written again, its values must have the digest that it says.
+            whole = write_table(path, METRICS, columns) == said
+        except (pa.ArrowException, OSError, ValueError):
+            return {}
+    return dict(zip(columns["metric"], columns["value"], strict=True)) if whole else {}

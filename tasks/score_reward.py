@@ -18,6 +18,8 @@ from grpo_core.rewards.registry import build_reward
 from tasks.caching import stage_task
 from tasks.draws import SCORES_FILE
 from tasks.models import configure_torch
+from tasks.placing.shards import shard_folder, unsharded
+from tasks.placing.stages import Arguments, Part, Sharding
 from tasks.progress import progress_of
 from tasks.scoring_processes import score_side_by_side
 from tasks.scoring_rows import ScoredRow, batches_of, score_rows
@@ -37,10 +39,60 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "scores": provenance_json(section),
         # A rescoring keeps its own tables, the same scores or not.
         "place": [inputs["folder"], section.label],
+        **({} if inputs.get("part") is None else {"part": inputs["part"]}),
     }
 
 
-@stage_task(STAGE, _describe)
+def _cut(arguments: Arguments, shards: int) -> list[Part]:
+    """As many parts as there are shards; one may be empty, since nobody has counted the groups."""
+    title, folder = arguments["title"], arguments["folder"]
+    parts = []
+    for index in range(shards):
+        change = {
+            "folder": shard_folder(folder, index, shards),
+            "title": f"{title}, shard {index + 1} of {shards}",
+            "placement": unsharded(arguments),
+            "part": (index, shards),
+        }
+        name = f"{change['title']}: score {arguments['section'].label}"
+        parts.append(Part(name, {**arguments, **change}))
+    return parts
+
+
+def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
+    """The shards' rows in one table.
+
+    Raises:
+        FailedSamplesError: together more samples could not be scored than is allowed.
+    """
+    started = time.perf_counter()
+    store, section = current_store(), arguments["section"]
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        source = store.local_files(arguments["rollouts"], Path(fetched) / "rollouts")
+        folders = [store.local_files(part, Path(fetched) / str(number)) for number, part in enumerate(parts)]
+        table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
+        _require_enough(section, table, _meant_for(section, _samples(source)))
+        digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
+        return store.commit(
+            staged,
+            f"{arguments['folder']}/{section.label}",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=table.height,
+            # Shards are scored side by side.
+            seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
+            metrics=_statistics(section.label, [Score(*row) for row in table.select("value", "raw", "failure").rows()]),
+        )
+
+
+def _require_enough(section: RewardSection, table: pl.DataFrame, meant: int) -> None:
+    failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
+    if len(failures) > section.max_failures * meant:
+        failed = [f"{sample_id}: {failure}" for sample_id, failure in failures]
+        raise FailedSamplesError(section.label, failed, meant, section.max_failures)
+
+
+@stage_task(STAGE, _describe, kind="rewards", sharding=Sharding(_cut, _join))
 def score_reward_task(
     rollouts: ArtifactRef,
     section: RewardSection,
@@ -48,6 +100,7 @@ def score_reward_task(
     title: str,
     placement: PlacementSection,
     earlier: tuple[ArtifactRef, ...] = (),
+    part: tuple[int, int] | None = None,
 ) -> ArtifactRef:
     """Score every stored sample that the reward is meant for.
 
@@ -58,6 +111,7 @@ def score_reward_task(
         title: of the iteration or evaluation.
         placement: threads of this process.
         earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
+        part: which shard of the groups, from 0, and of how many; None: all groups.
     """
     started = time.perf_counter()
     configure_torch(placement)
@@ -66,10 +120,11 @@ def score_reward_task(
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         known = _known_scores(store, earlier, provenance, Path(fetched))
         source = store.local_files(rollouts, Path(fetched) / "rollouts")
-        samples = _samples(source)
+        everything = _samples(source)
+        samples = _shard(everything, part)
         wanted = _unknown(samples, known, whole_groups=reward.needs_group)
         tell = progress_of(f"{title}: score {section.label}", len(wanted))
-        scored = _score(reward, section, source, wanted, _meant_for(section, samples), tell)
+        scored = _score(reward, section, source, wanted, _meant_for(section, everything), tell)
         rows = [scored.get(name) or known[name] for name in samples["sample_id"]]
         digest = write_table(staged / SCORES_FILE, REWARDS, _columns(rows, provenance))
         return store.commit(
@@ -102,6 +157,15 @@ def _samples(source: Path) -> pl.DataFrame:
     return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
 
 
+def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
+    if part is None:
+        return samples
+    index, count = part
+    groups = samples["group_id"].unique(maintain_order=True)
+    first, last = index * len(groups) // count, (index + 1) * len(groups) // count
+    return samples.filter(pl.col("group_id").is_in(groups[first:last].to_list()))
+
+
 def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, whole_groups: bool) -> frozenset[str]:
     """The samples to score; with their siblings, where a score depends on those."""
     unknown = samples.filter(~pl.col("sample_id").is_in(list(known)))
@@ -111,7 +175,7 @@ def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, whole_gro
 
 
 def _meant_for(section: RewardSection, samples: pl.DataFrame) -> int:
-    """How many samples of the stage the reward is meant for, scored before or not: what failures are a share of."""
+    """How many samples the reward is meant for, scored before or not: what failures are a share of, in all shards."""
     prompts = samples.group_by("dataset", "columns").len()
     rows = prompts.select("dataset", "columns", "len").iter_rows()
     return sum(count for dataset, columns, count in rows if section.scores_prompt(dataset, json.loads(columns)))

@@ -1,6 +1,5 @@
 """Stored rows -> scores. Imports no more than that needs: processes that score are started with it."""
 
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from configs.reward_sections import RewardSection
+from grpo_core.rewards.picture_files import decode_stored
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import score_samples
 from tasks.targets import TargetReference, load_target
@@ -101,13 +101,6 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
     )
 
 
-def _decoded(content: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(content))
-    # Here, where its time counts as the batch's.
-    image.load()
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
     targets: dict[str, Image.Image] = {}
     for row in rows:
@@ -115,6 +108,7 @@ def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
         if uri is not None and uri not in targets:
             targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
     return {
-        "images": [_decoded(row["image"]["bytes"]) for row in rows],
+        # Decoded here, where its time counts as the batch's.
+        "images": [decode_stored(row["image"]["bytes"], row["sample_id"]) for row in rows],
         "targets": [targets.get(row["target_uri"]) for row in rows],
     }

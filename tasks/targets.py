@@ -1,7 +1,6 @@
 """Target pictures that belong to prompts, for rewards that compare a sample with a picture."""
 
 import hashlib
-import io
 import posixpath
 import re
 from collections.abc import Sequence
@@ -10,17 +9,13 @@ from dataclasses import dataclass
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.picture_files import open_picture
 from grpo_core.rewards.pictures import require_aspect, to_rgb
 from tasks.input_files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts import Prompt
 
 TARGET_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 """Endings of file names that are pictures, in upper or lower case."""
-
-MAX_TARGET_PIXELS = 8192 * 8192
-"""Largest width times height of a target; a small file can unpack to more than the memory holds."""
-
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
 
 @dataclass(frozen=True)
@@ -168,16 +163,12 @@ def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReferenc
 
 def _open(content: bytes, uri: str, place: str) -> Image.Image:
     """The picture with its header read and its size checked, before any pixel is decoded."""
-    mend = f"Targets have at most {MAX_TARGET_PIXELS} pixels. Make it smaller."
     try:
-        image = Image.open(io.BytesIO(content), formats=_FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InputError(f"{place}: {uri}", str(error), mend) from error
+        return open_picture(content, f"{place}: {uri}")
+    except InputError:
+        raise
     except (OSError, ValueError, SyntaxError) as error:
         raise _not_a_picture(uri, place, error) from error
-    if image.width * image.height > MAX_TARGET_PIXELS:
-        raise InputError(f"{place}: {uri}", f"{image.width} x {image.height} pixels", mend)
-    return image
 
 
 def _shown_size(image: Image.Image) -> tuple[int, int]:

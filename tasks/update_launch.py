@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
+from tasks.checkout import environment
 from tasks.error_records import ErrorRecord
 from tasks.models import release_policy
 from tasks.storage.store import ArtifactStore
 from tasks.update_job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusable_placement
 from tasks.update_process import JOB_FILE, OUTCOME_FILE, PROGRESS
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 ERROR_OUTPUT = "stderr.txt"
 TOLD_LINES = 30
 SECONDS_TO_END = 30.0
@@ -118,16 +118,11 @@ def _launcher_settings(job: UpdateJob) -> dict[str, object]:
 
 
 def _environment(job: UpdateJob) -> dict[str, str]:
-    """As it is here, with the checkout in the path whatever folder the processes run in."""
-    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": str(job.placement.torch_threads),
+    return environment(
+        OMP_NUM_THREADS=str(job.placement.torch_threads),
         # One machine: the host's name may stand for an address that is not reached.
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
-    return {**os.environ, **settings}
+        GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    )
 
 
 def _end(launcher: subprocess.Popen[str]) -> None:

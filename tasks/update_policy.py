@@ -10,6 +10,7 @@ from configs.schema import UpdateSection
 from grpo_core.update import ALONE
 from tasks.caching import stage_task
 from tasks.models import ModelSpec, weights_became
+from tasks.placing.memory import halved_once
 from tasks.progress import progress_of
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.schemas import SCHEMA_VERSION
@@ -37,7 +38,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-@stage_task(STAGE, _describe)
+@stage_task(STAGE, _describe, kind="update")
 def update_policy_task(
     policy: PolicyRef,
     rollouts: tuple[ArtifactRef, ...],
@@ -50,8 +51,6 @@ def update_policy_task(
     placement: PlacementSection,
 ) -> PolicyRef:
     """Check parity, train on the stored rollouts, and keep the version that comes of it."""
-    started = time.perf_counter()
-    store = current_store()
     job = UpdateJob(
         policy=policy,
         rollouts=rollouts,
@@ -62,8 +61,19 @@ def update_policy_task(
         max_staleness=max_staleness,
         placement=placement,
     )
+
+    def run(size: int) -> PolicyRef:
+        sized = update.model_copy(update={"micro_batch_size": size})
+        return _update(job.model_copy(update={"update": sized}), title)
+
+    return halved_once(f"{title}: {STAGE}", "update.micro_batch_size", update.micro_batch_size, run)
+
+
+def _update(job: UpdateJob, title: str) -> PolicyRef:
+    started = time.perf_counter()
+    store = current_store()
     with store.staging() as staged:
-        outcome = _carry_out(job, store, staged, progress_of(f"{title}: {STAGE}", advantages.rows))
+        outcome = _carry_out(job, store, staged, progress_of(f"{title}: {STAGE}", job.advantages.rows))
         checkpoint = store.commit(
             staged,
             f"policies/{job.version:06d}",

@@ -1,6 +1,5 @@
 """The samples of an iteration or an evaluation: each group with its best and worst sibling."""
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
+from grpo_core.rewards.picture_files import decode_stored
 from tasks.draws import SCORES_FILE
 from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.group_records import Groups, GroupView, SampleView
@@ -125,7 +125,7 @@ def _read_images(files: Sequence[Path], sides: Mapping[str, int]) -> dict[str, I
             cells = file.read_row_group(index, columns=["image"])["image"].to_pylist()
             for name, cell in zip(names, cells, strict=True):
                 if name in sides:
-                    found[name] = shrunk(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"), sides[name])
+                    found[name] = shrunk(decode_stored(cell["bytes"], name), sides[name])
     return found
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
+from grpo_core.rewards.picture_files import decode_stored
+
 
 def read_pictures(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.Image]:
     """The pictures of these samples; only the row groups that hold one of them are read."""
@@ -24,7 +26,7 @@ def read_pictures(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.
             cells = file.read_row_group(group, columns=["image"])["image"].to_pylist()
             for name, cell in zip(names, cells, strict=True):
                 if name in wanted:
-                    found[name] = Image.open(io.BytesIO(cell["bytes"])).convert("RGB")
+                    found[name] = decode_stored(cell["bytes"], name)
     return found
 
 

@@ -1,11 +1,11 @@
 """Pictures that prompts ought to give, for looking at a run whose input files may have moved."""
 
 import hashlib
-import io
 
 from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.picture_files import open_picture
 from tasks.input_files import read_input_file
 from tasks.reports.pictures import shrunk
 
@@ -32,10 +32,10 @@ class TargetReader:
                 content = read_input_file(uri, place="target")
                 if hashlib.sha256(content).hexdigest() != sha256:
                     raise ValueError("it is not the file that the run was trained with")
-                self._read[uri] = shrunk(over_white(Image.open(io.BytesIO(content))), self._side)
+                self._read[uri] = shrunk(over_white(open_picture(content, "target")), self._side)
             except InputError as error:
                 self.missing[uri] = error.mend
-            except (OSError, ValueError, Image.DecompressionBombError) as error:
+            except (OSError, ValueError, SyntaxError) as error:
                 self.missing[uri] = str(error)
         return self._read.get(uri)
 

@@ -26,15 +26,22 @@ def decode_reference(value: dict[str, Any]) -> Any:
 
     Raises:
         StaleReferenceError: the files are nowhere whole.
+        StorageError: a bucket did not say; the stage then refuses to run.
     """
     if _ARTIFACT in value:
-        return current_store().bring_home(ArtifactRef.model_validate(value[_ARTIFACT]))
+        return _brought_home(ArtifactRef.model_validate(value[_ARTIFACT]))
     if _POLICY in value:
         policy = PolicyRef.model_validate(value[_POLICY])
         if policy.checkpoint is None:
             return policy
-        return policy.model_copy(update={"checkpoint": current_store().bring_home(policy.checkpoint)})
+        return policy.model_copy(update={"checkpoint": _brought_home(policy.checkpoint)})
     return value
+
+
+def _brought_home(reference: ArtifactRef) -> ArtifactRef:
+    store = current_store()
+    with store.noting_unread(reference.uri):
+        return store.bring_home(reference)
 
 
 def reference_serializer() -> JSONSerializer:

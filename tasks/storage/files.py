@@ -69,16 +69,20 @@ def _open_to_readers(folder: Path) -> None:
             path.chmod(rights)
 
 
-def publish_folder(filesystem: AbstractFileSystem, staged: Path, destination: str) -> None:
-    """Move a staged local folder to its place: one rename on a local disk, an upload elsewhere."""
-    if is_local(filesystem):
-        _open_to_readers(staged)
-        fsync_tree(staged)
-        target = Path(destination)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staged.rename(target)
-        fsync_path(target.parent)
-        return
-    for path in sorted(staged.rglob("*")):
-        if path.is_file():
-            filesystem.put_file(str(path), f"{destination}/{path.relative_to(staged).as_posix()}")
+def settle_folder(staged: Path) -> None:
+    """Force a staged folder to the disk, with the rights that its files are to have."""
+    _open_to_readers(staged)
+    fsync_tree(staged)
+
+
+def move_folder(staged: Path, target: Path) -> None:
+    """Move a settled folder to its place on the same disk, in one rename."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged.rename(target)
+    fsync_path(target.parent)
+
+
+def files_below(folder: Path) -> dict[str, Path]:
+    """Every file below a folder by its relative name with forward slashes, sorted."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}

@@ -33,8 +33,10 @@ class StageRecords(WritableFileSystem):
 
         Raises:
             StaleReferenceError: there is none, or none that is what was written.
+            StorageError: a bucket did not say; the stage then refuses to run.
         """
-        content = _find(path)
+        with current_store().noting_unread(path):
+            content = _find(path)
         metadata = ResultRecordMetadata(
             serializer=reference_serializer(), storage_key=path, storage_block_id=self._block_document_id
         )

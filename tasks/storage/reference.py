@@ -1,6 +1,8 @@
 """The small record that stands for an artifact between tasks: never the data, never a path of one machine."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from tasks.storage.names import stays_inside
 
 
 class ArtifactRef(BaseModel):
@@ -25,6 +27,13 @@ class ArtifactRef(BaseModel):
     rows: int
     seconds: float
     metrics: dict[str, float]
+
+    @field_validator("uri")
+    @classmethod
+    def _stay_below_the_root(cls, uri: str) -> str:
+        if "/" not in uri or not stays_inside(uri):
+            raise ValueError("an artifact lies in a folder of a run, below the storage root")
+        return uri
 
     @property
     def run(self) -> str:

@@ -17,9 +17,9 @@ def staging_folder(incoming: Path) -> Iterator[Path]:
     folder = incoming / uuid.uuid4().hex
     with contextlib.ExitStack() as owner:
         # Nobody clears while there is a folder that is not locked yet.
-        with _locked(incoming / _LOCK):
+        with locked_file(incoming / _LOCK):
             folder.mkdir()
-            owner.enter_context(_locked(folder / _LOCK))
+            owner.enter_context(locked_file(folder / _LOCK))
         try:
             yield folder
         finally:
@@ -30,14 +30,19 @@ def clear_abandoned(incoming: Path) -> None:
     """Remove the folders whose process is gone; those in use, by this process or another, are left alone."""
     if not incoming.is_dir():
         return
-    with _locked(incoming / _LOCK):
+    with locked_file(incoming / _LOCK):
         for folder in [path for path in incoming.iterdir() if path.is_dir()]:
-            with contextlib.suppress(BlockingIOError, FileNotFoundError), _locked(folder / _LOCK, wait=False):
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), locked_file(folder / _LOCK, wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def locked_file(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file for a moment; a killed holder's is free again.
+
+    Raises:
+        BlockingIOError: another holds it, and this one is not to wait.
+    """
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -1,83 +1,28 @@
-"""One run's folder. An artifact is a folder with a manifest beside it; without the manifest it is not there."""
+"""A run's artifacts: each a folder and, beside it, a manifest; without the manifest it is not there."""
 
-import contextlib
-import hashlib
-import json
-import tempfile
 import threading
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
-from grpo_core.errors import InputError
-from tasks.storage.failures import StorageError, storage_failures_told
-from tasks.storage.files import is_local, publish_folder, sha256_of, write_whole
-from tasks.storage.manifest import opened, sealed
+from tasks.storage.committing import commit_folder, create_manifest, write_manifest
+from tasks.storage.failures import remote_failures_told
+from tasks.storage.files import files_below, is_local, move_folder, settle_folder, sha256_of
+from tasks.storage.manifest import Manifest, written
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
-from tasks.storage.staging import clear_abandoned, staging_folder
+from tasks.storage.run_folder import INCOMING, SET_ASIDE
+from tasks.storage.succession import pruned_error, succeed_folder
+from tasks.storage.whole import MANIFEST_ENDING, VerifiedFolder
 
-SET_ASIDE = "set_aside"
-INCOMING = ".incoming"
-MANIFEST_ENDING = ".manifest.json"
+__all__ = ["INCOMING", "MANIFEST_ENDING", "SET_ASIDE", "ArtifactStore", "current_store", "use_store"]
 _READING = threading.Lock()
 
 
-class ArtifactStore:
+class ArtifactStore(VerifiedFolder):
     """Artifacts of one run under a storage root that may be any fsspec URL."""
-
-    def __init__(self, root: str, run: str) -> None:
-        """Point at a run; nothing is written yet.
-
-        Raises:
-            InputError: a URL of an unknown kind, or of one whose package is not installed.
-        """
-        try:
-            self.filesystem, path = fsspec.core.url_to_fs(str(Path(root).expanduser()) if "://" not in root else root)
-        except (ImportError, ValueError) as error:
-            mend = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
-            raise InputError("storage.root", root, mend) from error
-        self.root = path.rstrip("/")
-        self.run = run
-        self.reasons: list[str] = []
-        """Why things were set aside since this store was opened, for people to be told."""
-
-    def path(self, relative: str = "") -> str:
-        """Where something of this run is, for the filesystem."""
-        return f"{self.root}/{self.run}/{relative}".rstrip("/")
-
-    def require_writable(self) -> None:
-        """Raise InputError unless the run's folder can be written to."""
-        probe = f"{INCOMING}/probe-{uuid.uuid4().hex[:8]}"
-        try:
-            self.write_file(probe, b"")
-            self.filesystem.rm_file(self.path(probe))
-        except (OSError, StorageError) as error:
-            raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
-
-    def clear_abandoned(self) -> None:
-        """Remove what a killed process left half-written; what a living one is writing is left alone."""
-        if is_local(self.filesystem):
-            clear_abandoned(Path(self.path(INCOMING)))
-
-    @contextlib.contextmanager
-    def staging(self) -> Iterator[Path]:
-        """A local folder to write an artifact's files into; on the root's own disk where the root is local.
-
-        Raises:
-            StorageError: the disk is full or read-only.
-        """
-        local = is_local(self.filesystem)
-        with storage_failures_told(self.filesystem, self.root), contextlib.ExitStack() as stack:
-            if local:
-                parent = stack.enter_context(staging_folder(Path(self.path(INCOMING))))
-            else:
-                parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
-            folder = parent / "files"
-            folder.mkdir()
-            yield folder
 
     def commit(
         self,
@@ -92,107 +37,93 @@ class ArtifactStore:
     ) -> ArtifactRef:
         """Move staged files to their place and then write the manifest that makes them an artifact.
 
-        What stood in that place is set aside, never overwritten.
+        What stood in that place is set aside, never overwritten. Where another writer of the same stage was first and
+        has the same result, that stays and is returned.
+
+        Raises:
+            StorageError: a bucket does not take it, or others keep writing the same artifact.
         """
         local = fsspec.filesystem("file")
-        files = {
-            path.relative_to(staged).as_posix(): sha256_of(local, str(path))
-            for path in sorted(staged.rglob("*"))
-            if path.is_file()
-        }
-        self._clear_place(folder)
-        publish_folder(self.filesystem, staged, self.path(folder))
         described = {
             "digest": digest,
             "schema_version": schema_version,
             "rows": rows,
             "seconds": seconds,
             "metrics": metrics,
-            "files": files,
         }
-        manifest = sealed(described)
-        self._write_manifest(folder, manifest, staged)
-        return self._reference(f"{self.run}/{folder}", manifest)
-
-    def _write_manifest(self, folder: str, manifest: bytes, staged: Path) -> None:
-        write_whole(self.filesystem, self._manifest(self.path(folder)), manifest, scratch=staged.parent)
-
-    def _manifest(self, folder: str) -> str:
-        return f"{folder}{MANIFEST_ENDING}"
-
-    def _reference(self, uri: str, manifest: bytes) -> ArtifactRef:
-        described = opened(manifest)
-        described.pop("files")
-        return ArtifactRef(uri=uri, sha256=hashlib.sha256(manifest).hexdigest(), **described)
+        files = {name: sha256_of(local, str(path)) for name, path in files_below(staged).items()}
+        with remote_failures_told(self.filesystem, self.root):
+            manifest = commit_folder(self, staged, folder, written(described, files))
+        return manifest.reference(f"{self.run}/{folder}")
 
     def find(self, folder: str) -> ArtifactRef | None:
-        """The whole artifact in this place of the run, if there is one."""
+        """The whole artifact in this place of the run, if there is one; `pruned_reason` says what it is without."""
+        with remote_failures_told(self.filesystem, self.root):
+            manifest = self.whole_at(self.path(folder))
         try:
-            manifest: bytes = self.filesystem.cat_file(self._manifest(self.path(folder)))
-            reference = self._reference(f"{self.run}/{folder}", manifest)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None if manifest is None else manifest.reference(f"{self.run}/{folder}")
+        except (ValueError, TypeError):
             return None
-        return reference if self._damage(self.path(folder), reference) is None else None
-
-    def _damage(self, folder: str, reference: ArtifactRef) -> str | None:
-        """What is wrong with the artifact in `folder`, or None when it is what the reference says."""
-        name = f"{reference.folder.rsplit('/', 1)[-1]}{MANIFEST_ENDING}"
-        try:
-            manifest: bytes = self.filesystem.cat_file(self._manifest(folder))
-        except FileNotFoundError:
-            return f"{name} is missing"
-        sha256 = hashlib.sha256(manifest).hexdigest()
-        if sha256 != reference.sha256:
-            return f"{name} has sha256 {sha256[:12]}, not {reference.sha256[:12]}"
-        for file, expected in opened(manifest)["files"].items():
-            try:
-                found = sha256_of(self.filesystem, f"{folder}/{file}")
-            except FileNotFoundError:
-                return f"{file} is missing"
-            if found != expected:
-                return f"{file} has sha256 {found[:12]}, not {expected[:12]}"
-        return None
 
     def local_files(self, reference: ArtifactRef, folder: Path | None = None) -> Path:
         """The artifact's folder on this machine, every file verified.
 
         Args:
             reference: of an artifact of this root.
-            folder: where to copy a remote artifact; not used for a local root.
+            folder: where to put the files of a remote artifact; not used for a local root.
 
         Raises:
             StaleReferenceError: missing or changed; what is there is set aside first.
+            PrunedArtifactError: its files were removed on purpose.
+            StorageError: a bucket does not give them out.
         """
         # Stages at work side by side read the same artifact: one of them alone may move it away, and the file system of
         # memory:// hands all of them one open file.
-        with _READING:
-            path = f"{self.root}/{reference.uri}"
-            if damage := self._damage(path, reference):
-                if reference.run == self.run:
-                    self._clear_place(reference.folder, reason=damage)
-                raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage is done again")
-            if is_local(self.filesystem):
-                return Path(path)
-            assert folder is not None, "a remote artifact needs a local folder"
-            self.filesystem.get(f"{path}/", f"{folder}/", recursive=True)
-            return folder
+        with _READING, remote_failures_told(self.filesystem, self.root):
+            place = f"{self.root}/{reference.uri}"
+            damage = self._read_files(place, reference, folder)
+            if damage is None:
+                return Path(place) if folder is None or is_local(self.filesystem) else folder
+            if reference.run == self.run:
+                with self.alone():
+                    # It may be whole meanwhile: another process made it again.
+                    if self.damage(place, reference):
+                        self.clear_place(reference.folder, reason=damage)
+            raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage is done again")
+
+    def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None) -> str | None:
+        manifest = self.answering(place, reference)
+        if isinstance(manifest, str):
+            return manifest
+        if manifest.pruned is not None and not manifest.files:
+            raise pruned_error(self, reference, manifest)
+        if is_local(self.filesystem):
+            return self.files.damage(place, manifest)
+        assert folder is not None, "a remote artifact needs a local folder"
+        return self.files.fetch(place, manifest, folder)
 
     def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
         """The same artifact in its place in this run: found there, or copied from another run or what was set aside.
 
+        One whose files were removed on purpose is there as long as its manifest is.
+
         Raises:
             StaleReferenceError: it is nowhere, or nowhere whole; what is damaged is set aside first.
+            StorageError: a bucket does not say.
         """
         home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
-        damage = self._damage(self.path(home.folder), home)
-        if damage is None:
-            return home
-        for place in self._other_places(reference):
-            if self._damage(place, reference) is None:
-                return self._copy_home(place, home, damage)
-        # A whole one is what another configuration made; the stage that replaces it says so.
-        if self.find(home.folder) is None:
-            self._clear_place(home.folder, reason=damage)
+        with remote_failures_told(self.filesystem, self.root):
+            damage = self.damage(self.path(home.folder), home)
+            if damage is None:
+                return home
+            for place in self._other_places(reference):
+                manifest = self.answering(place, reference)
+                if isinstance(manifest, Manifest) and self.files.damage(place, manifest) is None:
+                    return self._copy_home(place, manifest, home, damage)
+            with self.alone():
+                # A whole one is what another configuration made; the stage that replaces it says so.
+                if self.whole_at(self.path(home.folder)) is None:
+                    self.clear_place(home.folder, reason=damage)
         raise StaleReferenceError(f"{reference.uri}: {damage}")
 
     def _other_places(self, reference: ArtifactRef) -> Iterator[str]:
@@ -201,66 +132,56 @@ class ArtifactStore:
             for aside in sorted(self.filesystem.glob(f"{self.root}/{run}/{SET_ASIDE}/*"), reverse=True):
                 yield f"{aside}/{reference.folder}"
 
-    def _copy_home(self, place: str, home: ArtifactRef, damage: str) -> ArtifactRef:
-        with self.staging() as staged:
-            self.filesystem.get(f"{place}/", f"{staged}/", recursive=True)
-            manifest: bytes = self.filesystem.cat_file(self._manifest(place))
-            self._clear_place(home.folder, reason=None if self.find(home.folder) else damage)
-            publish_folder(self.filesystem, staged, self.path(home.folder))
-            self._write_manifest(home.folder, manifest, staged)
+    def _copy_home(self, source: str, manifest: Manifest, home: ArtifactRef, damage: str) -> ArtifactRef:
+        place = self.path(home.folder)
+        with self.staging() as staged, self.alone():
+            if is_local(self.filesystem):
+                for name in manifest.files:
+                    (staged / name).parent.mkdir(parents=True, exist_ok=True)
+                    self.filesystem.get_file(f"{source}/{name}", str(staged / name))
+                settle_folder(staged)
+            self.clear_place(home.folder, reason=None if self.whole_at(place) else damage)
+            if is_local(self.filesystem):
+                move_folder(staged, Path(place))
+                write_manifest(self, home.folder, manifest, staged.parent)
+                return home
+        for name, sha256 in manifest.files.items():
+            self.filesystem.cp_file(f"{source}/{name}", f"{place}/{name}")
+            self.files.note_copy(f"{source}/{name}", f"{place}/{name}", sha256)
+        if not create_manifest(self, self.manifest_path(place), manifest) and self.damage(place, home):
+            raise StaleReferenceError(f"{home.uri}: another process wrote it while it was copied; start again")
         return home
 
-    def _clear_place(self, folder: str, *, reason: str | None = None) -> None:
-        present = [
-            path
-            for path in (self._manifest(folder), folder)  # the manifest first: without it the folder counts for nothing
-            if self.filesystem.exists(self.path(path))
-        ]
-        if present:
-            whole = "another result of the same stage took its place"
-            cut_short = "it is not whole: a file is missing or changed, or its writing was cut short"
-            self.set_aside(present, reason=reason or (whole if self.find(folder) else cut_short))
+    def succeed(self, reference: ArtifactRef, staged: Path | None, *, pruned: Mapping[str, Any]) -> ArtifactRef:
+        """Replace an artifact's files of this run by fewer or smaller ones; references to it stay right.
 
-    def set_aside(self, paths: list[str], *, reason: str) -> None:
-        """Move paths of this run out of the way, keeping them and saying why."""
-        others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        self.reasons.append(f"{paths[0]}{others}: {reason}")
-        taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
-        place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
-        note = json.dumps({"reason": reason, "paths": paths}, indent=1).encode()
-        self.write_file(f"{place}/reason.json", note)
-        for path in paths:
-            target = self.path(f"{place}/{path}")
-            self.filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-            if is_local(self.filesystem):
-                Path(self.path(path)).rename(target)
-            else:
-                self.filesystem.mv(self.path(path), target, recursive=True)
+        A process that is killed in between leaves an artifact that is whole; calling this again finishes it.
 
-    def read_file(self, name: str) -> bytes | None:
-        """A small file of the run, or None where there is none."""
-        return self._read(self.path(name))
+        Args:
+            reference: to the artifact, or to one that it succeeded.
+            staged: the files that are left, by their former names, in a folder of `staging`; None leaves none.
+            pruned: what was taken away and why, as JSON values.
 
-    def read_shared(self, name: str) -> bytes | None:
-        """A small file that all runs of the root share, or None where there is none."""
-        return self._read(f"{self.root}/{name}")
+        Raises:
+            StaleReferenceError: what stands there is not what the reference says.
+            ValueError: a file that the artifact never had.
+            StorageError: a disk or a bucket does not take it.
+        """
+        with self.staging() as scratch, remote_failures_told(self.filesystem, self.root):
+            manifest = succeed_folder(self, reference, staged, pruned, scratch)
+        return manifest.reference(f"{self.run}/{reference.folder}")
 
-    def _read(self, path: str) -> bytes | None:
-        try:
-            content: bytes = self.filesystem.cat_file(path)
-        except FileNotFoundError:
-            return None
-        return content
+    def pruned_reason(self, reference: ArtifactRef) -> Mapping[str, Any] | None:
+        """What was taken away from an artifact and why, as `succeed` was told; None where nothing was.
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """Write a small file of the run, whole."""
-        with self.staging() as staged:
-            write_whole(self.filesystem, self.path(name), content, scratch=staged)
-
-    def write_shared(self, name: str, content: bytes) -> None:
-        """Write a small file that all runs of the root share, whole."""
-        with self.staging() as staged:
-            write_whole(self.filesystem, f"{self.root}/{name}", content, scratch=staged)
+        Raises:
+            StaleReferenceError: what stands there is not what the reference says.
+        """
+        with remote_failures_told(self.filesystem, self.root):
+            manifest = self.answering(f"{self.root}/{reference.uri}", reference)
+        if isinstance(manifest, str):
+            raise StaleReferenceError(f"{reference.uri}: {manifest}")
+        return manifest.pruned
 
 
 _CURRENT: ContextVar[ArtifactStore] = ContextVar("artifact_store")

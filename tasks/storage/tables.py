@@ -1,6 +1,7 @@
 """Parquet in and out, and the digest of a table's values."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ import pyarrow.parquet as pq
 MEASURED = ("seconds",)
 """Columns that differ from run to run and that no later stage reads."""
 
+DIGESTS = "grpo.digests"
+"""The file's metadata that holds one digest a write."""
+
 
 class TableWriter:
-    """Writes one Parquet file batch by batch and digests its values on the way."""
+    """Writes one Parquet file batch by batch and digests its values on the way.
+
+    The digest of the table is that of the digests of its batches, which the file keeps. So several files whose batches
+    are those of one come to the same digest, and nobody reads the values again to know it.
+    """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         """Open the file."""
@@ -22,22 +30,23 @@ class TableWriter:
         self.rows = 0
         self._writer = pq.ParquetWriter(path, schema, compression="zstd")
         self._kept = [name for name in schema.names if name not in MEASURED]
-        self._sha256 = hashlib.sha256()
+        self._digests: list[str] = []
 
     def write(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Append rows, one sequence or array a column."""
+        """Append rows, one sequence or array a column, as one row group with a digest of its own."""
         table = pa.table([_array(columns[field.name], field.type) for field in self.schema], schema=self.schema)
-        self._writer.write_table(table)
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         self.rows += table.num_rows
         kept = table.select(self._kept)
         with pa.ipc.new_stream(sink := pa.BufferOutputStream(), kept.schema) as stream:
             stream.write_table(kept)
-        self._sha256.update(sink.getvalue())
+        self._digests.append(hashlib.sha256(sink.getvalue()).hexdigest())
 
     def close(self) -> str:
         """Finish the file; the digest of all values except measured times."""
+        self._writer.add_key_value_metadata({DIGESTS: json.dumps(self._digests)})
         self._writer.close()
-        return self._sha256.hexdigest()
+        return joint_digest(self._digests)
 
 
 def _array(values: Sequence[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
@@ -54,6 +63,18 @@ def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, Sequence[An
 def joint_digest(digests: Sequence[str]) -> str:
     """One digest for several tables, in the given order."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def part_digests(path: Path) -> list[str]:
+    """The digests of a file's writes, in order; `joint_digest` of those of all parts is the digest of the whole.
+
+    Raises:
+        ValueError: the file does not say.
+    """
+    metadata = pq.read_metadata(path).metadata or {}
+    if DIGESTS.encode() not in metadata:
+        raise ValueError(f"{path.name} holds no digests of its batches; use the version that wrote it")
+    return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
 
 
 def read_table(folder: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:

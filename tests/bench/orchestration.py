@@ -20,6 +20,7 @@ from rich.table import Table
 from configs.core_settings import advantage_settings, optimizer_settings, reward_term, update_settings
 from configs.loader import read_config
 from configs.schema import RunConfig
+from flows.drawing import drawing
 from flows.history import TrainingHistory
 from flows.preparation import Run, open_run
 from flows.stages import recording
@@ -105,16 +106,17 @@ class PlainLoop:
 @flow(name="bench", validate_parameters=False)
 async def compare(config: RunConfig) -> Timings:
     """Alternate the two, one iteration each."""
-    run = open_run(config)
-    plain, policy, history, timings = PlainLoop(config, run), run.base_policy, TrainingHistory(), Timings()
-    async with recording(run.store):
-        for iteration in range(1, config.run.iterations + 1):
-            begun = time.perf_counter()
-            plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration))
-            between = time.perf_counter()
-            policy = await train_iteration(run, policy, iteration, history)
-            timings.plain.append(between - begun)
-            timings.staged.append(time.perf_counter() - between)
+    with open_run(config) as run:
+        plain, policy, history, timings = PlainLoop(config, run), run.base_policy, TrainingHistory(), Timings()
+        async with recording(run.store, run.lock):
+            with drawing(run, history, policy) as groups:
+                for iteration in range(1, config.run.iterations + 1):
+                    begun = time.perf_counter()
+                    plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration))
+                    between = time.perf_counter()
+                    policy = await train_iteration(run, policy, iteration, groups, history)
+                    timings.plain.append(between - begun)
+                    timings.staged.append(time.perf_counter() - between)
     return timings
 
 

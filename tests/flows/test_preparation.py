@@ -28,7 +28,8 @@ def reasons(prompts: Path, *overrides: str) -> list[str]:
     root = prompts.parent / "runs"
     sets = [f"storage.root={root}", f"data.prompts={prompts}", "data.target_column=null", "data.targets=null"]
     jpeg = ['rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null"]
-    open_run(read_config(TINY, [*sets, *jpeg, *overrides]))
+    with open_run(read_config(TINY, [*sets, *jpeg, *overrides])):
+        pass
     return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/set_aside/*/reason.json"))]
 
 

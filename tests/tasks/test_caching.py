@@ -10,7 +10,8 @@ from configs.schema import AdvantagesSection, LoraSection, PolicySection
 from configs.schema import PictureRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
 from tasks import caching
-from tasks.caching import StageKey, code_digest
+from tasks.caching import StageKey
+from tasks.code import code_digest, determining_sources
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import compute_advantages_task
 from tasks.curriculum import DrawnPrompt
@@ -207,7 +208,7 @@ def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
 
 
 def test_reports_are_no_part_of_the_code() -> None:
-    names = caching.determining_sources()
+    names = determining_sources()
     assert {"grpo_core/update/step.py", "tasks/storage/tables.py", "configs/core_settings.py"} <= set(names)
     assert not [name for name in names if name.startswith("tasks/reports/")]
 

@@ -1,6 +1,7 @@
 """An iteration's figures in one table."""
 
 import io
+import random
 from pathlib import Path
 
 import polars as pl
@@ -105,6 +106,25 @@ def test_a_heldout_reward_of_an_earlier_start_stays(store: ArtifactStore) -> Non
     assert kept(store) == {"reward": 0.6, "heldout_reward": 0.7, "guardrails/jpeg": 0.3}
     write_metrics(store, 1, {"reward": 0.6, "heldout_reward": 0.8})
     assert kept(store)["heldout_reward"] == 0.8
+
+
+def test_no_flipped_or_missing_byte_of_a_table_changes_a_heldout_reward(store: ArtifactStore) -> None:
+    place = Path(store.path("iteration_000001/metrics.parquet"))
+    write_metrics(store, 1, {"reward": 0.5, "heldout_reward": 0.7})
+    whole = place.read_bytes()
+    chance, outcomes = random.Random(5), []
+    for position in [*(chance.randrange(len(whole)) for _ in range(60)), None]:
+        damaged = bytearray(whole)
+        if position is None:
+            damaged = damaged[: len(damaged) // 2]
+        else:
+            damaged[position] ^= 1 << chance.randrange(8)
+        place.write_bytes(damaged)
+        write_metrics(store, 1, {"reward": 0.6})
+        assert kept(store) in ({"reward": 0.6}, {"reward": 0.6, "heldout_reward": 0.7})
+        outcomes.append(len(kept(store)))
+    assert outcomes.count(1) > 30
+    assert outcomes[-1] == 1
 
 
 def test_a_damaged_table_is_written_anew(store: ArtifactStore) -> None:

@@ -1,6 +1,7 @@
 """A folder or a hub name -> a causal language model and its tokenizer; what cannot be used is refused first."""
 
 import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpo_core.errors import InputError
 CONFIG_FILE = "config.json"
 # Their attention counts distances off the attention mask.
 _WITHOUT_POSITIONS = ("bloom", "mpt")
-_UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError)
+_UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
 
 
 def refuse_missing_folder(model: str) -> None:
@@ -119,7 +120,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     transformers.utils.logging.disable_progress_bar()
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            _place(model), dtype=dtype, output_loading_info=True, trust_remote_code=False
+            _place(model), dtype=dtype, output_loading_info=True, trust_remote_code=False, weights_only=True
         )
     except _UNREADABLE as error:
         raise _refusal(model, "weights", error) from error

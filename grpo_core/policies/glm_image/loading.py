@@ -6,7 +6,6 @@ import diffusers
 import torch
 import transformers
 from diffusers import GlmImagePipeline
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
@@ -38,8 +37,8 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     try:
-        pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype)
-    except (OSError, HFValidationError, SafetensorError) as error:
+        pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         mend = f"Give a folder of whole files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, mend) from error
@@ -57,7 +56,9 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
 
 def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The autoregressive model's weights as published."""
-    loaded = GlmImageForConditionalGeneration.from_pretrained(model, subfolder=AUTOREGRESSIVE, dtype=dtype)
+    loaded = GlmImageForConditionalGeneration.from_pretrained(
+        model, subfolder=AUTOREGRESSIVE, dtype=dtype, use_safetensors=True
+    )
     state: dict[str, Tensor] = loaded.state_dict()
     return state
 

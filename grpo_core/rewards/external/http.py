@@ -173,7 +173,7 @@ class Service:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             mend = f"The answer is no JSON. Set `url` to a service of the kind that rewards.{self.reward} asks."
-            raise InputError(f"{method} {url}", _start(content), mend) from error
+            raise InputError(f"{method} {url}", self._without_token(_start(content)), mend) from error
 
     def _read(self, response: "httpx.Response", url: str) -> bytes:
         content = bytearray()
@@ -191,7 +191,13 @@ class Service:
             413: "Send less at once: a smaller `batch_size`.",
         }
         mend = mends.get(status, "Correct the reward's settings, or what is sent.")
-        return InputError(url, f"status {status}", f"The service says: {_message(content)}. {mend}")
+        said = self._without_token(_message(content))
+        return InputError(url, f"status {status}", f"The service says: {said}. {mend}")
+
+    def _without_token(self, said: str) -> str:
+        """What a service says, for people and logs; some repeat the token that they were sent."""
+        token = self.token()
+        return said if token is None else said.replace(token, "***")
 
 
 def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], concurrency: int) -> list[_Result]:

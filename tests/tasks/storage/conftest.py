@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.s3_server import S3Server, forget_clients, s3_server
+
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
@@ -19,3 +21,22 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting a small disk needs root ({error})")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server of the S3 protocol."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty bucket, with the environment that reaches it; copies of what is read go to `tmp_path`."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forget_clients()
+    yield f"s3://{s3.make_bucket()}"
+    forget_clients()

@@ -3,12 +3,11 @@
 import os
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.storage.files import publish_folder
+from tasks.storage.files import move_folder, settle_folder
 
 
 @pytest.mark.parametrize(("mask", "rights"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -19,7 +18,8 @@ def test_published_files_have_the_rights_that_the_person_gives(tmp_path: Path, m
         (staged / "inner").mkdir(parents=True)
         save_file({"a": torch.zeros(2)}, staged / "weights.safetensors")
         (staged / "inner" / "state.json").write_text("{}")
-        publish_folder(fsspec.filesystem("file"), staged, str(tmp_path / "published"))
+        settle_folder(staged)
+        move_folder(staged, tmp_path / "published")
     finally:
         os.umask(former)
     found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "published").rglob("*") if path.is_file()}

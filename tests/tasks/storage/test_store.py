@@ -90,8 +90,8 @@ class TestCommit:
         assert store.find(FOLDER) is None
 
     def test_second_result_sets_the_first_aside(self, store: ArtifactStore) -> None:
-        first = commit(store, seconds=1.0)
-        second = commit(store, seconds=2.0)
+        first = commit(store, rows=4)
+        second = commit(store, rows=5)
         assert first.sha256 != second.sha256
         assert store.find(FOLDER) == second
         assert reasons(store) == ["another result of the same stage took its place"]
@@ -101,20 +101,21 @@ class TestCommit:
 
 KILL = """
 import os, signal, sys
-from tasks.storage import store as module
+from tasks.storage import committing as module
+from tasks.storage.store import ArtifactStore
 from tests.tasks.storage.test_store import commit
 
 def kill(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 point, root = sys.argv[1:]
-real_write, real_publish = module.write_whole, module.publish_folder
+real_write, real_move = module.write_whole, module.move_folder
 if point == "staged":
-    module.publish_folder = kill
+    module.settle_folder = kill
 if point == "half-moved":
-    module.fsync_path = module.publish_folder = lambda *a: (a[1].joinpath("part-00000.parquet").unlink(), kill())
+    module.move_folder = lambda staged, target: (staged.joinpath("part-00000.parquet").unlink(), kill())
 if point == "moved":
-    module.publish_folder = lambda *a: (real_publish(*a), kill())
+    module.move_folder = lambda *a: (real_move(*a), kill())
 if point == "manifest half-written":
     def half(filesystem, path, content, *, scratch):
         (scratch / "half").write_bytes(content[:10])
@@ -122,7 +123,7 @@ if point == "manifest half-written":
     module.write_whole = half
 if point == "committed":
     module.write_whole = lambda *a, **k: (real_write(*a, **k), kill())
-commit(module.ArtifactStore(root, "run"))
+commit(ArtifactStore(root, "run"))
 """
 
 

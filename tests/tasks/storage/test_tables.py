@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tasks.storage import schemas
-from tasks.storage.tables import TableWriter, joint_digest, read_table, write_table
+from tasks.storage.tables import TableWriter, joint_digest, part_digests, read_table, write_table
 
 SAMPLE = [
     ("sample_id", "string"),
@@ -245,6 +245,14 @@ class TestOtherTools:
             assert row["rollout_logprobs"] == [-0.5, -0.25, 0.0]
             assert row["seed"] == 2**63 - 1
 
+    def test_datasets_reads_parts_that_hold_different_digests(self, folder: Path, cache: str) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        write_table(folder / "part-00001.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2, seed=5))
+        table = datasets.load_dataset(str(folder), split="train", cache_dir=cache)
+        assert [row["image"].getpixel((0, 0))[0] for row in table] == [0, 1, 2, 0, 1]
+
     @pytest.fixture
     def broken_down(self, tmp_path: Path) -> Path:
         path = tmp_path / "advantages" / "advantages.parquet"
@@ -336,6 +344,30 @@ class TestDigest:
         second = write_table(tmp_path / "2.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
         assert first == second
         assert (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
+
+    def test_parts_of_several_workers_come_to_the_digest_of_one(self, tmp_path: Path) -> None:
+        groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
+
+        def written(name: str, batches: list[dict[str, list[object]]]) -> tuple[Path, str]:
+            writer = TableWriter(path := tmp_path / name, schemas.PICTURE_ROLLOUTS)
+            for batch in batches:
+                writer.write(batch)
+            return path, writer.close()
+
+        path, whole = written("whole.parquet", groups)
+        first, _ = written("first.parquet", groups[:2])
+        second, alone = written("second.parquet", groups[2:])
+        assert part_digests(path) == part_digests(first) + part_digests(second)
+        assert joint_digest(part_digests(first) + part_digests(second)) == whole
+        assert joint_digest(part_digests(second) + part_digests(first)) != whole
+        assert alone == write_table(tmp_path / "third.parquet", schemas.PICTURE_ROLLOUTS, groups[2])
+        assert pq.read_metadata(path).num_row_groups == 3
+        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS, ["seed"]).num_rows == 14
+
+    def test_file_without_digests_is_refused_by_name(self, tmp_path: Path) -> None:
+        pq.write_table(schemas.METRICS.empty_table(), tmp_path / "metrics.parquet")
+        with pytest.raises(ValueError, match=r"metrics\.parquet holds no digests"):
+            part_digests(tmp_path / "metrics.parquet")
 
     def test_order_of_tables_counts(self) -> None:
         assert joint_digest(["a", "b"]) != joint_digest(["b", "a"])

@@ -1,0 +1,195 @@
+"""`grpo deploy`: one configuration registered with Prefect's server; once more brings it up to date."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from configs.schema import RunConfig
+from configs.section import Name
+from flows.deployments import TAG, Deployable, evaluation, rescoring, training
+from flows.server.reachable import require_pools
+from flows.server.silent_runs import ensure_automations
+from grpo_core.errors import InputError, InputErrors
+
+
+@dataclass(frozen=True)
+class DeployRequest:
+    """The options as they were given.
+
+    Attributes:
+        config: the resolved configuration.
+        name: of the deployments; None for the run's.
+        pool: work pool whose workers run them.
+        cron: when training starts; None to leave a schedule as it is, empty to end it.
+        timezone: of that, as `Europe/Berlin`.
+        evaluation: whether evaluations of the run are registered too.
+        rescorings: files of rewards that its rollouts may be scored with.
+    """
+
+    config: RunConfig
+    name: str | None = None
+    pool: str = "training"
+    cron: str | None = None
+    timezone: str = "UTC"
+    evaluation: bool = False
+    rescorings: tuple[Path, ...] = ()
+
+
+class DeployedFlow(BaseModel):
+    """A deployment as the server has it.
+
+    Attributes:
+        name: `<flow>/<deployment>`, as prefect's own commands call it.
+        id: on the server.
+        url: its page in the UI; None where there is none.
+        schedule: in words; None without one.
+        updated: whether it was there before.
+    """
+
+    name: str
+    id: str
+    url: str | None
+    schedule: str | None
+    updated: bool
+
+
+class DeployedRun(BaseModel):
+    """What was registered.
+
+    Attributes:
+        run: name of the run.
+        pool: work pool.
+        pool_type: `grpo`, `process` or another.
+        deployments: training first.
+        root: where runs are kept; a relative folder is one of the worker's checkout.
+    """
+
+    run: str
+    pool: str
+    pool_type: str
+    deployments: list[DeployedFlow]
+    root: str
+
+
+async def deploy_run(request: DeployRequest) -> DeployedRun:
+    """Register what is asked for; nothing else on the server is changed.
+
+    Raises:
+        InputError, InputErrors: with the option or key, the value and the mend; nothing is registered then.
+    """
+    name = request.name or request.config.run.name
+    _require_name(name)
+    schedule = read_schedule(request.cron, request.timezone) if request.cron else None
+    wanted = [training(request.config, name)]
+    wanted += [evaluation(request.config, name)] if request.evaluation else []
+    wanted += [rescoring(request.config, name, file) for file in request.rescorings]
+    _require_distinct(wanted, request.rescorings)
+    require_pools([("--pool", request.pool)], kind=None)
+    async with get_client() as client:
+        pool = await client.read_work_pool(request.pool)
+        await ensure_automations(client)
+        deployed = [
+            await _register(client, each, request, pool.type, schedule if each.scheduled else None) for each in wanted
+        ]
+    return DeployedRun(
+        run=request.config.run.name,
+        pool=request.pool,
+        pool_type=pool.type,
+        deployments=deployed,
+        root=request.config.storage.root,
+    )
+
+
+def read_schedule(cron: str, timezone: str) -> CronSchedule:
+    """A cron expression and a time zone.
+
+    Raises:
+        InputError: one of them is none.
+    """
+    try:
+        return CronSchedule(cron=cron, timezone=timezone)
+    except ValidationError as error:
+        if any("timezone" in detail["loc"] for detail in error.errors()):
+            mend = "Write a name of the tz database, as UTC or Europe/Berlin."
+            raise InputError("--timezone", timezone, mend) from error
+        mend = 'Write minute, hour, day of the month, month and day of the week: "0 2 * * *" is every night at two.'
+        raise InputError("--cron", cron, mend) from error
+
+
+def _require_name(name: str) -> None:
+    try:
+        TypeAdapter(Name).validate_python(name)
+    except ValidationError as error:
+        mend = "Letters, digits, dots, dashes and underscores, the first a letter or digit; 100 at most."
+        raise InputError("--name", name, mend) from error
+
+
+def _require_distinct(wanted: Sequence[Deployable], files: Sequence[Path]) -> None:
+    names = [(each.flow.name, each.name) for each in wanted]
+    if len(set(names)) < len(names):
+        mend = "Rescorings have the names of their files, which must differ; rename one."
+        raise InputErrors([InputError("--rescore", [str(file) for file in files], mend)])
+
+
+async def _register(
+    client: PrefectClient, wanted: Deployable, request: DeployRequest, pool_type: str, schedule: CronSchedule | None
+) -> DeployedFlow:
+    known = await _find(client, f"{wanted.flow.name}/{wanted.name}")
+    schedules = [DeploymentScheduleCreate(schedule=schedule, active=True)] if schedule else []
+    if schedule is None and request.cron is None and known is not None:
+        schedules = [DeploymentScheduleCreate(schedule=kept.schedule, active=kept.active) for kept in known.schedules]
+    identity = await client.create_deployment(
+        flow_id=await client.create_flow(wanted.flow),
+        name=wanted.name,
+        entrypoint=wanted.entrypoint,
+        # A worker has a checkout of its own, whose flows it imports.
+        pull_steps=[],
+        # One of Prefect's own begins each run in an empty folder; paths of a configuration are of the checkout.
+        job_variables={"working_dir": "."} if pool_type == "process" else {},
+        work_pool_name=request.pool,
+        parameters=dict(wanted.parameters),
+        parameter_openapi_schema=dict(wanted.schema),
+        enforce_parameter_schema=True,
+        schedules=schedules,
+        concurrency_limit=1 if wanted.alone else None,
+        concurrency_options=ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
+        if wanted.alone
+        else None,
+        tags=[TAG, request.config.run.name],
+        description=wanted.description,
+        paused=known.paused if known is not None else False,
+    )
+    ui = get_current_settings().ui_url
+    return DeployedFlow(
+        name=f"{wanted.flow.name}/{wanted.name}",
+        id=str(identity),
+        url=f"{ui}/deployments/deployment/{identity}" if ui else None,
+        schedule="; ".join(in_words(each) for each in schedules) or None,
+        updated=known is not None,
+    )
+
+
+async def _find(client: PrefectClient, name: str) -> DeploymentResponse | None:
+    try:
+        return await client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return None
+
+
+def in_words(schedule: DeploymentScheduleCreate) -> str:
+    """A schedule for people."""
+    when = schedule.schedule
+    if isinstance(when, CronSchedule):
+        said = f"{when.cron} ({when.timezone or 'UTC'})"
+    else:
+        said = str(getattr(when, "rrule", None) or f"every {getattr(when, 'interval', 'now and then')}")
+    return said if schedule.active else f"{said}, switched off"

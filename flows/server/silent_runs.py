@@ -1,0 +1,100 @@
+"""A run whose machine died cannot say so: the server tells it from the heartbeats that stop."""
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+
+NAME = "grpo: silent runs have crashed"
+
+SILENCE = timedelta(seconds=75)
+"""Two and a half heartbeats of 30 s, which flows.prefect_settings asks of clients."""
+
+FLOWS = "grpo *"
+"""Other projects' flows on the same server may beat more slowly."""
+
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+_ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended", "AwaitingRetry", "Rescheduled")
+
+
+def silent_runs_automation() -> AutomationCore:
+    """After a heartbeat another is due, or an end."""
+    trigger = EventTrigger(
+        after={_HEARTBEAT},
+        expect={_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in _ENDS)},
+        match={"prefect.resource.id": ["prefect.flow-run.*"]},
+        match_related={"prefect.resource.role": "flow", "prefect.resource.name": FLOWS},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=SILENCE,
+    )
+    told = f"no sign of life for {SILENCE.seconds} s; start the run again and it goes on from its last whole artifact"
+    return AutomationCore(
+        name=NAME,
+        description="A flow run whose process or machine died is marked as crashed.",
+        trigger=trigger,
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=told)],
+    )
+
+
+async def ensure_automations(client: "PrefectClient") -> bool:
+    """Register the automation, once under its name; one that differs is brought up to date.
+
+    Whoever has switched it off keeps it off.
+
+    Args:
+        client: of the server, one of ours or not.
+
+    Returns:
+        Whether anything was changed.
+    """
+    wanted = silent_runs_automation()
+    found = await client.read_automations_by_name(NAME)
+    if not found:
+        await client.create_automation(wanted)
+        return True
+    kept, *twins = found
+    for twin in twins:
+        await client.delete_automation(twin.id)
+    compared = {"trigger", "actions", "description"}
+    same = _plain(kept, compared) == _plain(wanted, compared)
+    if not same:
+        await client.update_automation(kept.id, wanted.model_copy(update={"enabled": kept.enabled}))
+    return bool(twins) or not same
+
+
+def _plain(automation: AutomationCore, fields: set[str]) -> object:
+    def ordered(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: ordered(each) for key, each in value.items() if key not in ("id", "owner_resource")}
+        # Sets come in any order.
+        return sorted(map(repr, map(ordered, value))) if isinstance(value, list) else value
+
+    return ordered(automation.model_dump(mode="json", include=fields))
+
+
+async def grant_patience() -> None:
+    """Count silence from now on: nobody could be heard while the server was away.
+
+    For the server itself, before it starts, with its tables up to date. Without it every run that lives would be marked
+    as crashed when the server had been away for longer than a run may be silent.
+    """
+    import sqlalchemy as sa
+    from prefect.server.database import provide_database_interface
+
+    db = provide_database_interface()
+    patient = datetime.now(UTC) + SILENCE
+    ours = sa.select(db.Automation.id).where(db.Automation.name == NAME).scalar_subquery()
+    extended = (
+        sa.update(db.AutomationBucket)
+        .where(db.AutomationBucket.automation_id.in_(ours), db.AutomationBucket.end < patient)
+        .values(end=patient)
+    )
+    async with db.session_context(begin_transaction=True) as session:
+        await session.execute(extended)

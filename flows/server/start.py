@@ -1,0 +1,158 @@
+"""`grpo ui`: Prefect's server in this process, until it is told to end."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flows.prefect_settings import CLIENT, LASTING_SERVER
+from flows.server.access import AUTH_VARIABLES, Access, decide_access
+from flows.server.database import VARIABLES, choose_database, prepare_database
+from grpo_core.errors import InputError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_GRACE_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class ServerRequest:
+    """What `grpo ui` is asked for.
+
+    Attributes:
+        host: to listen on.
+        port: to listen on; 0 for any that is free.
+        url: where others find the server; None for host and port.
+        auth: whether requests need a user and a password.
+        csrf: whether pages in a browser need the server's token.
+        database: address without a password; None for what the environment says, and SQLite where it says nothing.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 4200
+    url: str | None = None
+    auth: bool = False
+    csrf: bool = False
+    database: str | None = None
+
+
+def serve(request: ServerRequest, tell: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        request: what is asked for.
+        tell: is called with each line for people, PREFECT_API_URL among them when requests are accepted.
+
+    Raises:
+        InputError: an address that would leave the server open or is in use, a database that cannot be used.
+        RuntimeError: the server did not start; its log says why.
+    """
+    # Before anything that takes seconds.
+    decide_access(request.host, request.port, request.url, auth=request.auth, csrf=request.csrf)
+    with _listening(request.host, request.port) as listener:
+        port = int(listener.getsockname()[1])
+        access = decide_access(request.host, port, request.url, auth=request.auth, csrf=request.csrf)
+        choose_database(request.database)
+        tell("starting Prefect's server ...")
+        _settle(access)
+        database = asyncio.run(_prepare())
+        with _database_named(database):
+            _serve(access, listener, lambda: _tell(access, database, tell))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        mend = f"{error}. Choose another with --port, or end what listens there; a server may be running already."
+        raise InputError("--host and --port", f"{host}:{port}", mend) from error
+
+
+def _settle(access: Access) -> None:
+    """Put everything into the environment; Prefect reads it when it is imported."""
+    for name, value in LASTING_SERVER.items():
+        os.environ.setdefault(name, value)
+    # In this program the console is silent because failures are told by the command line; a server tells its own.
+    if os.environ.get("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL") == CLIENT["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"]:
+        os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "NOTSET"
+    os.environ.update(access.settings())
+    # The server talks to nobody; a client's address here would be shown to browsers as the server's own.
+    os.environ.pop("PREFECT_API_URL", None)
+
+
+async def _prepare() -> str:
+    from flows.server.silent_runs import grant_patience
+
+    database = await prepare_database()
+    await grant_patience()
+    return database
+
+
+def _database_named(database: str) -> AbstractContextManager[object]:
+    """Settings that say which kind of database this is; clients may read them, and the address is hidden there."""
+    from prefect.settings import PREFECT_SERVER_DATABASE_DRIVER, temporary_settings
+
+    return temporary_settings({PREFECT_SERVER_DATABASE_DRIVER: database.partition("://")[0]})
+
+
+def _serve(access: Access, listener: socket.socket, tell: Callable[[], None]) -> None:
+    import uvicorn
+    from prefect.server.api.server import create_app
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings().server
+    config = uvicorn.Config(
+        create_app(final=True),
+        log_level=settings.logging_level.lower(),
+        timeout_keep_alive=settings.api.keepalive_timeout,
+        ws_ping_interval=settings.api.websocket_ping_interval,
+        ws_ping_timeout=settings.api.websocket_ping_timeout,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    # When uvicorn has ended it raises the signal that ended it once more, for the handlers that stood before its own.
+    signals = (signal.SIGTERM, signal.SIGINT)
+    former = {number: signal.signal(number, lambda *_: None) for number in signals}
+    try:
+        asyncio.run(_serving(server, access, listener, tell))
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    if not server.started:
+        raise RuntimeError("the server did not start; the lines above say why")
+
+
+async def _serving(server: "uvicorn.Server", access: Access, listener: socket.socket, tell: Callable[[], None]) -> None:
+    from prefect.client.orchestration import PrefectClient
+
+    from flows.server.silent_runs import ensure_automations
+
+    ended = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not ended.done():
+        await asyncio.sleep(0.05)
+    if server.started and not server.should_exit:
+        try:
+            async with PrefectClient(access.own_api_url, auth_string=access.auth) as client:
+                await ensure_automations(client)
+            tell()
+        except BaseException:
+            server.should_exit = True
+            await ended
+            raise
+    await ended
+
+
+def _tell(access: Access, database: str, tell: Callable[[str], None]) -> None:
+    tell(f"Prefect's server and UI: {access.url} (records in {database}); Ctrl-C ends it")
+    tell("For runs and workers, in their environment:")
+    tell(f"    export PREFECT_API_URL={access.api_url}")
+    if access.auth:
+        tell(f"    export {AUTH_VARIABLES[1]}=...   # the user and password that the server was given")
+    if database.startswith("sqlite"):
+        tell(f"SQLite is for one machine without workers; with workers set {VARIABLES[1]} (docs/operations.md)")

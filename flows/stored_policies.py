@@ -1,0 +1,62 @@
+"""Which version of a run's policy is meant, and whether it is whole."""
+
+from flows.stored_iterations import read_policy
+from grpo_core.errors import InputError, InputErrors
+from tasks.reports.artifact_reader import ArtifactReader
+from tasks.storage.reference import PolicyRef
+from tasks.storage.store import ArtifactStore
+
+POLICIES = "policies"
+
+
+def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
+    """A version of the policy, and what people ought to know of the choice.
+
+    Args:
+        store: of the run; nothing in it is changed.
+        version: 0 for the model as it was given; None for the last one that is whole.
+        model_digest: of that model.
+
+    Raises:
+        InputErrors: there is no such version, or it is not whole.
+    """
+    base = PolicyRef(version=0, digest=model_digest)
+    reader = ArtifactReader(store)
+    held = sorted({int(name) for name in reader.artifact_names(POLICIES) if name.isdigit()} - {0})
+    if version == 0:
+        return base, ()
+    if version is not None:
+        if version not in held:
+            mend = (
+                f"{store.run} holds {_versions(held)}; another was never made, or was pruned. Choose one of these; 0 "
+                "is the model as it was given."
+            )
+            raise InputErrors([InputError("--policy", version, mend)])
+        if damage := _damage(reader, version):
+            mend = f"{damage}. Choose another version, or start the run again: what is damaged is made again."
+            raise InputErrors([InputError("--policy", version, mend)])
+        return read_policy(store, version), ()
+    notes: list[str] = []
+    for each in reversed(held):
+        damage = _damage(reader, each)
+        if damage is None:
+            return read_policy(store, each), tuple(notes)
+        notes.append(f"{store.run}: version {each} is passed over: {damage}")
+    return base, tuple(notes)
+
+
+def _versions(held: list[int]) -> str:
+    if not held:
+        return "no policies"
+    if len(held) > 2 and held == list(range(held[0], held[-1] + 1)):
+        return f"versions {held[0]} to {held[-1]}"
+    return f"version{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
+
+
+def _damage(reader: ArtifactReader, version: int) -> str | None:
+    """What is wrong with the files of a version; None when they are whole."""
+    known = len(reader.damages)
+    found = reader.find(f"{POLICIES}/{version:06d}")
+    if found is not None and reader.verify(found):
+        return None
+    return "; ".join(f"{each.place}: {each.reason}" for each in reader.damages[known:])

@@ -1,0 +1,27 @@
+"""`grpo worker`: a process that does the stages of a work pool."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from flows.told import told_in_one_message
+from grpo_core.errors import InputError
+
+
+def worker(
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="made if there is none of this name")],
+) -> None:
+    """Do the stages that runs send to a work pool, one after another, the model kept between them."""
+    with told_in_one_message():
+        from flows.server.reachable import require_server, server_url
+
+        if server_url() is None:
+            mend = "A worker asks a server for work: start one with `grpo ui` and export the address that it prints."
+            raise InputError("PREFECT_API_URL", None, mend)
+        require_server()
+        from flows.terminal import training_progress
+        from flows.worker import serve
+
+        with training_progress():
+            asyncio.run(serve(pool))

@@ -1,0 +1,151 @@
+"""A stage sent to a work pool: its call left in the run's folder, a flow run that points at it, its outcome read there.
+
+Nothing but the name of the call goes through the server, which refuses parameters over 512 KiB, and no result.
+"""
+
+import contextlib
+import itertools
+import json
+from typing import Any
+
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import TaskRunContext
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+
+from grpo_core.errors import InputError
+from tasks.placing.call import StageCall, StageOutcome
+from tasks.placing.faults import LostStageError
+from tasks.placing.pool_run import follow, is_final
+from tasks.placing.stages import Reference
+from tasks.storage.manifest import opened, sealed
+from tasks.storage.reference import ArtifactRef, StaleReferenceError
+from tasks.storage.store import ArtifactStore
+
+CALLS = ".calls"
+"""Folder of a run for what its stages are asked on other machines, and for what they answer."""
+
+
+def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
+    """Have a worker of the pool do the stage, and wait for it.
+
+    A run that was killed while it waited finds what the worker made in the meantime, or goes on waiting for it.
+
+    Args:
+        call: the stage.
+        pool: name of the work pool.
+        timeout: seconds that the stage may take once a worker has begun it.
+        store: of the run.
+
+    Raises:
+        InputError: no worker has ever served this stage for the pool.
+        Exception: whatever the stage raised.
+        LostStageError: its worker is gone.
+    """
+    name = call.digest
+    done = _finished_before(store, name)
+    if done is None:
+        store.write_file(_call_file(name), sealed(call.model_dump(mode="json")))
+        follow(_flow_run(call, pool, timeout), pool, timeout, over=lambda: _has_outcome(store, name))
+        done = read_outcome(store, name)
+    if done is None:
+        raise LostStageError(f"{call.stage}: the worker of pool {pool} left no outcome")
+    _forget(store, name)
+    store.reasons.extend(done.reasons)
+    return done.reference()
+
+
+def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
+    """What a worker made for a run that was not there any more to hear of it; its errors are not taken over."""
+    outcome = read_outcome(store, name)
+    if outcome is None or outcome.error is not None:
+        _forget(store, name)
+        return None
+    reference = outcome.reference()
+    artifact = reference if isinstance(reference, ArtifactRef) else reference.checkpoint
+    assert artifact is not None, "a stage makes an artifact"
+    try:
+        store.bring_home(artifact)
+    except StaleReferenceError:
+        _forget(store, name)
+        return None
+    return outcome
+
+
+def _flow_run(call: StageCall, pool: str, timeout: float | None) -> FlowRun:
+    """A flow run of the call that is not over; one that an earlier start of this run made is taken again."""
+    context = TaskRunContext.get()
+    parameters: dict[str, Any] = {
+        "root": call.storage.root,
+        "run": call.run,
+        "call": call.digest,
+        "timeout": timeout,
+    }
+    for attempt in itertools.count(1):
+        try:
+            flow_run = run_deployment(
+                f"{call.stage}/{pool}",
+                parameters=parameters,
+                flow_run_name=context.task_run.name if context else None,
+                timeout=0,
+                tags=[call.run],
+                idempotency_key=f"{call.digest}-{attempt}",
+            )
+        except ObjectNotFound as error:
+            mend = (
+                f"No worker has served it. Start one with `grpo worker {pool}`; it makes the pool and its deployments."
+            )
+            raise InputError("placement pool", pool, mend) from error
+        assert isinstance(flow_run, FlowRun), "there is no event loop in a stage's thread"
+        if not is_final(flow_run):
+            return flow_run
+    raise AssertionError("attempts have no end")
+
+
+def read_call(store: ArtifactStore, name: str) -> StageCall:
+    """What a stage is asked.
+
+    Raises:
+        ValueError: there is no such call in the run, or not the one that was left there.
+    """
+    content = store.read_file(_call_file(name))
+    if content is None:
+        raise ValueError(f"{store.run} has no call {name[:12]}; the run that asked has its answer, or was pruned")
+    call = StageCall.model_validate_json(json.dumps(opened(content)))
+    if call.digest != name:
+        raise ValueError(f"the call {name[:12]} of {store.run} is not the one that was left there")
+    return call
+
+
+def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
+    """Tell the run that asked what came of its call."""
+    store.write_file(_outcome_file(name), sealed(outcome.model_dump(mode="json")))
+
+
+def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
+    """What came of a call; None where nothing did yet, or nothing that is whole."""
+    content = store.read_file(_outcome_file(name))
+    if content is None:
+        return None
+    try:
+        return StageOutcome.model_validate_json(json.dumps(opened(content)))
+    except ValueError:
+        return None
+
+
+def _has_outcome(store: ArtifactStore, name: str) -> bool:
+    return store.read_file(_outcome_file(name)) is not None
+
+
+def _forget(store: ArtifactStore, name: str) -> None:
+    for file in (_call_file(name), _outcome_file(name)):
+        with contextlib.suppress(FileNotFoundError):
+            store.filesystem.rm_file(store.path(file))
+
+
+def _call_file(name: str) -> str:
+    return f"{CALLS}/{name}.json"
+
+
+def _outcome_file(name: str) -> str:
+    return f"{CALLS}/{name}.outcome.json"

@@ -1,0 +1,125 @@
+"""The flow run of a stage on a work pool, followed from here until it is over or its worker is gone."""
+
+import time
+from collections.abc import Callable
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, WorkerStatus
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.states import Cancelling, Crashed
+
+from tasks.placing.faults import Fault, LostStageError, StageTimeoutError, fault_of
+from tasks.progress import announce
+
+SECONDS_BETWEEN_LOOKS = 0.25
+LONGEST_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_CHECKS = 3.0
+SECONDS_WITHOUT_SERVER = 600.0
+SECONDS_PENDING = 60.0
+# The worker ends a stage by itself; beyond this its machine has not obeyed.
+SECONDS_OF_GRACE = 60.0
+WORKER = "prefect.worker.name"
+
+
+def is_final(flow_run: FlowRun) -> bool:
+    """Whether it has ended, one way or another."""
+    return flow_run.state is not None and flow_run.state.is_final()
+
+
+class _Watch:
+    """What is known of one flow run, and since when."""
+
+    def __init__(self, client: SyncPrefectClient, flow_run: FlowRun, pool: str, timeout: float | None) -> None:
+        self.client, self.pool, self.timeout = client, pool, timeout
+        self.id: UUID = flow_run.id
+        self.begun = self.heard = self.checked = time.monotonic()
+        self.taken: float | None = None
+        self.running: float | None = None
+        self.told = False
+
+    def is_over(self) -> bool:
+        """Look at the run once.
+
+        Raises:
+            LostStageError: its worker is gone.
+            StageTimeoutError: its worker does not end it.
+        """
+        flow_run = self.client.read_flow_run(self.id)
+        self.heard = now = time.monotonic()
+        if is_final(flow_run):
+            return True
+        state = flow_run.state
+        if state is not None and not state.is_scheduled():
+            self.taken = self.taken or now
+        if state is not None and state.is_running():
+            self.running = self.running or now
+        if now - self.checked >= SECONDS_BETWEEN_CHECKS:
+            self.checked = now
+            self._require_worker(flow_run)
+        return False
+
+    def _require_worker(self, flow_run: FlowRun) -> None:
+        now = time.monotonic()
+        workers = {worker.name: worker.status for worker in self.client.read_workers_for_work_pool(self.pool)}
+        online = [name for name, status in workers.items() if status == WorkerStatus.ONLINE]
+        if self.taken is None:
+            if not online and not self.told:
+                announce(f"waiting for a worker of pool {self.pool}: none is there; start `grpo worker {self.pool}`")
+                self.told = True
+            return
+        worker = str(flow_run.labels.get(WORKER, ""))
+        if worker and worker not in online:
+            self._give_up(f"worker {worker} of pool {self.pool} is gone")
+        if self.running is None and now - self.taken > SECONDS_PENDING:
+            self._give_up(f"a worker of pool {self.pool} took it and did not begin it in {SECONDS_PENDING:g} s")
+        if self.timeout and self.running and now - self.running > self.timeout + SECONDS_OF_GRACE:
+            self.client.set_flow_run_state(self.id, Cancelling(), force=True)
+            raise StageTimeoutError(f"not done after {self.timeout:g} s, and its worker did not end it")
+
+    def _give_up(self, reason: str) -> None:
+        self.client.set_flow_run_state(self.id, Crashed(message=reason), force=True)
+        raise LostStageError(reason)
+
+
+def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, over: Callable[[], bool]) -> None:
+    """Return once the run is over, by the server's word or by that of the run's folder.
+
+    A server that does not answer is waited for; whoever stops waiting has the stage cancelled.
+
+    Args:
+        flow_run: of the stage.
+        pool: that it was sent to.
+        timeout: seconds that it may take once it is running.
+        over: whether its outcome lies in the run's folder.
+
+    Raises:
+        LostStageError: its worker is gone, or the server is.
+        StageTimeoutError: its worker does not end it.
+    """
+    with get_client(sync_client=True) as client:
+        watch = _Watch(client, flow_run, pool, timeout)
+        try:
+            while not _is_over(watch, over):
+                waited = time.monotonic() - watch.begun
+                time.sleep(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, waited / 60)))
+        except (LostStageError, StageTimeoutError):
+            raise
+        except BaseException:
+            client.set_flow_run_state(watch.id, Cancelling(), force=True)
+            raise
+
+
+def _is_over(watch: _Watch, over: Callable[[], bool]) -> bool:
+    try:
+        return watch.is_over()
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        if fault_of(error) is not Fault.SERVICE:
+            raise
+        if over():
+            return True
+        silent = time.monotonic() - watch.heard
+        if silent > SECONDS_WITHOUT_SERVER:
+            raise LostStageError(f"the Prefect server has not answered for {silent:.0f} s ({error})") from error
+        return False

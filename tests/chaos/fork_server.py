@@ -1,0 +1,108 @@
+"""A process that has imported what `grpo` needs and forks one for every line that it reads.
+
+Importing torch, Prefect and the models' libraries takes longer than the small runs that are killed here. What is forked
+is the command line itself, in a session of its own, so that it and its children can be killed at once.
+
+`python -m tests.chaos.fork_server` says `{"threads": N}` once it is ready, then reads `{"arguments": [...], "output":
+FILE, ...}`, with what `tests.chaos.command` is asked; it answers `{"pid": N}`, and `{"pid": N, "code": C}` when that
+process has ended.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import sys
+import threading
+from typing import Any
+
+# A run imports these when it first needs them; one that is missing here costs each forked process its import.
+_IMPORTED = (
+    "configs.loader",
+    "fastapi",
+    "flows.inputs",
+    "flows.terminal",
+    "flows.train",
+    "graphviz",
+    "grpo_core.policies.causal_lm.family",
+    "grpo_core.policies.causal_lm.policy",
+    "grpo_core.policies.glm_image.family",
+    "grpo_core.policies.glm_image.policy",
+    "grpo_core.policies.glm_image.released",
+    "pandas",
+    "peft.tuners.lora.bnb",
+    "prefect.concurrency.services",
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "pyarrow.dataset",
+    "pyarrow.pandas_compat",
+    "tasks.update_job",
+    "tests.chaos.command",
+    "tests.chaos.trail",
+    "transformers.models.glm_image.image_processing_glm_image",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def main() -> None:
+    """Fork on demand until the input ends."""
+    from flows.prefect_settings import apply_settings
+
+    apply_settings()
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    # The collector of a forked process would touch, and so copy, all of it.
+    gc.collect()
+    gc.freeze()
+    _say({"threads": threading.active_count()})
+    living: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([0, *living], [], [])
+        for descriptor in ready:
+            if descriptor == 0:
+                line = _line()
+                if not line:
+                    return
+                pid = _fork(json.loads(line), living)
+                living[os.pidfd_open(pid)] = pid
+                _say({"pid": pid})
+            else:
+                pid = living.pop(descriptor)
+                os.close(descriptor)
+                _say({"pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+
+
+def _line() -> bytes:
+    """One line, unbuffered: what a forked process inherited of a buffer it would read again."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
+
+
+def _say(told: dict[str, Any]) -> None:
+    os.write(1, json.dumps(told).encode() + b"\n")
+
+
+def _fork(asked: dict[str, Any], living: dict[int, int]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    for descriptor in living:
+        os.close(descriptor)
+    nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    from tests.chaos.command import grpo
+
+    grpo(asked, asked["arguments"])
+    raise AssertionError("the command line ends its process")
+
+
+if __name__ == "__main__":
+    main()

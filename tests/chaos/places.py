@@ -1,0 +1,91 @@
+"""Where a kill fell, in words: the stage, and the step within it."""
+
+from dataclasses import dataclass
+
+from .trail import Sight
+
+_STAGES = (
+    ("flows/sampling.py:collect_rollouts", "collect rollouts"),
+    ("flows/sampling.py:score_rewards", "score rewards"),
+    ("flows/sampling.py:compute_advantages", "compute advantages"),
+    ("flows/train.py:update_policy", "update policy"),
+    ("flows/train.py:report", "report and metrics"),
+    ("flows/preparation.py:open_run", "opening"),
+    ("flows/inputs.py:", "opening"),
+    ("flows/summary.py:", "summary"),
+    ("flows/terminal.py:", "summary"),
+    ("flows/train.py:", "between stages"),
+    ("flows/command_line.py:", "before and after the flow"),
+)
+# The first that is in a stack counts: what is done for another step stands before it.
+_STEPS = (
+    (":set_aside", "set aside"),
+    (":write_manifest", "commit: manifest"),
+    (":move_folder", "commit: move into place"),
+    (":clear_place", "commit: clear the place"),
+    (":settle_folder", "commit: digests and fsync"),
+    ("store.py:commit", "commit: digests and fsync"),
+    ("records.py:write_path", "record"),
+    ("records.py:read_path", "look-up"),
+    (":bring_home", "look-up"),
+    (":clear_abandoned", "clear what was left"),
+    ("run_lock.py:", "lock"),
+    ("file_lock.py:", "lock"),
+    (":_write_description", "config.yaml and run.json"),
+    (":_set_other_lineage_aside", "compare with the folder"),
+    ("record.py:write_metrics", "metrics.parquet"),
+    ("train.py:publish", "report in Prefect"),
+    (":staging", "write the files"),
+    ("storage/tables.py:", "write the files"),
+    (":save_weights", "write the files"),
+    (":_save_state", "write the files"),
+    (":local_files", "verify what is read"),
+    ("tasks/collect_rollouts.py:", "the work itself"),
+    ("tasks/score_reward.py:", "the work itself"),
+    ("tasks/scoring_rows.py:", "the work itself"),
+    ("tasks/compute_advantages.py:", "the work itself"),
+    ("tasks/take_advantages.py:", "the work itself"),
+    ("tasks/update_policy.py:_", "the work itself"),
+    ("tasks/update_launch.py:", "the work itself"),
+    ("tasks/placing/", "placing"),
+)
+_OTHERWISE = {
+    "opening": "inputs",
+    "summary": "sheet and table",
+    "report and metrics": "figures",
+    "between stages": "the flow",
+    "before and after the flow": "Prefect's start and end",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a kill fell.
+
+    Attributes:
+        stage: of the run, of a training iteration or of an evaluation.
+        step: of the stage.
+    """
+
+    stage: str
+    step: str
+
+
+def place_of(sight: Sight) -> Place:
+    """The place of what was seen last; the stage by the main thread, the step by whichever thread was furthest."""
+    main = sight.stacks[0] if sight.stacks else ()
+    stage = next((name for part, name in _STAGES if any(part in function for function in main)), None)
+    if stage is None:
+        return Place("before and after the flow", "the process's start and end")
+    # What other threads do belongs to a stage alone.
+    stacks = [main] if stage in _OTHERWISE else list(sight.stacks)
+    step = _step(stacks, _OTHERWISE.get(stage, "Prefect, around it"))
+    evaluated = stage not in _OTHERWISE and any("flows/train.py:evaluate" in function for function in main)
+    return Place(f"evaluation: {stage}" if evaluated else stage, step)
+
+
+def _step(stacks: list[tuple[str, ...]], otherwise: str) -> str:
+    for place, step in _STEPS:
+        if any(place in function for stack in stacks for function in stack):
+            return step
+    return otherwise

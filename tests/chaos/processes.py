@@ -1,0 +1,181 @@
+"""Processes of the command line that can be killed: forked from one that has imported everything, or begun afresh."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..flows.conftest import REPOSITORY
+from .trail import Operation
+
+
+class Process(Protocol):
+    """One process, the first of a group of its own."""
+
+    pid: int
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, negative for a signal; None while it lives after so many seconds."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One start of the command line.
+
+    Attributes:
+        arguments: of `grpo`.
+        root: storage root, below which operations are counted.
+        scratch: folder for what is known of the process: output, trail, census.
+        fatal: operation before which it kills itself.
+    """
+
+    arguments: Sequence[str]
+    root: Path
+    scratch: Path
+    fatal: Operation | None = None
+
+    @property
+    def output(self) -> Path:
+        return self.scratch / "output"
+
+    @property
+    def trail(self) -> Path:
+        return self.scratch / "trail"
+
+    @property
+    def census(self) -> Path:
+        return self.scratch / "census"
+
+    def killed_at(self, operation: Operation | None) -> "Order":
+        """The same, which kills itself before this operation."""
+        return replace(self, fatal=operation)
+
+    def asked(self) -> dict[str, Any]:
+        fatal = [self.fatal.name, self.fatal.number] if self.fatal else None
+        paths = {"output": self.output, "trail": self.trail, "census": self.census, "root": self.root}
+        return {"fatal": fatal, **{name: str(path) for name, path in paths.items()}}
+
+
+class ForkServer:
+    """The process that forks; `environment` is what all of its children run under."""
+
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        self._codes: dict[int, int] = {}
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.fork_server"],
+                cwd=REPOSITORY,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+            )
+
+    def ready(self) -> None:
+        """Wait for its imports."""
+        threads = self._hear(600)["threads"]
+        assert threads == 1, f"{threads} threads of Python in the process that forks"
+
+    def start(self, order: Order) -> Process:
+        order.trail.unlink(missing_ok=True)
+        self._ask({"arguments": list(order.arguments), **order.asked()})
+        while True:
+            said = self._hear(600)
+            if "code" not in said:
+                return _Forked(said["pid"], self)
+            self._codes[said["pid"]] = said["code"]
+
+    def code_of(self, pid: int, seconds: float) -> int | None:
+        until = time.monotonic() + seconds
+        while pid not in self._codes:
+            said = self._hear(max(0.0, until - time.monotonic()))
+            if not said:
+                return None
+            self._codes[said["pid"]] = said["code"]
+        return self._codes[pid]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _ask(self, asked: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+
+    def _hear(self, seconds: float) -> dict[str, Any]:
+        stream = self._process.stdout
+        assert stream is not None
+        if not select.select([stream], [], [], seconds)[0]:
+            return {}
+        line = stream.readline()
+        assert line, "the process that forks is gone"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+
+@dataclass(frozen=True)
+class _Forked:
+    pid: int
+    server: ForkServer
+
+    def wait(self, seconds: float) -> int | None:
+        return self.server.code_of(self.pid, seconds)
+
+
+class _Fresh:
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self.pid, self._child = child.pid, child
+
+    def wait(self, seconds: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._child.wait(seconds)
+        return None
+
+
+def start_afresh(order: Order, environment: Mapping[str, str]) -> Process:
+    """The command line in an interpreter of its own, as a person starts it."""
+    order.trail.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.chaos.command", json.dumps(order.asked()), *order.arguments]
+    with order.output.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return _Fresh(child)
+
+
+def kill(process: Process, *, alone: bool) -> None:
+    """SIGKILL to the process, or to its whole group."""
+    with contextlib.suppress(ProcessLookupError):
+        if alone:
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def forking(environment: Mapping[str, str], log: Path) -> Iterator[ForkServer]:
+    """A fork server that ends with its context."""
+    server = ForkServer(environment, log)
+    try:
+        server.ready()
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,55 @@
+"""SIGKILL at any moment and before any operation on the disk: the run goes on and comes to the same end."""
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from . import settings
+from .campaign import Arguments, Campaign, Census, Fall, Plan, random_plans, undisturbed
+from .comparison import Golden
+from .processes import ForkServer, start_afresh
+
+pytestmark = pytest.mark.chaos
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
+KILLS = int(os.environ.get("CHAOS_KILLS", "110"))
+MOST_OF_A_RUN = 12
+FRESH = 5
+"""Kills of processes that were not forked; they take as long to start as a person's."""
+SHARES = {"pictures": 0.6, "text": 0.4}
+
+
+def forked(server: ForkServer, arguments: Arguments, folder: Path) -> tuple[Golden, Census]:
+    """The undisturbed run; the first process also fills the file caches, the second one is timed."""
+    undisturbed(server.start, arguments, folder / "first")
+    return undisturbed(server.start, arguments, folder)
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_killed_anywhere(
+    kind: str, fork_server: ForkServer, tmp_path: Path, noted: Callable[[list[Fall]], None]
+) -> None:
+    arguments, rng = getattr(settings, kind), random.Random(f"{SEED} {kind}")
+    (tmp_path / "first").mkdir()
+    golden, census = forked(fork_server, arguments, tmp_path)
+    campaign, kills = Campaign(golden, arguments, fork_server.start, tmp_path), round(SHARES[kind] * KILLS)
+    while len(campaign.falls) < kills:
+        most = min(MOST_OF_A_RUN, kills - len(campaign.falls))
+        campaign.one_run(islice(random_plans(rng, census, campaign), most))
+    noted(campaign.falls)
+
+
+def test_commands_killed_at_any_moment(
+    environment: dict[str, str], tmp_path: Path, noted: Callable[[list[Fall]], None]
+) -> None:
+    start = functools.partial(start_afresh, environment=environment)
+    golden, census = undisturbed(start, settings.pictures, tmp_path)
+    campaign, rng = Campaign(golden, settings.pictures, start, tmp_path), random.Random(SEED)
+    while len(campaign.falls) < FRESH:
+        moments = (Plan(rng.uniform(0.4, 1.0) * census.seconds) for _ in range(FRESH - len(campaign.falls)))
+        campaign.one_run(moments)
+    noted(campaign.falls)

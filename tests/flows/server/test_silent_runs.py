@@ -1,0 +1,97 @@
+"""The automation that marks silent runs as crashed: registered once, kept as it should be, patient after a restart."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import sqlalchemy as sa
+from prefect.client.orchestration import get_client
+from prefect.events.schemas.automations import Automation
+
+from flows.server.database import prepare_database
+from flows.server.silent_runs import NAME, SILENCE, ensure_automations, grant_patience, silent_runs_automation
+
+from .conftest import server_of
+
+
+async def registered() -> list[Automation]:
+    async with get_client() as client:
+        return await client.read_automations_by_name(NAME)
+
+
+async def ensure() -> bool:
+    async with get_client() as client:
+        return await ensure_automations(client)
+
+
+@pytest.mark.usefixtures("server")
+def test_it_is_registered_once_and_brought_up_to_date_where_it_differs() -> None:
+    async def go() -> None:
+        assert await ensure()
+        (first,) = await registered()
+        assert not await ensure()
+        async with get_client() as client:
+            other = silent_runs_automation().model_copy(update={"description": "another", "enabled": False})
+            await client.update_automation(first.id, other)
+            await client.create_automation(silent_runs_automation())
+        assert len(await registered()) == 2
+        assert await ensure()
+        (kept,) = await registered()
+        assert kept.description == silent_runs_automation().description
+        assert not await ensure()
+
+    asyncio.run(go())
+
+
+@pytest.mark.usefixtures("server")
+def test_whoever_switched_it_off_keeps_it_off() -> None:
+    async def go() -> None:
+        await ensure()
+        (first,) = await registered()
+        async with get_client() as client:
+            await client.pause_automation(first.id)
+            changed = silent_runs_automation().model_copy(update={"description": "another", "enabled": False})
+            await client.update_automation(first.id, changed)
+        assert await ensure()
+        (kept,) = await registered()
+        assert not kept.enabled
+        assert kept.description == silent_runs_automation().description
+
+    asyncio.run(go())
+
+
+# Prefect's own column types, told by SQLAlchemy 2.1.
+@pytest.mark.filterwarnings("ignore:Type object:sqlalchemy.exc.SADeprecationWarning")
+def test_after_a_restart_silence_counts_from_then_on(tmp_path: Path) -> None:
+    async def go() -> dict[str, datetime]:
+        from prefect.server.database import provide_database_interface
+
+        await prepare_database()
+        db = provide_database_interface()
+        now = datetime.now(UTC)
+        async with db.session_context(begin_transaction=True) as session:
+            for name in (NAME, "another's"):
+                automation = silent_runs_automation().model_dump(mode="json", exclude={"name", "owner_resource"})
+                row = {
+                    "id": uuid4(),
+                    "name": name,
+                    "enabled": True,
+                    "description": "",
+                    "trigger": automation["trigger"],
+                }
+                await session.execute(sa.insert(db.Automation).values(**row, actions=[], tags=[]))
+                ended = {"start": now - timedelta(minutes=9), "end": now - timedelta(minutes=8), "count": 0}
+                bucket = {"automation_id": row["id"], "trigger_id": uuid4(), "bucketing_key": [name], **ended}
+                await session.execute(sa.insert(db.AutomationBucket).values(**bucket))
+        await grant_patience()
+        async with db.session_context() as session:
+            rows = await session.execute(sa.select(db.AutomationBucket.bucketing_key, db.AutomationBucket.end))
+            return {key[0]: end for key, end in rows}
+
+    before = datetime.now(UTC)
+    with server_of(f"sqlite+aiosqlite:///{tmp_path}/prefect.db"):
+        ends = asyncio.run(go())
+    assert before + SILENCE <= ends[NAME] <= datetime.now(UTC) + SILENCE
+    assert ends["another's"] < before

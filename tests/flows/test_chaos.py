@@ -1,0 +1,41 @@
+"""The short form of `make test-chaos`: a run killed at a few moments and between the steps that must stay together."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL
+
+from ..chaos.campaign import Campaign, Plan
+from ..chaos.comparison import Golden
+from ..chaos.processes import ForkServer, forking
+from ..chaos.settings import small_pictures
+from ..chaos.trail import Operation
+from .conftest import Runs, Start
+
+PLANS = (
+    # Files of rollouts in their place, the manifest not; then right in the setting aside of what is there.
+    Plan(operation=Operation("rename: files.py:write_whole < committing.py:write_manifest", 1)),
+    Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:set_aside", 1)),
+    # Scores whole, the record of the second reward not.
+    Plan(operation=Operation("rename: files.py:write_whole < run_folder.py:_write < run_folder.py:write_file", 6)),
+    Plan(seconds=2.5),
+    Plan(operation=Operation("_save_state", 1), alone=True),
+    Plan(operation=Operation("write_metrics", 1)),
+)
+
+
+@pytest.fixture(scope="module")
+def fork_server(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    folder = tmp_path_factory.mktemp("fork-server")
+    environment = {"PREFECT_API_URL": str(PREFECT_API_URL.value()), "PREFECT_HOME": str(folder)}
+    with forking(environment, folder / "log") as started:
+        yield started
+
+
+def test_killed_here_and_there(undisturbed: tuple[Runs, Start], fork_server: ForkServer, tmp_path: Path) -> None:
+    runs, first = undisturbed
+    golden = Golden(runs, "run", first.summary.policy_digest)
+    campaign = Campaign(golden, small_pictures, fork_server.start, tmp_path)
+    campaign.one_run(iter(PLANS))
+    assert len(campaign.falls) == len(PLANS), campaign.falls

@@ -1,0 +1,174 @@
+"""A run has one writer: what a second one is told, and that the first comes to its end as if it were alone."""
+
+import asyncio
+import contextvars
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL
+from typer.testing import CliRunner
+
+from configs.loader import read_config
+from flows import train as training
+from flows.command_line import application
+from grpo_core.errors import InputError
+from tasks.progress import listen
+from tasks.storage.run_lock import LockLostError, locked
+from tasks.storage.store import ArtifactStore
+
+from .conftest import REPOSITORY, TINY, Runs, Start
+from .test_rescore import JPEG, SSIM, scored_again
+
+Compare = Callable[[Runs, Start], None]
+
+# The command line itself, which stops where it is told to and goes on when it is sent SIGCONT.
+PAUSING = """
+import os, signal, sys
+from contextlib import contextmanager
+from flows.prefect_settings import apply_settings
+apply_settings()
+import flows.terminal
+from tasks.progress import listen
+
+wanted = sys.argv.pop(1)
+
+class Pausing:
+    paused = False
+
+    def advance(self, stage, done, total):
+        if stage == wanted and done and not self.paused:
+            self.paused = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def announce(self, line):
+        print(line, file=sys.stderr, flush=True)
+
+@contextmanager
+def pausing_progress():
+    listen(Pausing())
+    yield
+
+flows.terminal.training_progress = pausing_progress
+from flows.command_line import main
+main()
+"""
+
+
+@contextmanager
+def paused_training(runs: Runs, folder: Path, *, stage: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A training in a process of its own that has stopped in this stage; what it says goes to files of the folder."""
+    arguments = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
+    environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PAUSING, stage, "train", str(TINY), *arguments, "--json"]
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        child = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=err)
+    try:
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), (folder / "stderr").read_text()
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def held(runs: Runs, place: str = "") -> Iterator[None]:
+    with locked(ArtifactStore(str(runs.root), "run"), place, setting="run.name", value="run"):
+        yield
+
+
+def test_second_training_and_replay_are_refused_before_anything_is_touched(finished: Runs) -> None:
+    sets = [part for override in finished.overrides(run__name="run") for part in ("--set", override)]
+    other = ["--set", "update.learning_rate=0.1"]
+    with held(finished):
+        before = finished.tables()
+        result = CliRunner().invoke(application, ["train", str(TINY), *sets, *other])
+        assert result.exit_code == 2
+        (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert message.startswith("error: run.name: got 'run'. It is being written by ")
+        assert f"process {os.getpid()}" in message
+        assert finished.tables() == before
+        assert finished.reasons() == []
+    assert finished.start().stages == ()
+
+
+def test_rescorings_are_held_by_name(finished: Runs) -> None:
+    with held(finished), held(finished, "rescored/other"):
+        with pytest.raises(InputError, match=r"--name: got 'other'. It is being written by"):
+            scored_again(finished, SSIM)
+        assert not finished.path("rescored", "other", "rewards.yaml").exists()
+        summary, _ = scored_again(finished, JPEG, name="another")
+    assert summary.samples == 8
+    assert scored_again(finished, SSIM)[0].samples == 8
+
+
+class Mover:
+    """Moves the run's folder away after its first iteration."""
+
+    def __init__(self, run: Path, away: Path) -> None:
+        self.run, self.away = run, away
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        pass
+
+    def announce(self, line: str) -> None:
+        if line.startswith("iteration 1/"):
+            self.run.rename(self.away)
+
+
+def test_training_that_lost_its_run_stops_at_the_next_stage(empty: Runs, final: Compare, tmp_path: Path) -> None:
+    away, config = tmp_path / "away", read_config(TINY, empty.overrides(run__name="run"))
+
+    def body() -> None:
+        listen(Mover(empty.path(), away))
+        asyncio.run(training.train(config))
+
+    with pytest.raises(LockLostError, match="moved or removed"):
+        contextvars.copy_context().run(body)
+    assert not list(empty.path().rglob("iteration_000002"))
+    shutil.rmtree(empty.path())
+    away.rename(empty.path())
+    again = empty.start()
+    assert again.stages[0] == "iteration 2: collect rollouts"
+    final(empty, again)
+
+
+@pytest.mark.slow
+def test_a_living_training_is_left_alone_and_rescored_beside_it(empty: Runs, final: Compare, tmp_path: Path) -> None:
+    with paused_training(empty, tmp_path, stage="iteration 2: update policy") as child:
+        with pytest.raises(InputError, match=f"process {child.pid}, since"):
+            empty.start()
+        summary, _ = scored_again(empty, JPEG, iterations="1")
+        assert summary.samples == 4
+        os.kill(child.pid, signal.SIGCONT)
+        while scored_again(empty, JPEG, name=f"beside-{len(list(empty.path('rescored').iterdir()))}", iterations="1"):
+            if child.poll() is not None:
+                break
+        assert child.returncode == 0, (tmp_path / "stderr").read_text()
+    told = json.loads((tmp_path / "stdout").read_text().splitlines()[-1])
+    again = empty.start()
+    assert again.stages == ()
+    assert told["policy_digest"] == again.summary.policy_digest
+    assert scored_again(empty, JPEG, name="after")[0].samples == 8
+    for folder in empty.path("rescored").iterdir():
+        assert (folder / ".lock").read_bytes() == b""
+    shutil.rmtree(empty.path("rescored"))
+    final(empty, again)
+
+
+@pytest.mark.slow
+def test_a_killed_training_is_taken_over(empty: Runs, final: Compare, tmp_path: Path) -> None:
+    with paused_training(empty, tmp_path, stage="iteration 2: compute advantages") as child:
+        child.kill()
+        child.wait()
+        again = empty.start()
+        assert again.stages == ("iteration 2: compute advantages", "iteration 2: update policy")
+    final(empty, again)

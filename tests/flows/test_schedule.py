@@ -1,0 +1,113 @@
+"""A schedule that fires: a worker trains, and a second run of the same name is cancelled while the first is at work."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from configs.loader import read_config
+from flows.deploy import DeployRequest, deploy_run
+
+from .conftest import REPOSITORY, TINY, Runs, Start
+from .server.grpo_ui import GrpoUi, grpo_ui
+
+POOL = "nightly"
+_PATIENCE_SECONDS = 300.0
+
+
+@contextmanager
+def worker(ui: GrpoUi, home: Path) -> Iterator[None]:
+    """Prefect's own worker of a process pool, in the checkout."""
+    command = [str(Path(sys.executable).with_name("prefect")), "worker", "start", "--pool", POOL]
+    environment = ui.environment | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": ui.api_url,
+        "PREFECT_WORKER_QUERY_SECONDS": "0.5",
+        "OMP_NUM_THREADS": "1",
+    }
+    home.mkdir()
+    with (home / "said").open("wb") as said:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        # The runs that it started are in its group.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def until(found: Callable[[], Awaitable[FlowRun | None]], what: str) -> FlowRun:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (run := await found()) is None:
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.25)
+    return run
+
+
+async def fires_once(client: PrefectClient, request: DeployRequest) -> tuple[FlowRun, FlowRun]:
+    """The run that the schedule starts, and one by hand while that is at work, both as they ended."""
+    (deployment,) = (await deploy_run(request)).deployments
+    tried = FlowRunFilterDeploymentId(any_=[deployment.id])
+
+    async def begun() -> FlowRun | None:
+        runs = await client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=tried))
+        return next((run for run in runs if run.state_type in (StateType.PENDING, StateType.RUNNING)), None)
+
+    first = await until(begun, "the schedule did not fire")
+    # It would fire again every minute.
+    await deploy_run(DeployRequest(request.config, pool=request.pool, cron=""))
+    second = await client.create_flow_run_from_deployment(first.deployment_id or "")
+
+    def ended(run: FlowRun) -> Callable[[], Awaitable[FlowRun | None]]:
+        async def read() -> FlowRun | None:
+            found = await client.read_flow_run(run.id)
+            return found if found.state is not None and found.state.is_final() else None
+
+        return read
+
+    cancelled = await until(ended(second), "the second run was not cancelled")
+    at_work = await client.read_flow_run(first.id)
+    assert at_work.state is not None
+    assert not at_work.state.is_final(), at_work.state
+    return await until(ended(first), "the first run did not end"), cancelled
+
+
+@pytest.mark.slow
+def test_a_schedule_fires_and_a_second_run_of_the_name_is_cancelled(
+    undisturbed: tuple[Runs, Start], tmp_path: Path
+) -> None:
+    runs = Runs(tmp_path / "runs")
+    config = read_config(TINY, runs.overrides(run__name="run"))
+
+    async def both() -> tuple[FlowRun, FlowRun]:
+        async with get_client() as client:
+            await client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+            with worker(ui, tmp_path / "worker"):
+                return await fires_once(client, DeployRequest(config, pool=POOL, cron="* * * * *"))
+
+    with grpo_ui(tmp_path / "server", {}) as ui, temporary_settings({PREFECT_API_URL: ui.api_url}):
+        first, second = asyncio.run(both())
+    said = (tmp_path / "worker" / "said").read_text()
+    assert first.auto_scheduled, first
+    assert first.state is not None
+    assert first.state.is_completed(), f"{first.state}\n{said}"
+    assert (first.name, set(first.tags)) == ("run", {"grpo", "run", "auto-scheduled"})
+    assert second.state is not None
+    assert second.state.is_cancelled(), second.state
+    assert second.state.message == "Deployment concurrency limit reached."
+    assert second.start_time is None
+    assert runs.tables() == undisturbed[0].tables()
