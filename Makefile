@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-slow check format bench tiny-model tiny-text-model curves ui lock clean
+.PHONY: help install train test test-slow test-chaos check format bench bench-pools tiny-model tiny-text-model curves ui lock clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
 
@@ -27,10 +27,13 @@ train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 	$(ENVIRONMENT) $(RUN)/grpo train $(CONFIG)
 
 test: $(STAMP)  ## the tests that fit in a few minutes
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow"
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos"
 
 test-slow: $(STAMP)  ## the tests that take longer: kills in every stage, whole trainings
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow
+
+test-chaos: $(STAMP)  ## over a hundred kills of tiny runs, alone and with workers (CHAOS_SEED=0 CHAOS_TABLE=FILE)
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos
 
 check: $(STAMP)  ## linter, format, types, layers
 	$(RUN)/ruff check .
@@ -44,6 +47,9 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 
 bench: $(STAMP)  ## cost of orchestration, storage and reporting beside the same calls in a plain loop
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.orchestration
+
+bench-pools: $(STAMP)  ## the tiny run in one process, and on two pools with three workers, PostgreSQL and S3
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench.placement
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again, from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_model

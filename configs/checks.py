@@ -21,6 +21,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_policy(config),
         *_reference(config),
         *_schedule(config),
+        *_placement(config),
     ]
 
 
@@ -82,3 +83,24 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
     if update.total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
         mend = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
         yield InputError("update.total_steps", update.total_steps, mend)
+
+
+def _placement(config: RunConfig) -> Iterator[InputError]:
+    placement, pooled = config.placement, any(section.pool for section in config.rewards)
+    for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
+        if where.shards > 1 and where.pool is None and not known:
+            mend = f"Shards are done by the workers of a work pool; name it as placement.{name}.pool, or set this to 1."
+            yield InputError(f"placement.{name}.shards", where.shards, mend)
+    if config.storage.root.startswith("memory:") and pools_of(config):
+        mend = "Workers cannot see the memory of this process; give a folder that they share, or a URL such as s3://."
+        yield InputError("storage.root", config.storage.root, mend)
+
+
+def pools_of(config: RunConfig) -> list[tuple[str, str]]:
+    """Every work pool that a configuration names, with its place."""
+    placement = config.placement
+    stages = {name: getattr(placement, name).pool for name in ("rollouts", "rewards", "advantages", "update")}
+    named = [(f"placement.{name}.pool", pool) for name, pool in stages.items()]
+    sections = [(f"rewards.{index}.pool", section.pool) for index, section in enumerate(config.rewards)]
+    guards = [(f"watch.guardrails.{index}.pool", each.pool) for index, each in enumerate(config.watch.guardrails)]
+    return [(place, pool) for place, pool in (*named, *sections, *guards) if pool is not None]

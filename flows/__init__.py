@@ -4,6 +4,7 @@ prefect_settings   settings of Prefect that must stand before it is imported
 inputs             what a configuration points at, read and checked
 preparation        a configuration -> a run, its folder opened
 stages             how flows call their stages: named, recorded, rewards side by side
+temporary_server   the server that Prefect starts for a single run ends with it, killed or not
 train              the training flow; history is what it has seen so far
 watch              guardrails beside the held-out reward, and what is done when they part
 stored_iterations  what a run has stored that can be scored again or learned from

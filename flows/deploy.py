@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
@@ -16,9 +17,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from configs.schema import RunConfig
 from configs.section import Name
 from flows.deployments import TAG, Deployable, evaluation, rescoring, training
+from flows.prefect_settings import CLIENT
 from flows.server.reachable import require_pools
 from flows.server.silent_runs import ensure_automations
 from grpo_core.errors import InputError, InputErrors
+
+_SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,7 @@ async def _register(
         entrypoint=wanted.entrypoint,
         # A worker has a checkout of its own, whose flows it imports.
         pull_steps=[],
-        # One of Prefect's own begins each run in an empty folder; paths of a configuration are of the checkout.
-        job_variables={"working_dir": "."} if pool_type == "process" else {},
+        job_variables=job_variables(pool_type),
         work_pool_name=request.pool,
         parameters=dict(wanted.parameters),
         parameter_openapi_schema=dict(wanted.schema),
@@ -176,6 +179,19 @@ async def _register(
         schedule="; ".join(in_words(each) for each in schedules) or None,
         updated=known is not None,
     )
+
+
+def job_variables(pool_type: str) -> dict[str, Any]:
+    """What a run needs of the worker that starts it.
+
+    Args:
+        pool_type: as the server has it.
+    """
+    # A process that Prefect starts has read its settings before this project is imported, and would beat so seldom that
+    # flows.server.silent_runs takes it for dead.
+    variables: dict[str, Any] = {"env": {name: CLIENT[name] for name in _SETTINGS}}
+    # Prefect's own workers begin each run in an empty folder; paths of a configuration are of the checkout.
+    return variables | ({"working_dir": "."} if pool_type == "process" else {})
 
 
 async def _find(client: PrefectClient, name: str) -> DeploymentResponse | None:

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import torch
 from PIL import features
 
+from configs.checks import pools_of
 from configs.core_settings import reference_placement, training_choice
 from configs.schema import PictureRolloutSection, RunConfig
 from flows.inputs import input_problems
-from grpo_core.errors import InputError
+from flows.server.reachable import require_pools, require_server, server_url, workers_online
+from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload
 from grpo_core.policies.family import policy_family
 from grpo_core.policies.trained import TrainingChoice
+from tasks.storage.configured import open_store
 from tasks.storage.files import is_local
-from tasks.storage.store import ArtifactStore
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def examine(config: RunConfig) -> Diagnosis:
     except InputError as error:
         if not any(finding.said.startswith(error.place) for finding in findings):
             findings.append(Finding("model", False, f"{error.place}: {error.value!r}", error.mend))
-    findings += [_storage(config, checkpoint), _fonts(), _server()]
+    findings += [_storage(config, checkpoint), _fonts(), *_server(config)]
     return Diagnosis(tuple(findings), memory)
 
 
@@ -134,7 +135,7 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
 
 def _storage(config: RunConfig, checkpoint: int) -> Finding:
     try:
-        store = ArtifactStore(config.storage.root, config.run.name)
+        store = open_store(config.storage, config.run.name)
     except InputError as error:
         return Finding("storage", False, f"{error.place}: got {error.value!r}", error.mend)
     if not is_local(store.filesystem):
@@ -166,13 +167,24 @@ def _fonts() -> Finding:
     return Finding("fonts", ready, "Pillow draws labels with FreeType" if ready else "Pillow lacks FreeType", mend)
 
 
-def _server() -> Finding:
-    url = os.environ.get("PREFECT_API_URL")
-    if not url:
-        return Finding("server", True, "none configured: a run starts a temporary one of its own")
+def _server(config: RunConfig) -> Iterator[Finding]:
+    url, pools = server_url(), pools_of(config)
     try:
-        httpx.get(f"{url.rstrip('/')}/health", timeout=5).raise_for_status()
-    except httpx.HTTPError as error:
-        mend = "Start it (`prefect server start`), or unset PREFECT_API_URL to use a temporary one."
-        return Finding("server", False, f"{url}: {error}", mend)
-    return Finding("server", True, f"{url} answers")
+        require_pools(pools)
+        require_server()
+    except InputErrors as errors:
+        yield from (
+            Finding("server", False, f"{error.place}: got {error.value!r}", error.mend) for error in errors.errors
+        )
+        return
+    except InputError as error:
+        yield Finding("server", False, f"{error.place}: got {error.value!r}", error.mend)
+        return
+    if url is None:
+        yield Finding("server", True, "none configured: a run starts a temporary one of its own")
+        return
+    yield Finding("server", True, f"{url} answers")
+    for pool in sorted({pool for _, pool in pools}):
+        online = workers_online(pool)
+        mend = "" if online else f"Start one with `grpo worker {pool}`; until then its stages wait."
+        yield Finding("workers", online > 0, f"{online} of pool {pool} heard of lately", mend)

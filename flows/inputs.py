@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from configs.checks import pools_of
 from configs.core_settings import training_choice
 from configs.reward_sections import RewardSection
 from configs.schema import DatasetSection, PictureRolloutSection, PromptsSection, RunConfig
+from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.family import policy_family
@@ -16,7 +18,7 @@ from tasks.curriculum import PromptSet
 from tasks.model_files import model_digest
 from tasks.models import torch_device
 from tasks.prompts import read_prompts
-from tasks.storage.store import ArtifactStore
+from tasks.storage.configured import open_store
 from tasks.targets import pair_targets
 from tasks.update_job import refuse_unusable_placement
 
@@ -53,10 +55,17 @@ def input_problems(config: RunConfig) -> Iterator[InputError]:
         yield error
     yield from _reward_problems(config)
     yield from _device_problems(config)
+    try:
+        open_store(config.storage, config.run.name)
+    except InputError as error:
+        yield error
 
 
 def _device_problems(config: RunConfig) -> Iterator[InputError]:
-    device = config.placement.device
+    device, placement = config.placement.device, config.placement
+    if placement.rollouts.pool and placement.update.pool:
+        # The device is that of the workers; they say so when it is not there.
+        return
     if device == "cuda" and not torch.cuda.is_available():
         yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
         return
@@ -127,18 +136,24 @@ def require_inputs(config: RunConfig) -> None:
     """Raise everything that is wrong at once; when all is well, make sure that the run's folder can be written.
 
     Raises:
-        InputErrors: with one entry a problem.
+        InputErrors: with one entry a problem; a server that cannot be reached and pools that it does not have too.
     """
     problems = list(input_problems(config))
     if problems:
         raise InputErrors(problems)
     try:
+        require_pools(pools_of(config))
         # A hub name may be downloaded here, so everything else is known to be well by now.
         model_digest(config.policy.model)
         # What was downloaded can be read now, and it is not loaded yet.
         _require_usable_settings(config)
         choice = training_choice(config.policy, reference="none", seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        ArtifactStore(config.storage.root, config.run.name).require_writable()
+        store = open_store(config.storage, config.run.name)
+        store.require_writable()
+        if config.storage.cache_dir is not None and store.files.cache is not None:
+            store.files.cache.require_usable()
+        # Last, since it imports Prefect, which takes seconds.
+        require_server()
     except InputError as error:
         raise InputErrors([error]) from error

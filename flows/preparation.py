@@ -20,6 +20,7 @@ from tasks.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prom
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
+from tasks.storage.configured import open_store
 from tasks.storage.reference import PolicyRef
 from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.schemas import SCHEMA_VERSION
@@ -139,7 +140,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         InputError: another process writes the run.
     """
     require_inputs(config)
-    store = ArtifactStore(config.storage.root, config.run.name)
+    store = open_store(config.storage, config.run.name)
     training = read_prompt_sets(config, config.data, "data")
     heldout = read_prompt_sets(config, config.evaluate, "evaluate")
     model = ModelSpec(

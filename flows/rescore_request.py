@@ -8,6 +8,7 @@ from pathlib import Path
 
 import polars as pl
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, computed_field
 
 from configs.loader import read_config, read_mapping
 from configs.reward_checks import reward_contradictions
@@ -15,6 +16,7 @@ from configs.reward_sections import RewardSection
 from configs.rewards_file import RewardsFile, read_rewards_file
 from configs.schema import AdvantagesSection, RunConfig
 from flows.inspection import find_run, require_page_place
+from flows.server.reachable import require_pools
 from flows.stored_iterations import (
     RECOMPUTED,
     RESCORED,
@@ -99,9 +101,8 @@ class RescoredRun:
         return tuple({each.section.label: each.section for each in wanted}.values())
 
 
-@dataclass(frozen=True)
-class RescorePlan:
-    """What a rescoring does.
+class RescorePlan(BaseModel):
+    """What a rescoring does. Prefect's server is told names alone: all stored iterations may be more than it takes.
 
     Attributes:
         name: of the rescoring.
@@ -109,9 +110,16 @@ class RescorePlan:
         html: where else the report is written; None for nowhere.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     name: str
-    runs: tuple[RescoredRun, ...]
+    runs: tuple[InstanceOf[RescoredRun], ...] = Field(exclude=True)
     html: Path | None
+
+    @computed_field
+    def sources(self) -> list[str]:
+        """Names of the runs."""
+        return [run.store.run for run in self.runs]
 
 
 def plan_rescore(request: RescoreRequest) -> RescorePlan:
@@ -137,7 +145,19 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     problems = [problem for run in runs for problem in _scoring_problems(run)]
     if problems:
         raise InputErrors(list({str(problem): problem for problem in problems}.values()))
-    return RescorePlan(request.name, tuple(runs), request.html)
+    require_pools([place for run in runs for place in _pools(run)])
+    return RescorePlan(name=request.name, runs=tuple(runs), html=request.html)
+
+
+def _pools(run: RescoredRun) -> Iterator[tuple[str, str]]:
+    """Work pools that score and compute advantages."""
+    placement = run.config.placement
+    for name, pool in (("rewards", placement.rewards.pool), ("advantages", placement.advantages.pool)):
+        if pool is not None:
+            yield f"placement.{name}.pool of {run.store.run}", pool
+    for index, section in enumerate(run.rewards):
+        if section.pool is not None:
+            yield f"rewards.{index}.pool", section.pool
 
 
 def _option_problems(request: RescoreRequest) -> Iterator[InputError]:

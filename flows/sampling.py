@@ -9,6 +9,7 @@ from flows.stages import named, score_side_by_side
 from tasks.collect_rollouts import collect_rollouts_task
 from tasks.compute_advantages import compute_advantages_task
 from tasks.draws import Draw
+from tasks.placing.shards import clear_shards
 from tasks.plan import RolloutPlan
 from tasks.storage.reference import ArtifactRef, PolicyRef
 
@@ -39,14 +40,21 @@ def draw_groups(
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
     """Stage 1."""
     config, stage = run.config, named(collect_rollouts_task, plan.title, run.config.placement)
-    return stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
+    made = stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
+    if config.placement.rollouts.shards > 1:
+        clear_shards(run.store, plan.folder)
+    return made
 
 
 def score_rewards(
     run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
 ) -> Mapping[str, ArtifactRef]:
     """Stage 2."""
-    return score_side_by_side(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
+    placement = run.config.placement
+    made = score_side_by_side(rollouts, rewards, f"{plan.folder}/{place}", plan.title, placement)
+    if placement.rewards.shards > 1:
+        clear_shards(run.store, plan.folder)
+    return made
 
 
 def compute_advantages(

@@ -14,12 +14,16 @@ def worker(
 ) -> None:
     """Do the stages that runs send to a work pool, one after another, the model kept between them."""
     with told_in_one_message():
-        from flows.server.reachable import require_server, server_url
+        from flows.server.reachable import require_server, server_database, server_url
 
         if server_url() is None:
             mend = "A worker asks a server for work: start one with `grpo ui` and export the address that it prints."
             raise InputError("PREFECT_API_URL", None, mend)
         require_server()
+        if server_database() == "sqlite":
+            typer.secho(
+                "the server keeps its records in SQLite, which stalls with workers: see docs/operations.md", err=True
+            )
         from flows.terminal import training_progress
         from flows.worker import serve
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
 from tasks.storage.failures import StorageError
 from tasks.storage.reference import StaleReferenceError
@@ -45,7 +45,8 @@ class ErrorRecord(BaseModel):
 
 def record_of(error: Exception, seconds: float) -> ErrorRecord:
     """An error that was caught, as a record."""
-    kind = type(error).__name__
+    # Whatever kind of wrong input it is, it comes back as wrong input.
+    kind = "InputError" if isinstance(error, InputError) else type(error).__name__
     return ErrorRecord(
         kind=kind,
         arguments=_arguments(error) if kind in _BUILDERS else (),
@@ -56,6 +57,8 @@ def record_of(error: Exception, seconds: float) -> ErrorRecord:
 
 
 def _arguments(error: Exception) -> tuple[Any, ...]:
+    if isinstance(error, FailedSamplesError):
+        return (error.reward, list(error.failed), error.total, error.limit)
     if isinstance(error, InputError):
         return (error.place, error.value if isinstance(error.value, _PLAIN) else str(error.value), error.mend)
     if isinstance(error, NonFiniteError):
@@ -75,6 +78,7 @@ def _parity_error(report: Mapping[str, Any], tolerance: Mapping[str, Any]) -> Pa
 _PLAIN = (str, int, float, bool, list, type(None))
 _BUILDERS: Mapping[str, Callable[..., Exception]] = MappingProxyType(
     {
+        "FailedSamplesError": FailedSamplesError,
         "InputError": InputError,
         "NonFiniteError": NonFiniteError,
         "ParityError": _parity_error,

@@ -89,7 +89,7 @@ def _heldout_before(store: ArtifactStore, iteration: int) -> dict[str, float]:
 
 
 def _figures(content: bytes) -> dict[str, float]:
-    """What a table holds; nothing where it is damaged: it is gathered anew from the stages, which have been verified."""
+    """What a table holds; nothing where it is damaged: it is gathered anew from the stages, which were verified."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.parquet"
         path.write_bytes(content)

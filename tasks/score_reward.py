@@ -45,11 +45,12 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
     """As many parts as there are shards; one may be empty, since nobody has counted the groups."""
-    title, folder = arguments["title"], arguments["folder"]
+    title = arguments["title"]
+    place, _, last = arguments["folder"].rpartition("/")
     parts = []
     for index in range(shards):
         change = {
-            "folder": shard_folder(folder, index, shards),
+            "folder": f"{shard_folder(place, index, shards)}/{last}",
             "title": f"{title}, shard {index + 1} of {shards}",
             "placement": unsharded(arguments),
             "part": (index, shards),

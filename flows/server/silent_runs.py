@@ -15,8 +15,8 @@ NAME = "grpo: silent runs have crashed"
 SILENCE = timedelta(seconds=75)
 """Two and a half heartbeats of 30 s, which flows.prefect_settings asks of clients."""
 
-FLOWS = "grpo *"
-"""Other projects' flows on the same server may beat more slowly."""
+FLOWS = ("grpo *", "collect rollouts", "score reward", "compute advantages", "update policy")
+"""Runs, and stages on workers. Other projects' flows on the same server may beat more slowly."""
 
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended", "AwaitingRetry", "Rescheduled")
@@ -28,7 +28,7 @@ def silent_runs_automation() -> AutomationCore:
         after={_HEARTBEAT},
         expect={_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in _ENDS)},
         match={"prefect.resource.id": ["prefect.flow-run.*"]},
-        match_related={"prefect.resource.role": "flow", "prefect.resource.name": FLOWS},
+        match_related={"prefect.resource.role": "flow", "prefect.resource.name": list(FLOWS)},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,

@@ -19,6 +19,7 @@ Rewards, one a file, each a frozen dataclass whose fields are its settings:
 
 What they share:
 
+- ``picture_files``: which kinds of picture file are read, and how large a picture may be, before it is decoded.
 - ``pictures``: from whatever a picture file holds to RGB, to the size of another picture, to a tensor.
 - ``weights``: weight files: is the right one there, and what is in it.
 - ``settings``, ``devices``, ``long_prompts``: checks of a reward's settings, where it computes, and what CLIP cuts off.

@@ -15,6 +15,8 @@ from tasks.code import code_digest
 from tasks.error_records import ErrorRecord, record_of
 from tasks.placing.faults import Fault, RemoteStageError, fault_of
 from tasks.placing.stages import Arguments, Reference, Stage, stage_named
+from tasks.storage.configured import open_store
+from tasks.storage.read_cache import GIB
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore, use_store
 
@@ -70,9 +72,9 @@ class StageOutcome(BaseModel):
             Exception: the error that it failed with; one that cannot be rebuilt here as RemoteStageError.
         """
         if self.error is not None:
-            if self.error.known:
-                raise self.error.error()
             fault = Fault(self.fault) if self.fault else None
+            if self.error.known and fault is None:
+                raise self.error.error()
             raise RemoteStageError(f"{self.error.kind}: {self.error.message}", self.error.trace, fault)
         reference = self.artifact or self.policy
         assert reference is not None, "an outcome holds an artifact, a policy or an error"
@@ -84,11 +86,17 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore) -> StageCa
     hints = _hints(stage.function)
     return StageCall(
         stage=stage.name,
-        storage=StorageSection(root=store.filesystem.unstrip_protocol(store.root)),
+        storage=_storage_of(store),
         run=store.run,
         code=code_digest(),
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
+
+
+def _storage_of(store: ArtifactStore) -> StorageSection:
+    """The root as others find it; where copies of it are kept is the affair of each machine."""
+    root, cache = store.filesystem.unstrip_protocol(store.root), store.files.cache
+    return StorageSection(root=root) if cache is None else StorageSection(root=root, cache_gib=cache.limit / GIB)
 
 
 def arguments_of(call: StageCall, stage: Stage) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def carry_out(call: StageCall) -> StageOutcome:
     """Do the stage in this process; an error is an outcome too."""
-    store = ArtifactStore(call.storage.root, call.run)
+    store = open_store(call.storage, call.run)
     use_store(store)
     try:
         if call.code != code_digest():

@@ -12,6 +12,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from configs.placement_sections import PlacementSection, RetrySection
 from tasks.progress import announce
+from tasks.storage.failures import StorageError, UnreachableStorageError
 
 
 class Fault(StrEnum):
@@ -66,7 +67,18 @@ _PASSING = frozenset(
     }
 )
 # By name: their packages are optional, or take seconds to import.
-_OF_CLIENTS = frozenset({"HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"})
+_OF_CLIENTS = frozenset(
+    {
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ConnectTimeoutError",
+        "ConnectionClosedError",
+        "EndpointConnectionError",
+        "HTTPClientError",
+        "ReadTimeoutError",
+        "ServerTimeoutError",
+    }
+)
 _SERVER_SIDE = 500
 _TOO_MANY_REQUESTS = 429
 
@@ -75,6 +87,8 @@ def fault_of(error: BaseException) -> Fault | None:
     """The kind of a fault that may pass by itself; None for every error that would come again."""
     if isinstance(error, RemoteStageError):
         return error.fault
+    if isinstance(error, StorageError):
+        return Fault.STORAGE if isinstance(error, UnreachableStorageError) else None
     if isinstance(error, LostStageError):
         return Fault.LOST
     if isinstance(error, StageTimeoutError):
@@ -86,11 +100,10 @@ def fault_of(error: BaseException) -> Fault | None:
         return Fault.SERVICE
     if isinstance(error, ConnectionError | TimeoutError):
         return Fault.STORAGE
-    if isinstance(error, OSError):
-        return Fault.STORAGE if error.errno in _PASSING else None
+    # Before OSError, from which some of them are derived.
     if _OF_CLIENTS.intersection(kind.__name__ for kind in type(error).__mro__):
         return Fault.STORAGE
-    return None
+    return Fault.STORAGE if isinstance(error, OSError) and error.errno in _PASSING else None
 
 
 def retry_options(placement: PlacementSection) -> dict[str, Any]:

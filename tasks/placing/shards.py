@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from prefect.futures import PrefectFuture, wait
+from prefect.futures import PrefectFuture
 
 from configs.placement_sections import PlacementSection
 from tasks.placing.stages import Arguments, Part, Reference, Stage
 from tasks.storage.reference import ArtifactRef
+from tasks.storage.store import ArtifactStore
 
 SHARDS = "shards"
 """Folder for the parts of what lies beside it."""
@@ -27,15 +28,22 @@ def in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     """
     assert stage.sharding is not None, "only a stage that can be cut has shards"
     futures = [submit(part) for part in stage.sharding.cut(arguments, stage.shards(arguments))]
-    wait(futures)
+    for future in futures:
+        future.wait()
     made = [future.result() for future in futures]
     return stage.sharding.join(arguments, [part for part in made if isinstance(part, ArtifactRef)])
 
 
 def shard_folder(folder: str, index: int, count: int) -> str:
-    """Where a part of what is kept in `folder` lies until it is joined: beside it, in a folder of its own."""
-    above, _, last = folder.rpartition("/")
-    return "/".join(filter(None, [above, SHARDS, f"{index + 1:02d}of{count:02d}", last]))
+    """Where the stages of a folder keep a part of what they make until it is joined."""
+    return f"{folder}/{SHARDS}/{index + 1:02d}of{count:02d}"
+
+
+def clear_shards(store: ArtifactStore, folder: str) -> None:
+    """Remove the parts of a folder's stages, whose joined artifacts have their records."""
+    path = store.path(f"{folder}/{SHARDS}")
+    if store.filesystem.exists(path):
+        store.filesystem.rm(path, recursive=True)
 
 
 def unsharded(arguments: Arguments) -> PlacementSection:

@@ -122,6 +122,8 @@ class ArtifactFiles:
         """Read a file once, and keep it; one that changed meanwhile is read again."""
         for _ in range(_ATTEMPTS):
             stamp = self.stamp(path)
+            # What is there may be another name of a copy that the cache keeps.
+            target.unlink(missing_ok=True)
             self.filesystem.get_file(path, str(target))
             found = sha256_of(_LOCAL, str(target))
             if stamp == self.stamp(path):

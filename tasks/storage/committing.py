@@ -17,7 +17,7 @@ from tasks.storage.manifest import Manifest
 from tasks.storage.whole import VerifiedFolder
 
 _ATTEMPTS = 6
-_FIRST_WAIT = 0.25
+_FIRST_WAIT = 0.1
 
 
 def commit_folder(store: VerifiedFolder, staged: Path, folder: str, manifest: Manifest) -> Manifest:

@@ -1,12 +1,15 @@
 """A lock on a local disk: held through the kernel, which drops it when the process dies, however it dies."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 
+from grpo_core.errors import InputError
 from tasks.storage.lock_holder import Holder, described_holder
 
 _HELD: set[int] = set()
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def _close_inherited() -> None:
@@ -48,6 +51,9 @@ def take_file(path: Path, holder: Holder) -> FileLock | str:
     Args:
         path: the lock's file; its folder is made where it is missing.
         holder: this process.
+
+    Raises:
+        InputError: the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -59,8 +65,11 @@ def take_file(path: Path, holder: Holder) -> FileLock | str:
             content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
             os.close(descriptor)
             return str(described_holder(content) or "another process, which has not said who it is")
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
+            if error.errno in _WITHOUT_LOCKS:
+                mend = "This file system keeps no locks, so two runs could write at once. Mount it with locks, or move."
+                raise InputError("storage.root", str(path.parent), mend) from error
             raise
         # Between the opening and the locking, the folder may have been moved away.
         if _is_at(descriptor, path):

@@ -14,9 +14,13 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from tasks.progress import announce
+from tasks.storage.failures import is_conflict
 from tasks.storage.lock_holder import Holder, described_holder
 
 RENEWAL_SECONDS, LEASE_SECONDS = 5.0, 60.0
+_FRESH = 3
+"""Renewals that may be late before a holder asks whether it still holds."""
+
 _RELEASED = b'{"released": true}'
 
 
@@ -33,19 +37,22 @@ class Lease:
         self.former = former
         self._filesystem, self._folder, self._number, self._holder = filesystem, folder, number, holder
         self._ended = threading.Event()
+        self._loss: str | None = None
         self._fault: Exception | None = None
+        self._renewed = _now()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
         count = 0
         while not self._ended.wait(RENEWAL_SECONDS):
-            count += 1
+            count, begun = count + 1, _now()
             try:
-                if not self._is_own():
+                self._loss = self._look()
+                if self._loss is not None:
                     return
                 self._filesystem.pipe_file(_object(self._folder, self._number), _held(self._holder, count))
-                self._fault = None
+                self._renewed, self._fault = begun, None
             except Exception as error:
                 # The clients of buckets raise errors of many kinds, and most pass by; if the lease does not outlive it,
                 # the next stage is told.
@@ -53,6 +60,12 @@ class Lease:
 
     def find_loss(self) -> str | None:
         """Why the lease is no longer held; None while it is."""
+        # A lease that was renewed a moment ago is nobody else's; only one who slept has to ask.
+        if self._loss is None and _now() - self._renewed > _FRESH * RENEWAL_SECONDS:
+            self._loss = self._look()
+        return self._loss
+
+    def _look(self) -> str | None:
         highest = max(_numbers(self._filesystem, self._folder), default=0)
         if highest == self._number and self._is_own():
             return None
@@ -66,8 +79,12 @@ class Lease:
         """Let others take it; afterwards the object names nobody."""
         self._ended.set()
         self._thread.join()
-        if self._is_own():
-            self._filesystem.pipe_file(_object(self._folder, self._number), _RELEASED)
+        try:
+            if self._is_own():
+                self._filesystem.pipe_file(_object(self._folder, self._number), _RELEASED)
+        except Exception as error:
+            # The work is over, or failed with an error that must not give way to this one; the lease grows stale.
+            self._fault = error
 
     def _is_own(self) -> bool:
         holder = _holder(_read(self._filesystem, self._folder, self._number))
@@ -115,10 +132,17 @@ def _create(filesystem: AbstractFileSystem, folder: str, number: int, holder: Ho
     content = _held(holder, 0)
     try:
         filesystem.pipe_file(_object(folder, number), content, mode="create")
-    except FileExistsError:
+    except OSError as error:
+        if not is_conflict(error):
+            raise
         # A request that was sent again after its answer was lost finds what it made itself.
         return _read(filesystem, folder, number) == content
     return True
+
+
+def _now() -> float:
+    """Seconds that also pass while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _object(folder: str, number: int) -> str:

@@ -86,6 +86,10 @@ class ReadCache:
         """
         kept = self._content(sha256)
         try:
+            kept.open("rb").close()
+        except OSError:
+            return False
+        try:
             _link(kept, target)
         except FileNotFoundError:
             return False
@@ -164,16 +168,17 @@ def default_cache(limit: int = 20 * GIB) -> ReadCache | None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the disk has no such thing, appearing whole."""
+    """The same file under another name, in the place of what is there; a copy where the disk has no such thing."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        target.hardlink_to(source)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         try:
+            partial.hardlink_to(source)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
             shutil.copyfile(source, partial)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        partial.replace(target)
+    finally:
+        # Renaming one name of a file to another name of the same file leaves both.
+        partial.unlink(missing_ok=True)

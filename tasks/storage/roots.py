@@ -15,6 +15,8 @@ _S3 = ("s3://", "s3a://")
 _EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
 # user:password@ or, in a bucket's URL, anything before an @. A key may hold a slash; a port is no password.
 _SECRET = re.compile(r"(?<=://)[^/@:]*:(?!\d+(?:/|$)).*@|(?<=s3://)[^/]*@|(?<=s3a://)[^/]*@")
+LOOK = {"connect_timeout": 4, "read_timeout": 6}
+"""Seconds that a look before the work begins waits."""
 # A bucket that does not answer is told within a minute or so; the stage is then tried again as placement.retries says.
 _ATTEMPTS = {"mode": "standard", "total_max_attempts": 3}
 
@@ -49,7 +51,7 @@ def without_patience(root: str) -> AbstractFileSystem:
     """The same filesystem for a look before the work begins: one that does not answer is told in seconds."""
     if not root.startswith(_S3):
         return open_root(root)[0]
-    config = {"connect_timeout": 4, "read_timeout": 6, "retries": {"mode": "standard", "total_max_attempts": 2}}
+    config = {**LOOK, "retries": {"mode": "standard", "total_max_attempts": 2}}
     filesystem: AbstractFileSystem = fsspec.filesystem("s3", skip_instance_cache=True, **_s3_options(config))
     filesystem.retries = 1
     return filesystem
@@ -63,8 +65,8 @@ def _s3_options(config: dict[str, Any]) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _s3_session() -> Any:
     """A session whose uploads do not ask first whether they are wanted: aiohttp waits for that answer without end."""
-    from aiobotocore.session import AioSession
-    from botocore.handlers import add_expect_header
+    from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+    from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
     session = AioSession()
     session.unregister("before-call.s3", add_expect_header)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_core.errors import InputError
 from tasks.progress import announce
-from tasks.storage.failures import storage_failures_told
+from tasks.storage.failures import remote_failures_told, storage_failures_told
 from tasks.storage.file_lock import FileLock, take_file
 from tasks.storage.files import is_local
 from tasks.storage.lease import Lease, take_lease
@@ -28,16 +28,19 @@ class RunLock:
         place: in words, for people.
     """
 
-    def __init__(self, hold: FileLock | Lease, place: str) -> None:
-        self.place, self._hold = place, hold
+    def __init__(self, hold: FileLock | Lease, place: str, store: ArtifactStore) -> None:
+        self.place, self._hold, self._store = place, hold, store
 
     def require_held(self) -> None:
         """Refuse to write on after the hold was lost.
 
         Raises:
             LockLostError: another process took it, or its file was removed.
+            StorageError: a bucket does not say.
         """
-        if reason := self._hold.find_loss():
+        with remote_failures_told(self._store.filesystem, self._store.root):
+            reason = self._hold.find_loss()
+        if reason is not None:
             raise LockLostError(
                 f"{self.place} is no longer held by this process: {reason}. This process stops here; what is "
                 "whole is kept, and whoever holds it goes on from there."
@@ -56,9 +59,10 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
 
     Raises:
         InputError: another process holds it.
+        StorageError: it cannot be written there.
     """
     path, shown = store.path(f"{place}/{LOCK}" if place else LOCK), f"{store.run}/{place}".rstrip("/")
-    with storage_failures_told(store.filesystem, store.root):
+    with storage_failures_told(store.filesystem, store.root), remote_failures_told(store.filesystem, store.root):
         if is_local(store.filesystem):
             hold: FileLock | Lease | str = take_file(Path(path), this_process())
         else:
@@ -69,7 +73,7 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
     if hold.former is not None:
         announce(f"{shown}: taken over from {hold.former}, which ended without releasing it")
     try:
-        yield RunLock(hold, shown)
+        yield RunLock(hold, shown, store)
     finally:
         hold.release()
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
 
-from ..flows.conftest import Runs
+from tests.flows.conftest import Runs
+
 from .comparison import Golden, require_same, summary_of
 from .places import Place, place_of
 from .processes import Order, Process, kill
@@ -139,13 +140,15 @@ def random_plans(rng: random.Random, census: Census, campaign: Campaign) -> Iter
 
     After a kill between an artifact's files and its manifest, the next one hits the setting aside of what is there.
     """
+    followed = len(campaign.falls)
     while True:
-        alone = rng.random() < 0.5
-        if campaign.falls and campaign.falls[-1].place.step == "commit: manifest":
+        alone, last = rng.random() < 0.5, campaign.falls[-1:]
+        if last and last[0].place.step == "commit: manifest" and followed < len(campaign.falls):
+            followed = len(campaign.falls)
             yield Plan(operation=Operation("set_aside", rng.randint(1, _OF_SETTING_ASIDE)))
         elif rng.random() < 0.5:
             # Without memory of where the run is: over many starts all moments of a run are hit alike.
-            yield Plan(rng.expovariate(2.0 / census.seconds), alone=alone)
+            yield Plan(rng.expovariate(3.0 / census.seconds), alone=alone)
         else:
             name = rng.choice(sorted(census.operations))
-            yield Plan(operation=Operation(name, rng.randint(1, max(1, census.operations[name] // 2))))
+            yield Plan(operation=Operation(name, rng.randint(1, max(1, census.operations[name] // 4))))

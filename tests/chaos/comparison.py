@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..flows.conftest import Runs
+from tests.flows.conftest import Runs
 
 CUT_SHORT = "it is not whole: a file is missing or changed, or its writing was cut short"
 _OF_A_START = ("set_aside", ".stages", ".incoming", ".lock", ".calls")

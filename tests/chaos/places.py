@@ -14,6 +14,7 @@ _STAGES = (
     ("flows/inputs.py:", "opening"),
     ("flows/summary.py:", "summary"),
     ("flows/terminal.py:", "summary"),
+    ("flows/drawing.py:", "between stages"),
     ("flows/train.py:", "between stages"),
     ("flows/command_line.py:", "before and after the flow"),
 )

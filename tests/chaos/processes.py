@@ -13,14 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..flows.conftest import REPOSITORY
+from tests.flows.conftest import REPOSITORY
+
 from .trail import Operation
 
 
 class Process(Protocol):
     """One process, the first of a group of its own."""
 
-    pid: int
+    @property
+    def pid(self) -> int:
+        """Its process id."""
 
     def wait(self, seconds: float) -> int | None:
         """Its exit code, negative for a signal; None while it lives after so many seconds."""

@@ -1,10 +1,10 @@
 """The small runs that are killed: every kind of stage, three iterations, held-out prompts in between."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..flows.conftest import SMALL, TINY, TINY_TEXT, Runs
+from tests.flows.conftest import SMALL, TINY, TINY_TEXT, Runs
 
 _FOLDER = Path(__file__).resolve().parent
 PICTURES = {
@@ -46,6 +46,33 @@ def text(runs: Runs, run: str) -> list[str]:
     return _training(str(TINY_TEXT), TEXT, runs, run)
 
 
+def ahead(runs: Runs, run: str) -> list[str]:
+    """`grpo train` that samples the next iteration while it updates."""
+    return _training(str(TINY), {**PICTURES, "run.staleness": 1}, runs, run)
+
+
+def supervised(runs: Runs, run: str) -> list[str]:
+    """`grpo train` whose rollouts, advantages and updates are done in a child process, which outlives no kill."""
+    limits = {f"placement.{stage}.timeout": 300.0 for stage in ("rollouts", "advantages", "update")}
+    return _training(str(TINY), {**PICTURES, **limits}, runs, run)
+
+
 def small_pictures(runs: Runs, run: str) -> list[str]:
     """`grpo train` as the tests of flows call it."""
     return _training(str(TINY), SMALL, runs, run)
+
+
+def on_pool(pool: str) -> Callable[[Runs, str], list[str]]:
+    """The same with rollouts and scores in two shards, and updates, by the workers of a pool."""
+    placed = {
+        **PICTURES,
+        "placement.rollouts.pool": pool,
+        "placement.rollouts.shards": 2,
+        "placement.rewards.pool": pool,
+        "placement.update.pool": pool,
+        # A stage may lose more workers here than in a bad month.
+        "placement.retries.lost": 20,
+        "placement.retries.delay": 0.5,
+        "placement.retries.max_delay": 2.0,
+    }
+    return lambda runs, run: _training(str(TINY), placed, runs, run)

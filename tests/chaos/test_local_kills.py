@@ -17,10 +17,10 @@ from .processes import ForkServer, start_afresh
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "110"))
-MOST_OF_A_RUN = 12
+MOST_OF_A_RUN = 20
 FRESH = 5
 """Kills of processes that were not forked; they take as long to start as a person's."""
-SHARES = {"pictures": 0.6, "text": 0.4}
+SHARES = {"pictures": 0.4, "text": 0.25, "ahead": 0.25, "supervised": 0.1}
 
 
 def forked(server: ForkServer, arguments: Arguments, folder: Path) -> tuple[Golden, Census]:

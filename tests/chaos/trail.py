@@ -1,7 +1,7 @@
 """Where a process is: its stacks in a mapped file, which is whole whenever the process is killed.
 
-A thread writes them every few milliseconds. Python's audit events tell of each operation on the file system before it is
-done, so a process can also be killed right at one: between two of them nothing of a run's folder changes.
+A thread writes them every few milliseconds. Python's audit events tell of each operation on the file system before it
+is done, so a process can also be killed right at one: between two of them nothing of a run's folder changes.
 """
 
 import collections

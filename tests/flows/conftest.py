@@ -198,4 +198,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"mounting a small disk needs root ({error})")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazily: the traceback of a failed flow may keep a file open.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

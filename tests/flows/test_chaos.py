@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from ..chaos.campaign import Campaign, Plan
-from ..chaos.comparison import Golden
-from ..chaos.processes import ForkServer, forking
-from ..chaos.settings import small_pictures
-from ..chaos.trail import Operation
+from tests.chaos.campaign import Campaign, Plan
+from tests.chaos.comparison import Golden
+from tests.chaos.processes import ForkServer, forking
+from tests.chaos.settings import small_pictures
+from tests.chaos.trail import Operation
+
 from .conftest import Runs, Start
 
 PLANS = (
@@ -35,6 +36,7 @@ def fork_server(server: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_killed_here_and_there(undisturbed: tuple[Runs, Start], fork_server: ForkServer, tmp_path: Path) -> None:
     runs, first = undisturbed
+    assert first.summary.policy_digest is not None
     golden = Golden(runs, "run", first.summary.policy_digest)
     campaign = Campaign(golden, small_pictures, fork_server.start, tmp_path)
     campaign.one_run(iter(PLANS))

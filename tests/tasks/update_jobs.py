@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from configs.placement_sections import PlacementSection
 from configs.schema import (
     LoraSection,
     MismatchSection,
     PictureRolloutSection,
-    PlacementSection,
     PolicySection,
     RolloutSection,
     TextRolloutSection,

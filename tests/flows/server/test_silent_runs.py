@@ -1,19 +1,38 @@
 """The automation that marks silent runs as crashed: registered once, kept as it should be, patient after a restart."""
 
 import asyncio
+import importlib
+import pkgutil
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
+from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import Automation
 
 from flows.server.database import prepare_database
 from flows.server.silent_runs import NAME, SILENCE, ensure_automations, grant_patience, silent_runs_automation
+from flows.stage_flows import STAGE_FLOWS
 
 from .conftest import server_of
+
+
+def test_it_is_about_every_flow_of_ours_and_no_other() -> None:
+    import flows
+    from flows.server.silent_runs import FLOWS
+
+    modules = [importlib.import_module(f"flows.{found.name}") for found in pkgutil.iter_modules(flows.__path__)]
+    named = {value.name for module in modules for value in vars(module).values() if isinstance(value, Flow)}
+    named |= set(STAGE_FLOWS)
+    # Made by hand, on no server.
+    named -= {"tiny model", "tiny text model"}
+    assert {"grpo train", "grpo replay", "collect rollouts"} <= named
+    assert [name for name in named if not any(fnmatchcase(name, pattern) for pattern in FLOWS)] == []
+    assert not any(fnmatchcase("nightly report", pattern) for pattern in FLOWS)
 
 
 async def registered() -> list[Automation]:

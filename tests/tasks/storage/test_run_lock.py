@@ -2,6 +2,8 @@
 
 import contextlib
 import contextvars
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -214,6 +216,14 @@ class TestLocalDisk:
                 with pytest.raises(LockLostError):
                     lock.require_held()
 
+    def test_a_disk_without_locks_is_refused(self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        def flock(descriptor: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with pytest.raises(InputError, match=r"storage\.root: .*keeps no locks"), held(store):
+            pass
+
     def test_one_of_many_at_once(self, store: ArtifactStore) -> None:
         assert winners(store, 16) == 1
 
@@ -314,25 +324,34 @@ class TestLease:
     def test_holder_whose_lease_was_taken_is_told_and_disturbs_nobody(self, leased: ArtifactStore) -> None:
         with held(leased) as lock:
             write_lease(leased, 2)
+            theirs = objects(leased)["000002"]
+            time.sleep(0.3)
             with pytest.raises(LockLostError, match=r"run is no longer held.*taken by ann on far-away"):
                 lock.require_held()
-            theirs = objects(leased)["000002"]
-            time.sleep(0.3)  # its renewals go on
         assert objects(leased)["000002"] == theirs
 
     def test_lease_that_was_removed_is_no_longer_held(self, leased: ArtifactStore) -> None:
         with held(leased) as lock:
             leased.filesystem.rm(leased.path(LOCK), recursive=True)
-            with pytest.raises(LockLostError, match="removed"):
-                lock.require_held()
             with held(leased) as second:
-                with pytest.raises(LockLostError, match=f"taken by {described_by_this_process()}"):
-                    lock.require_held()
                 time.sleep(0.3)
                 second.require_held()
+                with pytest.raises(LockLostError, match=f"removed|taken by {described_by_this_process()}"):
+                    lock.require_held()
 
     def test_one_of_many_at_once(self, leased: ArtifactStore) -> None:
         assert winners(leased, 16) == 1
+
+    def test_a_bucket_that_is_gone_at_the_end_hides_no_error(self, leased: ArtifactStore) -> None:
+        def failing(path: str) -> bytes:
+            raise ConnectionResetError("the network is away")
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError), held(leased):  # noqa: PT012
+            patch.setattr(leased.filesystem, "cat_file", failing)
+            _ = 1 / 0
+        # Its process lives, so nobody but the lease time can tell that it is over.
+        with held(leased) as lock:
+            lock.require_held()
 
     def test_renewals_outlive_a_fault_of_the_network(
         self, leased: ArtifactStore, monkeypatch: pytest.MonkeyPatch

@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 
-from grpo_core.errors import InputError
+from configs.loader import read_config
+from configs.placement_sections import StorageSection
+from flows.inputs import require_inputs
+from grpo_core.errors import InputError, InputErrors
 from tasks.placing.faults import Fault, fault_of
-from tasks.storage.artifact_files import PART, s3_tag
+from tasks.storage import artifact_files, committing, roots
+from tasks.storage.artifact_files import s3_tag
 from tasks.storage.codec import decode_reference, encode_reference
+from tasks.storage.configured import open_store
 from tasks.storage.failures import StorageError, UnreachableStorageError
 from tasks.storage.records import StageRecords
 from tasks.storage.reference import StaleReferenceError
@@ -98,10 +103,15 @@ class TestArtifacts:
         assert [each for each in s3.requests(before) if each.startswith("GET") and "part-" in each] == []
         assert read(other, tmp_path / "fetched", home) == FILES
 
-    def test_a_file_in_parts_has_the_tag_that_is_computed(self, store: ArtifactStore, tmp_path: Path) -> None:
+    def test_a_file_in_parts_has_the_tag_that_is_computed(
+        self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        smallest = 5 * 2**20
+        for module in (artifact_files, committing):
+            monkeypatch.setattr(module, "PART", smallest)
         with store.staging() as staged:
             with (staged / "weights").open("wb") as stream:
-                stream.truncate(2 * PART + 5)
+                stream.truncate(2 * smallest + 5)
             expected = s3_tag(staged / "weights")
             store.commit(staged, "policies/000001", digest="d", schema_version=1, rows=0, seconds=0.0, metrics={})
         found = store.filesystem.info(store.path("policies/000001/weights"))
@@ -184,6 +194,7 @@ class TestTwoWriters:
             assert store.bring_home(reference) == reference
             assert read(store, tmp_path / sha256, reference) == FILES
 
+    @pytest.mark.slow
     def test_another_result_sets_the_first_aside(self, store: ArtifactStore, tmp_path: Path) -> None:
         told = self.write_at_once(f"s3://{store.root}", (4, 5))
         found = store.find(FOLDER)
@@ -206,8 +217,6 @@ class TestSlowWriter:
         self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """A worker that was thought dead puts its file there just when the manifest has been made."""
-        from tasks.storage import committing
-
         real = committing.create_manifest
 
         def overtaken(store: ArtifactStore, path: str, manifest: Any) -> bool:
@@ -290,7 +299,7 @@ class TestKill:
 
     def test_kill_leaves_a_whole_artifact_or_none(self, store: ArtifactStore, tmp_path: Path) -> None:
         root = f"s3://{store.root}"
-        found = [self.require_whole(root, number, tmp_path) for number in sweep(root, 2, 5)]
+        found = [self.require_whole(root, number, tmp_path) for number in sweep(root, 4, 9)]
         assert True in found
         assert False in found
 
@@ -356,10 +365,39 @@ class TestRefusals:
             assert "look at AWS_ENDPOINT_URL" in self.refusal(f"{bucket}/runs").mend
 
     def test_address_that_does_not_answer(self, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(roots, "LOOK", {"connect_timeout": 1, "read_timeout": 1})
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"http://127.0.0.1:{silent.getsockname()[1]}"
             with environment(monkeypatch, {"AWS_ENDPOINT_URL": address}):
                 assert "does not answer as it should" in self.refusal(f"{bucket}/runs").mend
+
+
+class TestConfiguration:
+    def problems(self, bucket: str, **storage: object) -> list[str]:
+        config = read_config(REPOSITORY / "configs/tiny.yaml", [f"storage.root={bucket}/runs", "run.name=run"])
+        section = config.storage.model_copy(update=storage)
+        with pytest.raises(InputErrors) as caught:
+            require_inputs(config.model_copy(update={"storage": section}))
+        return [str(error) for error in caught.value.errors]
+
+    def test_a_wrong_root_is_told_before_the_work_begins(self, bucket: str, tmp_path: Path) -> None:
+        (told,) = self.problems(bucket, root="s3://key:secret@bucket/runs")
+        assert told.startswith("storage.root: got 's3://***@bucket/runs'.")
+        (told,) = self.problems(bucket, root=f"{bucket}-absent/runs")
+        assert "There is no such bucket" in told
+        (tmp_path / "file").write_text("")
+        (told,) = self.problems(bucket, cache_dir=str(tmp_path / "file"))
+        assert told.startswith("storage.cache_dir")
+
+    def test_the_cache_is_the_one_that_is_asked_for(self, bucket: str, tmp_path: Path) -> None:
+        section = StorageSection(root=bucket, cache_dir=str(tmp_path / "copies"), cache_gib=0.5)
+        store = open_store(section, "run")
+        reference = commit(store)
+        assert read(store, tmp_path / "fetched", reference) == FILES
+        assert len([path for path in (tmp_path / "copies" / "contents").rglob("*") if path.is_file()]) == len(FILES)
+        assert store.files.cache is not None
+        assert store.files.cache.limit == 2**29
+        assert open_store(StorageSection(root=str(tmp_path)), "run").files.cache is None
 
 
 class TestFailuresInARun:

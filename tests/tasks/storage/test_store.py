@@ -15,6 +15,7 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.storage.failures import StorageError
+from tasks.storage.manifest import opened, sealed
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.store import INCOMING, SET_ASIDE, ArtifactStore
 
@@ -98,40 +99,117 @@ class TestCommit:
         assert store.bring_home(first) == first  # still whole where it was set aside
         assert store.find(FOLDER) == first
 
+    def test_the_same_result_again_is_the_one_that_stands(self, store: ArtifactStore) -> None:
+        first = commit(store, seconds=1.0)
+        assert commit(store, seconds=2.0) == first
+        assert reasons(store) == []
+        flip(Path(store.path(f"{FOLDER}/part-00000.parquet")))
+        third = commit(store, seconds=3.0)
+        assert third.seconds == 3.0
+        assert store.find(FOLDER) == third
+        assert ["cut short" in reason for reason in reasons(store)] == [True]
 
+    def test_manifest_that_names_files_elsewhere_is_not_followed(self, store: ArtifactStore, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_bytes(b"secret")
+        place = Path(store.path(f"{FOLDER}.manifest.json"))
+        reference = commit(store)
+        described = opened(place.read_bytes())
+        described["files"] = {"../../../secret": hashlib.sha256(b"secret").hexdigest()}
+        place.write_bytes(sealed(described))
+        assert store.find(FOLDER) is None
+        forged = reference.model_copy(update={"sha256": hashlib.sha256(place.read_bytes()).hexdigest()})
+        with pytest.raises(StaleReferenceError, match="is not in its folder"):
+            store.local_files(forged)
+
+
+AT_ONCE = """
+import os, sys
+from tasks.storage.store import ArtifactStore
+from tests.tasks.storage.test_store import commit
+
+root, rows = sys.argv[1], [int(each) for each in sys.argv[2:]]
+children = []
+for number, count in enumerate(rows):
+    pid = os.fork()
+    if pid == 0:
+        for turn in range(10):
+            commit(ArtifactStore(root, f"run{turn}"), seconds=float(number), rows=count)
+        os._exit(0)
+    children.append(pid)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+
+
+class TestWritersAtOnce:
+    def write(self, root: str, *rows: int) -> list[ArtifactStore]:
+        subprocess.run([sys.executable, "-c", AT_ONCE, root, *map(str, rows)], cwd=REPOSITORY, check=True)
+        return [ArtifactStore(root, f"run{turn}") for turn in range(10)]
+
+    def test_the_first_stands_where_all_have_the_same_result(self, tmp_path: Path) -> None:
+        for store in self.write(str(tmp_path), 4, 4, 4):
+            found = store.find(FOLDER)
+            assert found is not None
+            assert reasons(store) == []
+
+    def test_each_other_result_is_set_aside_whole(self, tmp_path: Path) -> None:
+        for store in self.write(str(tmp_path), 4, 5, 6):
+            found = store.find(FOLDER)
+            assert found is not None
+            assert reasons(store) == ["another result of the same stage took its place"] * 2
+            kept_aside = [
+                json.loads(path.read_text())["rows"] for path in Path(store.path(SET_ASIDE)).rglob("*.manifest.json")
+            ]
+            assert sorted([found.rows, *kept_aside]) == [4, 5, 6]
+
+
+KILL_POINTS = ("staged", "half-moved", "moved", "manifest half-written", "committed")
 KILL = """
 import os, signal, sys
 from tasks.storage import committing as module
 from tasks.storage.store import ArtifactStore
-from tests.tasks.storage.test_store import commit
+from tests.tasks.storage.test_store import KILL_POINTS, commit
 
 def kill(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
-point, root = sys.argv[1:]
-real_write, real_move = module.write_whole, module.move_folder
-if point == "staged":
-    module.settle_folder = kill
-if point == "half-moved":
-    module.move_folder = lambda staged, target: (staged.joinpath("part-00000.parquet").unlink(), kill())
-if point == "moved":
-    module.move_folder = lambda *a: (real_move(*a), kill())
-if point == "manifest half-written":
-    def half(filesystem, path, content, *, scratch):
-        (scratch / "half").write_bytes(content[:10])
-        kill()
-    module.write_whole = half
-if point == "committed":
-    module.write_whole = lambda *a, **k: (real_write(*a, **k), kill())
-commit(ArtifactStore(root, "run"))
+def set_up(point):
+    real_write, real_move = module.write_whole, module.move_folder
+    if point == "staged":
+        module.settle_folder = kill
+    if point == "half-moved":
+        module.move_folder = lambda staged, target: (staged.joinpath("part-00000.parquet").unlink(), kill())
+    if point == "moved":
+        module.move_folder = lambda *a: (real_move(*a), kill())
+    if point == "manifest half-written":
+        def half(filesystem, path, content, *, scratch):
+            (scratch / "half").write_bytes(content[:10])
+            kill()
+        module.write_whole = half
+    if point == "committed":
+        module.write_whole = lambda *a, **k: (real_write(*a, **k), kill())
+
+for point in KILL_POINTS:
+    pid = os.fork()
+    if pid == 0:
+        set_up(point)
+        commit(ArtifactStore(sys.argv[1], point))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 """
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A root with one run for each point that its writer was killed at."""
+    root = str(tmp_path_factory.mktemp("killed"))
+    subprocess.run([sys.executable, "-c", KILL, root], cwd=REPOSITORY, check=True)
+    return root
+
+
 class TestKill:
-    @pytest.mark.parametrize("point", ["staged", "half-moved", "moved", "manifest half-written", "committed"])
-    def test_kill_leaves_a_whole_artifact_or_none(self, store: ArtifactStore, point: str) -> None:
-        child = subprocess.run([sys.executable, "-c", KILL, point, store.root], cwd=REPOSITORY, check=False)
-        assert child.returncode == -signal.SIGKILL
+    @pytest.mark.parametrize("point", KILL_POINTS)
+    def test_kill_leaves_a_whole_artifact_or_none(self, killed: str, point: str) -> None:
+        store = ArtifactStore(killed, point)
         assert any(path.is_dir() for path in Path(store.path(INCOMING)).iterdir())
         found = store.find(FOLDER)
         assert (found is not None) == (point == "committed")

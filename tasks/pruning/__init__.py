@@ -1,0 +1,7 @@
+"""What a run can do without, taken away so that everything which refers to it stays right.
+
+prunable    an artifact as whoever prunes sees it: its age, its size, and whether it was pruned before
+pictures    rollouts without their pictures
+set_aside   what was moved out of the way long ago
+leftovers   calls and half-written files of processes that are gone
+"""

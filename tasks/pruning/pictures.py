@@ -1,0 +1,78 @@
+"""Rollouts without their pictures: every other value, the row groups and the digests stay as they were."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tasks.pruning.prunable import Prunable
+from tasks.storage.store import ArtifactStore
+from tasks.storage.tables import DIGESTS
+
+IMAGE = "image"
+_WRITTEN_BY_ARROW = b"ARROW:schema"
+
+
+def picture_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
+    """What the pictures take as they are stored; 0 for texts, and where they are gone."""
+    total = 0
+    for name in rollouts.files:
+        with store.filesystem.open(store.path(f"{rollouts.folder}/{name}"), "rb") as stream:
+            total += _image_bytes(pq.read_metadata(stream))
+    return total
+
+
+def _image_bytes(metadata: pq.FileMetaData) -> int:
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+    held = [column for column in columns if column.path_in_schema.split(".")[0] == IMAGE]
+    # Nulls take a few bytes a row group, which are none of a picture's.
+    return sum(
+        column.total_compressed_size
+        for column in held
+        if column.statistics is None or column.statistics.null_count < column.num_values
+    )
+
+
+def remove_pictures(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
+    """Put the same rollouts without pictures in the place of an artifact.
+
+    Raises:
+        StaleReferenceError: its files are not what the manifest says.
+        StorageError: a disk or a bucket does not take it.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo-") as fetched, store.staging() as staged:
+        folder = store.local_files(rollouts.reference, Path(fetched) / "rollouts")
+        for name in rollouts.manifest.files:
+            target = staged / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(".parquet"):
+                strip_pictures(folder / name, target)
+            else:
+                shutil.copyfile(folder / name, target)
+        store.succeed(rollouts.reference, staged, pruned=pruned)
+
+
+def strip_pictures(source: Path, target: Path) -> None:
+    """Write a table once more with every picture null; a row group at a time, and no picture is read."""
+    file = pq.ParquetFile(source)
+    metadata = dict(file.metadata.metadata or {})
+    digests = metadata.pop(DIGESTS.encode(), None)
+    metadata.pop(_WRITTEN_BY_ARROW, None)
+    schema = file.schema_arrow.with_metadata(metadata)
+    if IMAGE not in schema.names:
+        shutil.copyfile(source, target)
+        return
+    others = [name for name in schema.names if name != IMAGE]
+    with pq.ParquetWriter(target, schema, compression="zstd") as writer:
+        for index in range(file.num_row_groups):
+            kept = file.read_row_group(index, columns=others)
+            absent = pa.nulls(kept.num_rows, schema.field(IMAGE).type)
+            columns = [absent if name == IMAGE else kept[name] for name in schema.names]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, kept.num_rows))
+        if digests is not None:
+            writer.add_key_value_metadata({DIGESTS: digests.decode()})

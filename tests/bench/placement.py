@@ -1,0 +1,190 @@
+"""One run on this machine twice: in one process, and on two pools of three workers over PostgreSQL and S3.
+
+`make bench-pools`. Both make the same policy; what a stage takes beyond its own work is what dispatching it costs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from tasks.checkout import CHECKOUT
+from tasks.storage.store import ArtifactStore
+from tests.postgres_server import postgres_server
+from tests.s3_server import s3_server
+
+CONFIG = "configs/tiny.yaml"
+POOLS = ("pictures", "pictures", "scores")
+PLACED = (
+    "placement.rollouts.pool=pictures",
+    "placement.rollouts.shards=2",
+    "placement.rewards.pool=scores",
+    "placement.advantages.pool=scores",
+    "placement.update.pool=pictures",
+)
+PLACES = {
+    "collect rollouts": "iteration_{iteration:06d}/rollouts",
+    "score ssim": "iteration_{iteration:06d}/rewards/ssim",
+    "score psnr": "iteration_{iteration:06d}/rewards/psnr",
+    "compute advantages": "iteration_{iteration:06d}/advantages",
+    "update policy": "policies/{iteration:06d}",
+}
+SECONDS_TO_START = 300.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run.
+
+    Attributes:
+        summary: what it told.
+        wall: seconds of the command, from its start to its end.
+    """
+
+    summary: Mapping[str, object]
+    wall: float
+
+
+def program(*arguments: str) -> list[str]:
+    """The command line of the project."""
+    return [sys.executable, "-m", "flows.command_line", *arguments]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, database: str, home: Path) -> Iterator[str]:
+    """`grpo ui` on PostgreSQL; the address of its API."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_API_DATABASE_CONNECTION_URL": database}
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            program("ui", "--port", str(port)), cwd=CHECKOUT, env=environment, stdout=log, stderr=log
+        )
+    url = f"http://127.0.0.1:{port}/api"
+    try:
+        _await(lambda: _healthy(url), server, folder / "server.log")
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _await(ready: object, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    assert callable(ready)
+    limit = time.monotonic() + SECONDS_TO_START
+    while not ready():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < limit, log.read_text()
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def working(folder: Path, environment: Mapping[str, str]) -> Iterator[list[Path]]:
+    """The workers; what each of them says."""
+    logs, processes = [], []
+    try:
+        for number, pool in enumerate(POOLS):
+            logs.append(folder / f"worker-{number}.log")
+            with logs[-1].open("wb") as log:
+                command = program("worker", pool)
+                processes.append(subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log))
+        for log_file, process in zip(logs, processes, strict=True):
+            _await(lambda log_file=log_file: "started!" in log_file.read_text(), process, log_file)
+        yield logs
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+
+
+def train(name: str, environment: Mapping[str, str], overrides: Sequence[str]) -> Measured:
+    """One run to its end."""
+    begun = time.monotonic()
+    arguments = [part for each in overrides for part in ("--set", each)]
+    ended = subprocess.run(
+        program("train", CONFIG, "--run", name, *arguments, "--json"),
+        cwd=CHECKOUT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return Measured(json.loads(ended.stdout.splitlines()[-1]), time.monotonic() - begun)
+
+
+def overheads(url: str, name: str, store: ArtifactStore, iterations: int) -> dict[str, list[float]]:
+    """By stage, what its tasks took beyond the stage's own work, in seconds; the first iteration warms up."""
+    found: dict[str, list[float]] = {}
+    for iteration in range(2, iterations + 1):
+        for stage, folder in PLACES.items():
+            label = stage.removeprefix("score ")
+            made = store.find(folder.format(iteration=iteration, label=label))
+            assert made is not None, folder
+            title = f"iteration {iteration}: {stage}"
+            query = {"task_runs": {"name": {"any_": [title]}}, "flow_runs": {"name": {"any_": [name]}}}
+            (task,) = httpx.post(f"{url}/task_runs/filter", json=query).json()
+            found.setdefault(stage, []).append(task["total_run_time"] - made.seconds)
+    return found
+
+
+def main(iterations: int) -> None:
+    """Measure, and print the table."""
+    with tempfile.TemporaryDirectory(prefix="grpo-bench-") as scratch, postgres_server() as postgres:
+        folder = Path(scratch)
+        postgres.sql("CREATE DATABASE prefect")
+        common = [f"run.iterations={iterations}", "evaluate.every=0", "rollout.prompts_per_batch=6"]
+        with s3_server(folder) as bucket, serving(folder, postgres.url("prefect"), folder / "server-home") as url:
+            away = {**os.environ, **bucket.environment, "PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "home")}
+            away["XDG_CACHE_HOME"] = str(folder / "cache")
+            here = {**os.environ, "PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "home")}
+            alone = train("alone", here, [*common, f"storage.root={folder}/runs"])
+            with working(folder, away) as logs:
+                root = f"s3://{bucket.make_bucket()}/runs"
+                pooled = train("pooled", away, [*common, *PLACED, f"storage.root={root}"])
+                loads = [log.read_text().count("loaded data/models") for log in logs]
+            os.environ.update(bucket.environment)
+            beyond = overheads(url, "pooled", ArtifactStore(root, "pooled"), iterations)
+        show(alone, pooled, loads, beyond)
+
+
+def show(alone: Measured, pooled: Measured, loads: Sequence[int], beyond: Mapping[str, Sequence[float]]) -> None:
+    """The figures, side by side."""
+    table = Table("", "one process, local disk", "two pools, three workers, PostgreSQL, S3")
+    table.add_row("policy digest", *(str(each.summary["policy_digest"])[:16] for each in (alone, pooled)))
+    table.add_row("seconds, command", f"{alone.wall:.1f}", f"{pooled.wall:.1f}")
+    for each in ("total", "rollouts", "rewards", "advantages", "update"):
+        seconds = [run.summary["seconds"] for run in (alone, pooled)]
+        table.add_row(f"seconds, {each}", *(f"{value[each]:.1f}" for value in seconds if isinstance(value, dict)))
+    console = Console()
+    console.print(table)
+    console.print(f"model loads by worker: {list(loads)}")
+    for stage, seconds in beyond.items():
+        told = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
+        console.print(f"{stage}: {told} beyond its own work, {len(seconds)} times")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=5)
+    main(parser.parse_args().iterations)

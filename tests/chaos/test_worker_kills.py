@@ -1,0 +1,34 @@
+"""SIGKILL of the training process, of a worker or of its child, at random moments: the run comes to the same end."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from . import settings
+from .campaign import Fall, undisturbed
+from .processes import ForkServer
+from .workers import WorkerCampaign, serving
+
+pytestmark = pytest.mark.chaos
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
+KILLS = int(os.environ.get("CHAOS_WORKER_KILLS", "24"))
+MOST_OF_A_RUN = 8
+POOL = "chaos"
+
+
+def test_killed_among_workers(
+    shared_fork_server: ForkServer, tmp_path: Path, noted: Callable[[list[Fall]], None]
+) -> None:
+    arguments, rng = settings.on_pool(POOL), random.Random(SEED)
+    with serving(shared_fork_server, POOL, 2, tmp_path) as workers:
+        (tmp_path / "cold").mkdir()
+        # The first run waits for the workers to be there and to import; the second one is timed.
+        undisturbed(shared_fork_server.start, arguments, tmp_path / "cold")
+        golden, census = undisturbed(shared_fork_server.start, arguments, tmp_path)
+        campaign = WorkerCampaign(golden, arguments, shared_fork_server, workers, census.seconds, tmp_path)
+        while len(campaign.falls) < KILLS:
+            campaign.one_run(rng, min(MOST_OF_A_RUN, KILLS - len(campaign.falls)))
+    noted(campaign.falls)

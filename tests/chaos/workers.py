@@ -1,0 +1,135 @@
+"""Workers of a pool that are killed with the run they work for, and replaced."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.flows.conftest import Runs
+
+from .campaign import Arguments, Fall
+from .comparison import Golden, require_same
+from .places import place_of
+from .processes import ForkServer, Order, Process, kill
+from .trail import read_sight
+
+SECONDS_AT_MOST = 900.0
+VICTIMS = ("the training process", "a worker", "a worker's child")
+
+
+@dataclass
+class Workers:
+    """Living workers of one pool.
+
+    Attributes:
+        server: forks them.
+        pool: that they serve.
+        folder: for what they say.
+    """
+
+    server: ForkServer
+    pool: str
+    folder: Path
+    living: list[Process] = field(default_factory=list)
+    started: int = 0
+
+    def add(self) -> None:
+        """Start one more."""
+        self.started += 1
+        scratch = self.folder / f"{self.pool}-{self.started:03d}"
+        scratch.mkdir()
+        self.living.append(self.server.start(Order(["worker", self.pool], scratch, scratch)))
+
+    def kill_one(self, rng: random.Random) -> None:
+        """Kill the whole of one, and start another in its place."""
+        victim = self.living.pop(rng.randrange(len(self.living)))
+        kill(victim, alone=False)
+        assert victim.wait(60) == -signal.SIGKILL, "a worker ended by itself"
+        self.add()
+
+    def kill_a_child(self, rng: random.Random) -> bool:
+        """Kill a process in which a worker does stages; False where there is none yet."""
+        children = [child for worker in self.living for child in psutil.Process(worker.pid).children()]
+        if not children:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rng.choice(children).pid, signal.SIGKILL)
+        return True
+
+    def close(self) -> None:
+        """End all of them."""
+        for worker in self.living:
+            kill(worker, alone=False)
+            worker.wait(60)
+
+
+@contextlib.contextmanager
+def serving(server: ForkServer, pool: str, count: int, folder: Path) -> Iterator[Workers]:
+    """So many workers of a pool until the end of the context."""
+    workers = Workers(server, pool, folder)
+    try:
+        for _ in range(count):
+            workers.add()
+        yield workers
+    finally:
+        workers.close()
+
+
+@dataclass
+class WorkerCampaign:
+    """One configuration whose stages are done by workers, any process of which is killed.
+
+    Attributes:
+        golden: what every run must come to, made by workers that were let be.
+        arguments: of the command line for a run of this name in a storage root.
+        server: forks the training process.
+        workers: that do its stages.
+        seconds: that an undisturbed run takes.
+        folder: for storage roots.
+        falls: kills so far.
+        ended: runs that came to their end.
+    """
+
+    golden: Golden
+    arguments: Arguments
+    server: ForkServer
+    workers: Workers
+    seconds: float
+    folder: Path
+    falls: list[Fall] = field(default_factory=list)
+    ended: int = 0
+
+    def one_run(self, rng: random.Random, most: int) -> None:
+        """Kill a random process of a run at random moments, at most so often, and compare what it comes to."""
+        name = f"pool-run-{self.ended + 1:03d}"
+        runs = Runs(self.folder / name)
+        order = Order(self.arguments(runs, name), runs.root, self.folder)
+        falls: list[Fall] = []
+        training = self.server.start(order)
+        while True:
+            code = training.wait(rng.expovariate(2.0 / self.seconds) if len(falls) < most else SECONDS_AT_MOST)
+            if code is not None:
+                break
+            assert len(falls) < most, f"{name} has not ended after {falls}\n{order.output.read_text()[-6000:]}"
+            place, victim = place_of(read_sight(order.trail)), rng.choice(VICTIMS)
+            if victim == VICTIMS[0]:
+                kill(training, alone=rng.random() < 0.5)
+                assert training.wait(60) == -signal.SIGKILL
+                training = self.server.start(order)
+            elif victim == VICTIMS[1]:
+                self.workers.kill_one(rng)
+            elif not self.workers.kill_a_child(rng):
+                continue
+            falls.append(Fall(name, place, victim))
+        assert code == 0, f"{name} ended with {code} after {falls}\n{order.output.read_text()[-6000:]}"
+        require_same(self.golden, runs, name, order.output)
+        assert [path.name for path in runs.path(".calls", run=name).iterdir()] == []
+        shutil.rmtree(runs.root)
+        self.falls += falls
+        self.ended += 1

@@ -1,0 +1,148 @@
+"""The server is killed under a run, stays away, comes back; and a run whose process is killed is told by the server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.server.silent_runs import SILENCE
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
+from tests.postgres_server import PostgresServer
+
+from .grpo_ui import GrpoUi, grpo_ui
+
+pytestmark = pytest.mark.slow
+
+SILENT = SILENCE.total_seconds()
+ALIVE = """
+import flows, sys, time
+from prefect import flow
+
+@flow(name=sys.argv[1])
+async def alive():
+    print("begun", flush=True)
+    time.sleep(900)
+
+import asyncio
+asyncio.run(alive())
+"""
+
+
+def client_environment(ui: GrpoUi, home: Path) -> Mapping[str, str]:
+    own = {"PREFECT_API_URL": ui.api_url, "PREFECT_HOME": str(home), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {name: value for name, value in ui.environment.items() if "DATABASE" not in name} | own
+
+
+def flow_runs(ui: GrpoUi) -> dict[str, FlowRun]:
+    with temporary_settings({PREFECT_API_URL: ui.api_url}), get_client(sync_client=True) as client:
+        return {client.read_flow(run.flow_id).name: run for run in client.read_flow_runs()}
+
+
+def states(ui: GrpoUi, run: FlowRun) -> list[str]:
+    with temporary_settings({PREFECT_API_URL: ui.api_url}), get_client(sync_client=True) as client:
+        history: list[State[Any]] = client.read_flow_run_states(run.id)
+    return [state.type.value for state in history]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> float:
+    """Seconds until it holds."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "it does not come"
+        time.sleep(0.5)
+    return time.monotonic() - started
+
+
+@contextmanager
+def flow_process(ui: GrpoUi, home: Path, name: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALIVE, name],
+        cwd=REPOSITORY,
+        env=client_environment(ui, home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def grpo_train(runs: Runs, ui: GrpoUi, home: Path) -> subprocess.Popen[bytes]:
+    home.mkdir()
+    overrides = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
+    command = [sys.executable, "-m", "flows.command_line", "train", str(TINY), *overrides, "--json"]
+    with (home / "out").open("wb") as out, (home / "err").open("wb") as err:
+        return subprocess.Popen(command, cwd=REPOSITORY, env=client_environment(ui, home), stdout=out, stderr=err)
+
+
+@pytest.mark.parametrize("lost", ["server", "database"])
+def test_a_run_ends_as_if_nothing_had_been(
+    postgres: PostgresServer, empty: Runs, undisturbed: tuple[Runs, Start], tmp_path: Path, lost: str
+) -> None:
+    postgres.sql(f"CREATE DATABASE lost_{lost}")
+    environment = {"PREFECT_API_DATABASE_CONNECTION_URL": postgres.url(f"lost_{lost}")}
+    with grpo_ui(tmp_path / "server", environment) as ui:
+        child = grpo_train(empty, ui, tmp_path / "home")
+        try:
+            wait_for(empty.path("iteration_000001", "rollouts.manifest.json").exists, 240)
+            if lost == "server":
+                assert ui.end(signal.SIGKILL) == -signal.SIGKILL
+                ui.start()
+            else:
+                postgres.stop()
+                time.sleep(10)
+                postgres.start()
+            code = child.wait(400)
+        finally:
+            child.kill()
+        assert code == 0, (tmp_path / "home" / "err").read_text()
+        told = json.loads((tmp_path / "home" / "out").read_text().splitlines()[-1])
+        assert told["policy_digest"] == undisturbed[1].summary.policy_digest
+        assert empty.tables() == undisturbed[0].tables()
+        run = flow_runs(ui)["grpo train"]
+        assert states(ui, run)[-1] == "COMPLETED"
+
+
+def test_who_lives_through_the_servers_absence_is_not_called_dead_and_who_dies_is(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    postgres.sql("CREATE DATABASE silent")
+    environment = {"PREFECT_API_DATABASE_CONNECTION_URL": postgres.url("silent")}
+    with (
+        grpo_ui(tmp_path / "server", environment) as ui,
+        flow_process(ui, tmp_path / "ours", "grpo alive") as ours,
+        flow_process(ui, tmp_path / "others", "another project's") as others,
+    ):
+        # The first heartbeat is recorded within seconds.
+        time.sleep(10)
+        ui.end(signal.SIGKILL)
+        time.sleep(SILENT + 15)
+        ui.start()
+        time.sleep(SILENT + 15)
+        runs = flow_runs(ui)
+        assert (ours.poll(), others.poll()) == (None, None)
+        assert states(ui, runs["grpo alive"]) == ["PENDING", "RUNNING"]
+        for process in (ours, others):
+            os.kill(process.pid, signal.SIGKILL)
+        seconds = wait_for(lambda: states(ui, runs["grpo alive"])[-1] == "CRASHED", SILENT + 60)
+        print(f"crashed after {seconds:.0f} s")
+        message = flow_runs(ui)["grpo alive"].state
+        assert message is not None
+        assert "no sign of life for 75 s" in str(message.message)
+        assert states(ui, runs["another project's"]) == ["PENDING", "RUNNING"]
