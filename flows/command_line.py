@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.prune_command import prune
 from flows.reward_commands import commands as reward_commands
 from flows.told import Json, told_in_one_message
 from flows.worker_commands import worker
@@ -26,6 +27,7 @@ application = typer.Typer(
 
 application.add_typer(reward_commands)
 application.command()(worker)
+application.command()(prune)
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Overrides = Annotated[

@@ -206,6 +206,7 @@ def _read_heldout(reader: ArtifactReader, run: RunView, fetched: Path, targets: 
 
 def _warnings(reader: ArtifactReader, run: RunView, targets: TargetReader) -> Iterator[str]:
     yield from _signs(reader)
+    yield from _pruned(reader, run)
     for damage in run.damages:
         yield f"{damage.place}: {damage.reason}"
     if run.damages:
@@ -217,6 +218,18 @@ def _warnings(reader: ArtifactReader, run: RunView, targets: TargetReader) -> It
             f"{count} target picture{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
             "Relative paths are read from the folder that `grpo` is started in"
         )
+
+
+def _pruned(reader: ArtifactReader, run: RunView) -> Iterator[str]:
+    """Of what is shown, the pictures that were taken away on purpose."""
+    ends = run.evaluated[:1] + run.evaluated[-1:] if len(run.evaluated) > 1 else ()
+    shown = [*((f"iteration {run.shown.iteration}", run.shown.stages) for _ in range(1) if run.shown)]
+    shown += [(f"the evaluation of policy {each.version}", each.stages) for each in ends]
+    for name, stages in shown:
+        told = [reader.pruned[each.folder] for each in stages.get("rollouts", ()) if each.folder in reader.pruned]
+        if told:
+            by, on = told[0].get("by", "grpo prune"), told[0].get("on", "a day that nothing says")
+            yield f"{name}: its pictures were removed on {on} by `{by}`; everything else of it is there"
 
 
 def _signs(reader: ArtifactReader) -> Iterator[str]:

@@ -19,6 +19,7 @@ from tasks.reports.group_records import GroupView, SampleView
 from tasks.reports.metric_titles import metric_title
 from tasks.reports.page import CHARTED, counted, metric_rows, number, progress, reward_means, signed, stage_shares
 from tasks.reports.passages import shortened
+from tasks.reports.pictures import PRUNED
 
 SPARK_WIDTH, WIDE = 32, 100
 MOST_ROWS = 24
@@ -194,7 +195,7 @@ def _output(sample: SampleView) -> Text:
         shown = plain(shortened(sample.output, LETTERS) or "(empty)")
         shown.stylize("bold")
         return shown
-    return thumbnail(sample.output)
+    return thumbnail(sample.output) if sample.output is not None else Text(PRUNED, style="dim")
 
 
 def _left_out(read: int, total: int) -> str | None:

@@ -44,6 +44,8 @@ TEMPORARY_SERVER: Mapping[str, str] = {
 LASTING_SERVER: Mapping[str, str] = {
     # Records of 90 days ago and events of 7 go; a database otherwise grows by 76 MB in an hour of busy flows.
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    # In memory, the default, a server that is started again knows of no leases, and ends the run that holds one.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
 }
 """For a server that is kept: `grpo ui`, compose.yaml."""

@@ -11,8 +11,7 @@ from configs.loader import check_config
 from configs.schema import RunConfig
 from flows.evaluate_request import OWN, find_stored
 from flows.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
-from flows.stored_iterations import read_range
-from flows.stored_policies import POLICIES
+from flows.stored_iterations import POLICIES, read_range
 from flows.train import is_evaluated
 from grpo_core.errors import InputError, InputErrors
 from tasks.reports.artifact_reader import ArtifactReader
@@ -71,22 +70,11 @@ class _Finder:
     needs: Needs
 
     def of_best(self) -> None:
-        """The version that people will want, and its pictures."""
-        rewards: dict[int, float] = {}
-        for version in self._evaluated():
-            manifest = self.store.manifest_at(self.store.path(f"{OWN}/{version:06d}/advantages"))
-            metrics = manifest.described.get("metrics") if manifest is not None else None
-            reward = metrics.get("reward") if isinstance(metrics, Mapping) else None
-            if isinstance(reward, float):
-                rewards[version] = reward
+        """The version that people will want."""
+        rewards = rewards_of(self.store, OWN)
         trained = {version: reward for version, reward in rewards.items() if version in self.versions}
-        if rewards:
-            self.needs.evaluations[max(rewards, key=rewards.__getitem__)].append(BEST)
         if trained:
             self.needs.policies[max(trained, key=trained.__getitem__)].append(BEST)
-
-    def _evaluated(self) -> list[int]:
-        return sorted(int(name) for name in ArtifactReader(self.store).names(OWN) if name.isdigit())
 
     def of_training(self, config: RunConfig, who: str) -> None:
         """What a training by `config` would draw or score of the versions that it passes by."""
@@ -94,11 +82,14 @@ class _Finder:
             return
         # Held-out prompts of another kind, number or seed have every version drawn again.
         alike = config.evaluate.model_copy(update={"every": self.config.evaluate.every}) == self.config.evaluate
-        for version in (each for each in self.versions if is_evaluated(config, each)):
-            if not alike or not self._is_scored(version, config):
+        due = [version for version in self.versions if is_evaluated(config, version)]
+        evaluated = numbers_in(self.store, OWN)
+        scored = {version for version in {*due, *evaluated} if self._is_scored(version, config)}
+        for version in due:
+            if not alike or version not in scored:
                 self.needs.policies[version].append(f"{who} evaluates it: that evaluation is not there whole")
-        for version in self._evaluated():
-            if not self._is_scored(version, config):
+        for version in evaluated:
+            if version not in scored:
                 self.needs.evaluations[version].append(f"{who} scores it: those scores are not there whole")
 
     def _is_scored(self, version: int, config: RunConfig) -> bool:
@@ -138,6 +129,23 @@ class _Finder:
             self.needs.iterations.append((*_iterations(asked.get("iterations")), f"{who} scores them again"))
 
 
+def numbers_in(store: ArtifactStore, folder: str) -> list[int]:
+    """Numbered folders of a folder of the run, in order."""
+    return sorted(int(name) for name in ArtifactReader(store).names(folder) if name.isdigit())
+
+
+def rewards_of(store: ArtifactStore, folder: str) -> dict[int, float]:
+    """Mean held-out reward of the evaluations in a folder of the run, by policy version."""
+    rewards: dict[int, float] = {}
+    for version in numbers_in(store, folder):
+        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/advantages"))
+        metrics = manifest.described.get("metrics") if manifest is not None else None
+        reward = metrics.get("reward") if isinstance(metrics, Mapping) else None
+        if isinstance(reward, float):
+            rewards[version] = reward
+    return rewards
+
+
 def _iterations(text: object) -> tuple[int, int | None]:
     try:
         return (1, None) if text is None else read_range(str(text))
@@ -151,8 +159,9 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
     """Replays of a run, kept beside it, that are not at their end: name, and the version that each starts from."""
-    for path in sorted(store.filesystem.ls(store.root, detail=False)):
-        name = str(path).rstrip("/").rsplit("/", 1)[-1]
+    entries = store.filesystem.ls(store.root, detail=True)
+    folders = sorted(str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
+    for name in (folder.rsplit("/", 1)[-1] for folder in folders):
         if name == store.run or name.startswith("."):
             continue
         start, end = _replay_of(store.run, store.read_shared(f"{name}/config.yaml"))

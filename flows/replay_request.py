@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf
+
 from configs.loader import read_config
 from configs.replay import CORRECTION, ReplayConfig, ReplaySection, as_replay
 from configs.schema import RunConfig
@@ -66,9 +68,8 @@ class ReplayRequest:
     overrides: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReplayPlan:
-    """What a replay does.
+class ReplayPlan(BaseModel):
+    """What a replay does. Prefect's server is told the configuration alone: all stored iterations may be too much.
 
     Attributes:
         config: of the replay.
@@ -78,10 +79,12 @@ class ReplayPlan:
             the first, and where no reward asks for them.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     config: ReplayConfig
     start: PolicyRef | None
-    iterations: tuple[StoredIteration, ...]
-    before: ArtifactRef | None
+    iterations: tuple[InstanceOf[StoredIteration], ...] = Field(exclude=True)
+    before: ArtifactRef | None = Field(exclude=True)
 
 
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
@@ -114,7 +117,12 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         max_staleness=request.max_staleness,
         correction=CORRECTION,
     )
-    return ReplayPlan(as_replay(config, section), start, iterations, _advantages_before(store, config, iterations))
+    return ReplayPlan(
+        config=as_replay(config, section),
+        start=start,
+        iterations=iterations,
+        before=_advantages_before(store, config, iterations),
+    )
 
 
 def _require_options(request: ReplayRequest) -> None:

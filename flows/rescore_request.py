@@ -235,6 +235,7 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
         reward = build_reward(section.reward, section.settings)
         for problem in reward.preflight():
             yield InputError(place, dict(section.settings), problem)
+        yield from _pruned_problems(run, section, place)
         prompts = _stored_prompts(run)
         if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
             mend = (
@@ -245,6 +246,23 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
         for column in sorted({*filter(None, [reward.needs_column]), *(section.where or {})} - set(found)):
             mend = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
             yield InputError(place, column, mend)
+
+
+def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:
+    """Scores that are missing where the pictures are too."""
+    lacking = [
+        each.number
+        for each in run.iterations
+        for draw, needed in zip(each.draws, run.needed[each.number], strict=True)
+        if any(one.section == section and one.stored is None for one in needed)
+        and run.store.pruned_reason(draw.rollouts) is not None
+    ]
+    if lacking:
+        mend = (
+            f"{run.store.run} has no scores of it for iteration {', '.join(map(str, dict.fromkeys(lacking)))}, whose "
+            "pictures were removed by `grpo prune`. Choose other --iterations, or rewards whose scores are stored."
+        )
+        yield InputError(place, section.reward, mend)
 
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:

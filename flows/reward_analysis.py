@@ -148,7 +148,10 @@ def _score_again(
             able.append(section)
     if not samples or not able:
         return None, unable
-    last = max(draws)
+    last = max((each for each in draws if store.pruned_reason(draws[each][0].rollouts) is None), default=None)
+    if last is None:
+        gone = "the pictures were removed by `grpo prune`"
+        return None, {**unable, **{section.label: gone for section in able}}
     return score_again(store, last, draws[last][0], able, samples), unable
 
 

@@ -1,4 +1,4 @@
-"""What Prefect's server is going to run: deployments with an active schedule, and flow runs that wait or are at work."""
+"""What Prefect's server will run: deployments with an active schedule, and flow runs that wait or are at work."""
 
 import os
 from collections.abc import Iterator, Mapping

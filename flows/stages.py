@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
-from prefect import Task
+from prefect import Task, get_run_logger
 from prefect.context import SyncClientContext
 from prefect.futures import wait
 
@@ -13,6 +13,7 @@ from configs.reward_sections import RewardSection
 from flows.temporary_server import end_temporary_server_with_this_process
 from tasks.caching import configured
 from tasks.placing.supervised import close_stage_processes
+from tasks.progress import is_heard, listen
 from tasks.score_reward import score_reward_task
 from tasks.scoring_processes import close_scoring_processes
 from tasks.storage.records import registered_records, use_records
@@ -25,9 +26,22 @@ P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 
 
+class RunLog:
+    """Tells the flow run's log in the UI, where nobody sits at a terminal."""
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Its stages stand in the UI by themselves."""
+
+    def announce(self, line: str) -> None:
+        """A line of the log."""
+        get_run_logger().info(line)
+
+
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Tasks of this context keep their artifacts, and the records of them, in the run's folder while it is held."""
+    if not is_heard():
+        listen(RunLog())
     use_store(store)
     use_lock(lock)
     use_records(await registered_records())

@@ -3,9 +3,10 @@
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -22,6 +23,7 @@ from tasks.update_job import STATE_FILE
 
 STORED, RECOMPUTED = "stored", "recomputed"
 RESCORED = "rescored"
+POLICIES = "policies"
 _DRAW = re.compile(r"draw_\d{2,}")
 
 
@@ -126,10 +128,14 @@ def _require_advantages(store: ArtifactStore, name: str) -> None:
         raise InputErrors([InputError("--advantages", name, mend)])
 
 
+def draw_names(reader: ArtifactReader, place: str) -> list[str]:
+    """Folders of an iteration's later draws, in order."""
+    return [name for name in reader.names(place) if _DRAW.fullmatch(name)]
+
+
 def _draw_folders(reader: ArtifactReader, place: str) -> list[str]:
     """Folders of the draws that the last advantages cover; empty where there are none."""
-    draws = [f"{place}/{name}" for name in reader.names(place) if _DRAW.fullmatch(name)]
-    folders = [place, *draws]
+    folders = [place, *(f"{place}/{name}" for name in draw_names(reader, place))]
     scored = [index for index, folder in enumerate(folders) if "advantages.manifest.json" in reader.names(folder)]
     return folders[: scored[-1] + 1] if scored else []
 
@@ -171,18 +177,45 @@ def _samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozense
     return frozenset(samplers)
 
 
+def held_versions(store: ArtifactStore) -> list[int]:
+    """Versions of the policy that have a manifest and were not pruned, in order."""
+    names = [name for name in ArtifactReader(store).artifact_names(POLICIES) if name.isdigit()]
+    return sorted(int(name) for name in names if _pruned(store, int(name)) is None)
+
+
+def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
+    """What was said when the files of a version were taken away; None for one that has them."""
+    manifest = store.manifest_at(store.path(f"{POLICIES}/{version:06d}"))
+    return manifest.pruned if manifest is not None and not manifest.files else None
+
+
+def missing_version(store: ArtifactStore, version: int) -> InputError:
+    """Says that a version is not there, or not any more, and which are."""
+    pruned, held = _pruned(store, version), _in_words(held_versions(store))
+    if pruned is not None:
+        gone = f"Its files were removed by `{pruned.get('by', 'grpo prune')}`; {store.run} holds {held}"
+    else:
+        gone = f"{store.run} holds {held}; another was never made, or is damaged"
+    return InputError("--policy", version, f"{gone}. Choose one of these; 0 is the model as it was given.")
+
+
+def _in_words(held: list[int]) -> str:
+    if not held:
+        return "no policies"
+    if len(held) > 2 and held == list(range(held[0], held[-1] + 1)):
+        return f"versions {held[0]} to {held[-1]}"
+    return f"version{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
+
+
 def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
     """A version of the source's policy with its optimizer, to go on from.
 
     Raises:
         InputErrors: there is none, or none that is whole.
     """
-    found = store.find(f"policies/{version:06d}")
+    found = store.find(f"{POLICIES}/{version:06d}") if version in held_versions(store) else None
     if found is None:
-        names = ArtifactReader(store).names("policies")
-        held = sorted(int(name) for name in names if name.isdigit())
-        mend = f"{store.run} has {', '.join(map(str, held)) or 'no policies'}; 0 is the model as it was given."
-        raise InputErrors([InputError("--policy", version, mend)])
+        raise InputErrors([missing_version(store, version)])
     with tempfile.TemporaryDirectory() as fetched:
         folder = store.local_files(found, Path(fetched) / "policy")
         digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]

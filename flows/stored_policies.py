@@ -1,12 +1,10 @@
 """Which version of a run's policy is meant, and whether it is whole."""
 
-from flows.stored_iterations import read_policy
+from flows.stored_iterations import POLICIES, held_versions, missing_version, read_policy
 from grpo_core.errors import InputError, InputErrors
 from tasks.reports.artifact_reader import ArtifactReader
 from tasks.storage.reference import PolicyRef
 from tasks.storage.store import ArtifactStore
-
-POLICIES = "policies"
 
 
 def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
@@ -22,16 +20,12 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
     """
     base = PolicyRef(version=0, digest=model_digest)
     reader = ArtifactReader(store)
-    held = sorted({int(name) for name in reader.artifact_names(POLICIES) if name.isdigit()} - {0})
+    held = sorted({*held_versions(store)} - {0})
     if version == 0:
         return base, ()
     if version is not None:
         if version not in held:
-            mend = (
-                f"{store.run} holds {_versions(held)}; another was never made, or was pruned. Choose one of these; 0 "
-                "is the model as it was given."
-            )
-            raise InputErrors([InputError("--policy", version, mend)])
+            raise InputErrors([missing_version(store, version)])
         if damage := _damage(reader, version):
             mend = f"{damage}. Choose another version, or start the run again: what is damaged is made again."
             raise InputErrors([InputError("--policy", version, mend)])
@@ -43,14 +37,6 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
             return read_policy(store, each), tuple(notes)
         notes.append(f"{store.run}: version {each} is passed over: {damage}")
     return base, tuple(notes)
-
-
-def _versions(held: list[int]) -> str:
-    if not held:
-        return "no policies"
-    if len(held) > 2 and held == list(range(held[0], held[-1] + 1)):
-        return f"versions {held[0]} to {held[-1]}"
-    return f"version{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
 
 
 def _damage(reader: ArtifactReader, version: int) -> str | None:

@@ -31,6 +31,11 @@ def listen(listener: Listener) -> None:
     _LISTENER.set(listener)
 
 
+def is_heard() -> bool:
+    """Whether anybody listens in the present context."""
+    return not isinstance(_LISTENER.get(), _Nobody)
+
+
 def listener() -> Listener:
     """Whoever hears of progress in the present context."""
     return _LISTENER.get()

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from configs.reward_sections import RewardSection
+from grpo_core.errors import InputError
 from grpo_core.rewards.picture_files import decode_stored
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import score_samples
@@ -23,6 +24,11 @@ _READ_OF_TOKENS = ("token_ids",)
 _READ_OF_PICTURES = ("target_uri", "target_sha256", "image", "defect")
 _READ_OF_TEXTS = ("completion",)
 _READ_AT_ONCE = 32
+
+_PRUNED = (
+    "It was removed by `grpo prune`, so no reward can score the sample any more. Leave out the rewards and guardrails "
+    "that have no stored scores of these samples; those that have them go on as before."
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
 def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
     targets: dict[str, Image.Image] = {}
     for row in rows:
+        if row["image"] is None:
+            raise InputError(f"sample {row['sample_id']}", "no picture", _PRUNED)
         uri = row["target_uri"]
         if uri is not None and uri not in targets:
             targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))

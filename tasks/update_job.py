@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.core_settings import optimizer_settings, update_settings
-from configs.placement_sections import PlacementSection
+from configs.placement_sections import PlacementSection, StorageSection
 from configs.schema import UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.optimizer import PolicyOptimizer
@@ -75,7 +75,7 @@ class SharedJob(BaseModel):
 
     Attributes:
         job: the same for all of them.
-        root: of the storage.
+        storage: where the artifacts are.
         run: whose artifacts they are.
         staged: folder that the first process writes into.
     """
@@ -83,7 +83,7 @@ class SharedJob(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     job: UpdateJob
-    root: str
+    storage: StorageSection
     run: str
     staged: str
 

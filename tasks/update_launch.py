@@ -16,6 +16,7 @@ import torch
 from tasks.checkout import environment
 from tasks.error_records import ErrorRecord
 from tasks.models import release_policy
+from tasks.storage.configured import described
 from tasks.storage.store import ArtifactStore
 from tasks.update_job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusable_placement
 from tasks.update_process import JOB_FILE, OUTCOME_FILE, PROGRESS
@@ -53,8 +54,7 @@ def carry_out_together(
         release_policy()
     with tempfile.TemporaryDirectory(prefix="grpo-update-") as scratch:
         folder = Path(scratch)
-        root = store.filesystem.unstrip_protocol(store.root)
-        shared = SharedJob(job=job, root=root, run=store.run, staged=str(staged.resolve()))
+        shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(staged.resolve()))
         (folder / JOB_FILE).write_text(shared.model_dump_json())
         with _launched(folder, job) as launcher:
             assert launcher.stdout is not None

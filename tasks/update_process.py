@@ -40,12 +40,13 @@ def take_part(folder: Path) -> None:
     """
     from grpo_core.update.accelerated import AcceleratedRanks
     from tasks.models import configure_torch
+    from tasks.storage.configured import open_store
     from tasks.storage.failures import storage_failures_told
-    from tasks.storage.store import ArtifactStore, use_store
+    from tasks.storage.store import use_store
     from tasks.update_job import SharedJob, carry_out
 
     shared = SharedJob.model_validate_json((folder / JOB_FILE).read_text())
-    store = ArtifactStore(shared.root, shared.run)
+    store = open_store(shared.storage, shared.run)
     use_store(store)
     placement = shared.job.placement
     kind: type[AcceleratedRanks] = AcceleratedRanks

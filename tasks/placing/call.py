@@ -15,8 +15,7 @@ from tasks.code import code_digest
 from tasks.error_records import ErrorRecord, record_of
 from tasks.placing.faults import Fault, RemoteStageError, fault_of
 from tasks.placing.stages import Arguments, Reference, Stage, stage_named
-from tasks.storage.configured import open_store
-from tasks.storage.read_cache import GIB
+from tasks.storage.configured import described, open_store
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore, use_store
 
@@ -86,17 +85,11 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore) -> StageCa
     hints = _hints(stage.function)
     return StageCall(
         stage=stage.name,
-        storage=_storage_of(store),
+        storage=described(store),
         run=store.run,
         code=code_digest(),
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
-
-
-def _storage_of(store: ArtifactStore) -> StorageSection:
-    """The root as others find it; where copies of it are kept is the affair of each machine."""
-    root, cache = store.filesystem.unstrip_protocol(store.root), store.files.cache
-    return StorageSection(root=root) if cache is None else StorageSection(root=root, cache_gib=cache.limit / GIB)
 
 
 def arguments_of(call: StageCall, stage: Stage) -> dict[str, Any]:

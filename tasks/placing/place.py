@@ -28,6 +28,8 @@ def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         LostStageError: the process or the worker that did it is gone.
     """
     where, store = stage.where(arguments), current_store()
+    # Whoever does it elsewhere would not know that it may have been done.
+    store.require_read()
     if stage.shards(arguments) > 1:
         return in_shards(stage, arguments, submit)
     if where.pool is not None:

@@ -14,7 +14,6 @@ from tasks.storage.store import ArtifactStore
 from tasks.storage.tables import DIGESTS
 
 IMAGE = "image"
-_WRITTEN_BY_ARROW = b"ARROW:schema"
 
 
 def picture_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
@@ -60,10 +59,7 @@ def remove_pictures(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[st
 def strip_pictures(source: Path, target: Path) -> None:
     """Write a table once more with every picture null; a row group at a time, and no picture is read."""
     file = pq.ParquetFile(source)
-    metadata = dict(file.metadata.metadata or {})
-    digests = metadata.pop(DIGESTS.encode(), None)
-    metadata.pop(_WRITTEN_BY_ARROW, None)
-    schema = file.schema_arrow.with_metadata(metadata)
+    schema, digests = file.schema_arrow, (file.metadata.metadata or {}).get(DIGESTS.encode())
     if IMAGE not in schema.names:
         shutil.copyfile(source, target)
         return

@@ -1,12 +1,12 @@
 """A run's artifacts, verified and never touched: what is damaged is told and left where it is."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks.storage.files import is_local, sha256_of
-from tasks.storage.manifest import opened
+from tasks.storage.manifest import Manifest, read_manifest
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import MANIFEST_ENDING, ArtifactStore
@@ -34,11 +34,16 @@ class StoredArtifact:
 
     Attributes:
         reference: what the manifest says of it.
-        files: sha256 by name within the artifact's folder.
+        manifest: what it says of the files.
     """
 
     reference: ArtifactRef
-    files: Mapping[str, str]
+    manifest: Manifest
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The sha256 by name within the artifact's folder."""
+        return self.manifest.files
 
 
 class ArtifactReader:
@@ -46,6 +51,7 @@ class ArtifactReader:
 
     Attributes:
         damages: what was found damaged so far, each file once.
+        pruned: what was taken away on purpose from the artifacts that were found so far, by their folders.
         unverified: artifacts whose files are all there, but were too many bytes to verify.
     """
 
@@ -53,6 +59,7 @@ class ArtifactReader:
         """Point at a run that exists."""
         self.store = store
         self.damages: list[Damage] = []
+        self.pruned: dict[str, Mapping[str, Any]] = {}
         self.unverified = 0
         self._whole: set[str] = set()
         # Verifying a remote artifact means fetching it; there, only what is shown is worth that.
@@ -91,25 +98,27 @@ class ArtifactReader:
     def find(self, folder: str) -> StoredArtifact | None:
         """The artifact in this place if its manifest is whole and every file that it names is there."""
         name = f"{folder}{MANIFEST_ENDING}"
-        manifest = self.read_bytes(name)
-        if manifest is None:
+        content = self.read_bytes(name)
+        if content is None:
             return None
         try:
-            described = opened(manifest)
-            files: dict[str, str] = dict(described.pop("files"))
-            uri, sha256 = f"{self.store.run}/{folder}", hashlib.sha256(manifest).hexdigest()
-            reference = ArtifactRef(uri=uri, sha256=sha256, **described)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            manifest = read_manifest(content)
+            reference = manifest.reference(f"{self.store.run}/{folder}")
+        except (ValueError, TypeError) as error:
             self.damaged(name, f"it is no manifest, or not as it was written ({type(error).__name__})")
             return None
         if reference.schema_version != SCHEMA_VERSION:
             reason = f"schema version {reference.schema_version}; this program reads {SCHEMA_VERSION}"
             self.damaged(folder, reason)
             return None
-        missing = [file for file in files if not self.store.filesystem.exists(self.store.path(f"{folder}/{file}"))]
+        if manifest.pruned is not None:
+            self.pruned[folder] = manifest.pruned
+        missing = [
+            file for file in manifest.files if not self.store.filesystem.exists(self.store.path(f"{folder}/{file}"))
+        ]
         for file in missing:
             self.damaged(f"{folder}/{file}", "it is missing")
-        return None if missing else StoredArtifact(reference, files)
+        return None if missing else StoredArtifact(reference, manifest)
 
     def verify(self, artifact: StoredArtifact, only: Iterable[str] | None = None) -> bool:
         """Whether the files, or `only` these of them, have the sha256 that the manifest says."""
@@ -121,7 +130,7 @@ class ArtifactReader:
                 self.damaged(f"{folder}/{name}", f"it cannot be read ({error})")
                 whole = False
                 continue
-            if found != artifact.files[name]:
+            if found not in artifact.manifest.accepted(name):
                 self.damaged(f"{folder}/{name}", f"it has sha256 {found[:12]}, not {artifact.files[name][:12]}")
                 whole = False
         if whole and only is None:

@@ -20,7 +20,7 @@ class SampleView:
         reward: None where no reward applies or none was computed.
         advantage: None likewise, and where its group was dropped.
         breakdown: value by reward, before weights; None where the reward does not apply.
-        output: an RGB picture, made smaller where it was large; or the whole text.
+        output: an RGB picture, made smaller where it was large; or the whole text; None for a picture that was pruned.
     """
 
     sample_id: str
@@ -31,7 +31,7 @@ class SampleView:
     reward: float | None
     advantage: float | None
     breakdown: Mapping[str, float | None]
-    output: Image.Image | str
+    output: Image.Image | str | None
 
 
 @dataclass(frozen=True)

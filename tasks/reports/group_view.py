@@ -124,7 +124,7 @@ def _read_images(files: Sequence[Path], sides: Mapping[str, int]) -> dict[str, I
                 continue
             cells = file.read_row_group(index, columns=["image"])["image"].to_pylist()
             for name, cell in zip(names, cells, strict=True):
-                if name in sides:
+                if name in sides and cell is not None:
                     found[name] = shrunk(decode_stored(cell["bytes"], name), sides[name])
     return found
 
@@ -156,5 +156,5 @@ def _sample(row: Row, thoughts: _Thoughts, images: Mapping[str, Image.Image]) ->
         reward=reward,
         advantage=advantage,
         breakdown={label: values.get(name) for label, values in thoughts.scores.items()},
-        output=row[_TEXT] if _TEXT in row else images[name],
+        output=row[_TEXT] if _TEXT in row else images.get(name),
     )

@@ -37,8 +37,8 @@ def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: Artifa
         row = SheetRow(
             prompt=first["prompt"],
             target=load_target(target) if target else None,
-            before=[images[0][sample] for sample in earlier["sample_id"]],
-            after=[images[1][sample] for sample in later["sample_id"]],
+            before=[images[0].get(sample) for sample in earlier["sample_id"]],
+            after=[images[1].get(sample) for sample in later["sample_id"]],
             reward_before=_mean(earlier["reward"]),
             reward_after=_mean(later["reward"]),
         )

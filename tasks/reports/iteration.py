@@ -12,7 +12,7 @@ from PIL import Image
 from tasks.draws import SCORES_FILE, Draw
 from tasks.reports.curve import curve_svg
 from tasks.reports.passages import in_cell, shortened
-from tasks.reports.pictures import data_uri, read_pictures, thumbnail_uri
+from tasks.reports.pictures import PRUNED, data_uri, read_pictures, thumbnail_uri
 from tasks.reports.run_records import dataset_of
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore
@@ -165,7 +165,7 @@ def _ranking(samples: _Samples, chosen: pl.DataFrame, images: Mapping[str, Image
     for row in chosen.iter_rows(named=True):
         sample_id = row["sample_id"]
         cells = [
-            f"![{sample_id}]({thumbnail_uri(images[sample_id], THUMBNAIL)})",
+            f"![{sample_id}]({thumbnail_uri(images[sample_id], THUMBNAIL)})" if sample_id in images else PRUNED,
             f"**{row['reward']:.3f}**",
             *(_number(values.get(sample_id)) for values in samples.scores.values()),
             in_cell(shortened(row["prompt"], PROMPT_LETTERS)),

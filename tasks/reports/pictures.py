@@ -12,9 +12,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.rewards.picture_files import decode_stored
 
+PRUNED = "picture removed"
+"""Stands where a picture was."""
+
 
 def read_pictures(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.Image]:
-    """The pictures of these samples; only the row groups that hold one of them are read."""
+    """The pictures of these samples, as far as none was pruned; only row groups that hold one of them are read."""
     wanted = set(sample_ids)
     found: dict[str, Image.Image] = {}
     for path in sorted(rollouts.glob("*.parquet")):
@@ -25,7 +28,7 @@ def read_pictures(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.
                 continue
             cells = file.read_row_group(group, columns=["image"])["image"].to_pylist()
             for name, cell in zip(names, cells, strict=True):
-                if name in wanted:
+                if name in wanted and cell is not None:
                     found[name] = decode_stored(cell["bytes"], name)
     return found
 
@@ -67,7 +70,7 @@ class SheetRow:
     Attributes:
         prompt: its text.
         target: what it ought to give, if known.
-        before: pictures of the first policy.
+        before: pictures of the first policy; None for one that was pruned.
         after: pictures of the last policy, with the same seeds.
         reward_before: mean over `before`; None without one.
         reward_after: mean over `after`.
@@ -75,8 +78,8 @@ class SheetRow:
 
     prompt: str
     target: Image.Image | None
-    before: Sequence[Image.Image]
-    after: Sequence[Image.Image]
+    before: Sequence[Image.Image | None]
+    after: Sequence[Image.Image | None]
     reward_before: float | None
     reward_after: float | None
 
@@ -104,7 +107,11 @@ def contact_sheet(rows: Sequence[SheetRow], *, title: str, side: int = 96) -> Im
             sheet.paste(fitted(row.target, side), (target_x, top))
         for x, pictures in ((before_x, row.before), (after_x, row.after)):
             for place, picture in enumerate(pictures):
-                sheet.paste(fitted(picture, side), (x + place * (side + gap), top))
+                left = x + place * (side + gap)
+                if picture is None:
+                    draw.text((left + gap, top + side // 2), PRUNED, fill="#888888", font=small)
+                else:
+                    sheet.paste(fitted(picture, side), (left, top))
     return sheet
 
 

@@ -17,3 +17,9 @@ def open_store(storage: StorageSection, run: str) -> ArtifactStore:
     if storage.cache_dir is None:
         return ArtifactStore(storage.root, run, default_cache(limit))
     return ArtifactStore(storage.root, run, ReadCache(Path(storage.cache_dir).expanduser(), limit))
+
+
+def described(store: ArtifactStore) -> StorageSection:
+    """The root as others find it; where copies of it are kept is the affair of each machine."""
+    root, cache = store.filesystem.unstrip_protocol(store.root), store.files.cache
+    return StorageSection(root=root) if cache is None else StorageSection(root=root, cache_gib=cache.limit / GIB)

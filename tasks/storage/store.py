@@ -105,7 +105,8 @@ class ArtifactStore(VerifiedFolder):
     def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
         """The same artifact in its place in this run: found there, or copied from another run or what was set aside.
 
-        One whose files were removed on purpose is there as long as its manifest is.
+        One that was pruned in this place is there as long as its manifest is. One that was pruned elsewhere is not
+        brought from there: whoever asks may need what it lacks.
 
         Raises:
             StaleReferenceError: it is nowhere, or nowhere whole; what is damaged is set aside first.
@@ -118,7 +119,9 @@ class ArtifactStore(VerifiedFolder):
                 return home
             for place in self._other_places(reference):
                 manifest = self.answering(place, reference)
-                if isinstance(manifest, Manifest) and self.files.damage(place, manifest) is None:
+                if not isinstance(manifest, Manifest) or manifest.pruned is not None:
+                    continue
+                if self.files.damage(place, manifest) is None:
                     return self._copy_home(place, manifest, home, damage)
             with self.alone():
                 # A whole one is what another configuration made; the stage that replaces it says so.

@@ -15,6 +15,7 @@ from .table import table_of
 
 TABLE = "CHAOS_TABLE"
 """Variable with the file that the table goes to; without it the table is only printed."""
+FALLS = pytest.StashKey[list[list[Fall]]]()
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +50,18 @@ def shared_fork_server(
         yield server
 
 
-@pytest.fixture(scope="session")
-def noted(request: pytest.FixtureRequest) -> Iterator[Callable[[list[Fall]], None]]:
-    """Takes the kills of a test; the table of all of them is shown and written once the tests are over."""
-    falls: list[Fall] = []
-    yield falls.extend
+@pytest.fixture
+def noted(request: pytest.FixtureRequest) -> Callable[[list[Fall]], None]:
+    """Takes the list to which a test will append its kills, for the table; so the kills of one that fails are in it."""
+    return request.config.stash.setdefault(FALLS, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show and write the table of all kills."""
+    falls = [fall for of_one_test in config.stash.get(FALLS, []) for fall in of_one_test]
+    if not falls:
+        return
     told = table_of(falls)
+    terminalreporter.write_line(f"\n{told}")
     if os.environ.get(TABLE):
         Path(os.environ[TABLE]).write_text(told)
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\n{told}")

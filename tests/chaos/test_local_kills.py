@@ -37,10 +37,10 @@ def test_killed_anywhere(
     (tmp_path / "first").mkdir()
     golden, census = forked(fork_server, arguments, tmp_path)
     campaign, kills = Campaign(golden, arguments, fork_server.start, tmp_path), round(SHARES[kind] * KILLS)
+    noted(campaign.falls)
     while len(campaign.falls) < kills:
         most = min(MOST_OF_A_RUN, kills - len(campaign.falls))
         campaign.one_run(islice(random_plans(rng, census, campaign), most))
-    noted(campaign.falls)
 
 
 def test_commands_killed_at_any_moment(
@@ -49,7 +49,7 @@ def test_commands_killed_at_any_moment(
     start = functools.partial(start_afresh, environment=environment)
     golden, census = undisturbed(start, settings.pictures, tmp_path)
     campaign, rng = Campaign(golden, settings.pictures, start, tmp_path), random.Random(SEED)
+    noted(campaign.falls)
     while len(campaign.falls) < FRESH:
         moments = (Plan(rng.uniform(0.4, 1.0) * census.seconds) for _ in range(FRESH - len(campaign.falls)))
         campaign.one_run(moments)
-    noted(campaign.falls)

@@ -29,6 +29,6 @@ def test_killed_among_workers(
         undisturbed(shared_fork_server.start, arguments, tmp_path / "cold")
         golden, census = undisturbed(shared_fork_server.start, arguments, tmp_path)
         campaign = WorkerCampaign(golden, arguments, shared_fork_server, workers, census.seconds, tmp_path)
+        noted(campaign.falls)
         while len(campaign.falls) < KILLS:
             campaign.one_run(rng, min(MOST_OF_A_RUN, KILLS - len(campaign.falls)))
-    noted(campaign.falls)

@@ -127,9 +127,9 @@ class WorkerCampaign:
             elif not self.workers.kill_a_child(rng):
                 continue
             falls.append(Fall(name, place, victim))
+            self.falls.append(falls[-1])
         assert code == 0, f"{name} ended with {code} after {falls}\n{order.output.read_text()[-6000:]}"
         require_same(self.golden, runs, name, order.output)
         assert [path.name for path in runs.path(".calls", run=name).iterdir()] == []
         shutil.rmtree(runs.root)
-        self.falls += falls
         self.ended += 1

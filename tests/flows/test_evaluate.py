@@ -175,7 +175,7 @@ class TestRefused:
     def test_a_version_that_is_not_there(self, runs: Runs) -> None:
         (told,) = refused(runs, policy=7)
         assert told == (
-            "--policy: got 7. text holds versions 1, 2; another was never made, or was pruned. Choose one of these; 0 "
+            "--policy: got 7. text holds versions 1, 2; another was never made, or is damaged. Choose one of these; 0 "
             "is the model as it was given."
         )
 

@@ -30,6 +30,7 @@ from tasks.collect_rollouts import collect_rollouts_task
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import GroupPlan, RolloutPlan
+from tasks.storage.configured import described
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.storage.store import ArtifactStore, current_store
@@ -179,7 +180,7 @@ def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
     folder.mkdir()
     exchanged = folder.with_name(f"{folder.name}-exchanged")
     exchanged.mkdir()
-    shared = SharedJob(job=job, root=store.root, run=store.run, staged=str(folder))
+    shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(folder))
     (exchanged / JOB_FILE).write_text(shared.model_dump_json())
     in_processes(job.placement.processes, _take_part_recorded, exchanged)
     return UpdateOutcome.model_validate_json((exchanged / OUTCOME_FILE).read_text())

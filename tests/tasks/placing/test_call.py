@@ -99,14 +99,14 @@ def test_an_argument_that_the_stage_does_not_take_is_refused(store: ArtifactStor
 
 
 def test_no_other_function_can_be_called() -> None:
-    with pytest.raises(ValueError, match="no stage 'os.system'; there are collect rollouts, score reward"):
+    with pytest.raises(ValueError, match=r"no stage 'os\.system'; there are collect rollouts, score reward"):
         stage_named("os.system")
 
 
 def test_other_code_is_refused(store: ArtifactStore) -> None:
     name, arguments = CALLS[2]
     call = call_of(stage_named(name), arguments, store).model_copy(update={"code": "another"})
-    with pytest.raises(InputError, match="worker: .* runs other code or other versions"):
+    with pytest.raises(InputError, match=r"worker: .* runs other code or other versions"):
         carry_out(call).reference()
 
 
@@ -114,7 +114,7 @@ def test_errors_come_back(store: ArtifactStore) -> None:
     name, arguments = CALLS[2]
     missing = carry_out(call_of(stage_named(name), arguments, store))
     assert missing.fault is None
-    with pytest.raises(Exception, match="rollouts.manifest.json is missing"):
+    with pytest.raises(Exception, match=r"rollouts\.manifest\.json is missing"):
         StageOutcome.model_validate_json(missing.model_dump_json()).reference()
 
 

@@ -92,13 +92,30 @@ def test_a_succession_of_successions(store: ArtifactStore, tmp_path: Path) -> No
         store.local_files(references[0], tmp_path / "fetched")
 
 
-def test_another_run_brings_home_what_is_left(store: ArtifactStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [{"part-00000.parquet": b"first"}, None], ids=["fewer", "none"])
+def test_another_run_takes_nothing_that_was_pruned(
+    store: ArtifactStore, tmp_path: Path, files: dict[str, bytes] | None
+) -> None:
+    former = commit(store)
+    root = "memory://succession" if "/succession" in store.root else store.root
+    early, late = (ArtifactStore(root, name) for name in ("early", "late"))
+    home = early.bring_home(former)
+    present = succeed(store, former, files)
+    for reference in (former, present):
+        with pytest.raises(StaleReferenceError):
+            late.bring_home(reference)
+    assert late.find(FOLDER) is None
+    assert early.bring_home(former) == home
+    assert read(early, home, tmp_path / "fetched") == FILES
+
+
+def test_what_was_pruned_does_not_come_back_from_where_it_was_set_aside(store: ArtifactStore) -> None:
     former = commit(store)
     succeed(store, former, {"part-00000.parquet": b"first"})
-    other = ArtifactStore(store.root if "/succession" not in store.root else "memory://succession", "other")
-    home = other.bring_home(former)
-    assert read(other, home, tmp_path / "fetched") == {"part-00000.parquet": b"first"}
-    assert other.pruned_reason(home) == PRUNED
+    store.set_aside([f"{FOLDER}.manifest.json", FOLDER], reason="the configuration changed")
+    with pytest.raises(StaleReferenceError):
+        store.bring_home(former)
+    assert store.find(FOLDER) is None
 
 
 def test_only_what_is_whole_is_succeeded_and_by_nothing_new(store: ArtifactStore) -> None:

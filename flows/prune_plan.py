@@ -1,0 +1,252 @@
+"""What goes of one run by the rules, and what stays although the rules would let it go, with the reason."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from configs.schema import RunConfig, TextRolloutSection
+from flows.evaluate_request import OTHERS, OWN
+from flows.prune_needs import BEST, Needs, find_needs, numbers_in, rewards_of
+from flows.prune_request import Age, PruneRules
+from flows.scheduled import ScheduledFlow
+from flows.stored_iterations import POLICIES, draw_names
+from tasks.pruning.leftovers import abandoned_writes, old_calls
+from tasks.pruning.pictures import picture_bytes, remove_pictures
+from tasks.pruning.prunable import Prunable, State, bytes_of, look_at
+from tasks.pruning.set_aside import folders_set_aside, remove_folder
+from tasks.reports.artifact_reader import ArtifactReader
+from tasks.reports.run_view import iteration_numbers
+from tasks.storage.store import ArtifactStore
+
+VERSIONS, PICTURES, EVALUATIONS = "policy versions", "pictures of iterations", "pictures of evaluations"
+ASIDE, CALLS, WRITES = "set aside", "calls of work pools", "unfinished writes"
+KINDS = (VERSIONS, PICTURES, EVALUATIONS, ASIDE, CALLS, WRITES)
+"""Of what goes, in the order in which people are told."""
+
+ENDS = "the first and the last evaluation are shown side by side"
+UNSCORED = "its scores or advantages are not there whole"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something that goes.
+
+    Attributes:
+        kind: one of KINDS.
+        size: bytes that this frees.
+        carry_out: takes it away; done twice, it does nothing more.
+    """
+
+    kind: str
+    size: int
+    carry_out: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Staying:
+    """Something that is needed still.
+
+    Attributes:
+        kind: one of KINDS.
+        name: for people: a number, or a folder.
+        reason: who needs it.
+    """
+
+    kind: str
+    name: str
+    reason: str
+
+
+@dataclass
+class RunPlan:
+    """What pruning does to one run.
+
+    Attributes:
+        store: at the run.
+        removals: in order.
+        staying: what the rules would let go, in order.
+        notes: what else people ought to know.
+    """
+
+    store: ArtifactStore
+    removals: list[Removal] = field(default_factory=list)
+    staying: list[Staying] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def decide(self, kind: str, name: str, reasons: Sequence[str], remove: Callable[[], Removal]) -> None:
+        """Let something go unless there are reasons to keep it."""
+        if reasons:
+            self.staying.append(Staying(kind, name, "; ".join(dict.fromkeys(reasons))))
+        else:
+            self.removals.append(remove())
+
+
+def plan_run(
+    store: ArtifactStore, config: RunConfig, rules: PruneRules, scheduled: Sequence[ScheduledFlow], now: datetime
+) -> RunPlan:
+    """Look a run over; nothing is changed.
+
+    Args:
+        store: of the run.
+        config: its own.
+        rules: what may go.
+        scheduled: by Prefect's server.
+        now: what ages are counted from.
+    """
+    plan = RunPlan(store)
+    versions = _held_versions(store)
+    alive = [version for version, held in versions.items() if held.state is State.WHOLE]
+    asked = rules.last is not None or rules.pictures is not None
+    needs = find_needs(store, config, alive, scheduled) if asked else Needs()
+    _plan_versions(plan, config, rules, versions, needs, now)
+    _plan_pictures(plan, config, rules, needs, now)
+    _plan_set_aside(plan, rules.set_aside, now)
+    _plan_leftovers(plan, now)
+    return plan
+
+
+def _held_versions(store: ArtifactStore) -> dict[int, Prunable]:
+    names = [name for name in ArtifactReader(store).artifact_names(POLICIES) if name.isdigit()]
+    found = {int(name): look_at(store, f"{POLICIES}/{name}") for name in sorted(names, key=int)}
+    return {version: held for version, held in found.items() if held is not None}
+
+
+def _plan_versions(
+    plan: RunPlan,
+    config: RunConfig,
+    rules: PruneRules,
+    versions: Mapping[int, Prunable],
+    needs: Needs,
+    now: datetime,
+) -> None:
+    alive = [version for version, held in versions.items() if held.state is State.WHOLE]
+    sampling = config.run.staleness + 1
+    last, damaged = _last_whole(plan.store, alive, max(rules.last or 0, sampling)) if rules.last else ([], [])
+    for version, held in versions.items():
+        kept = rules.last is None or version in last[: rules.last] or rules.keeps(version)
+        if held.state is State.PRUNED or (held.state is State.WHOLE and kept):
+            continue
+        reasons = []
+        if held.state is State.WHOLE:
+            reasons += ["the next iterations are sampled by it"] if version in last[:sampling] else []
+            reasons += ["it is damaged, and the next start makes it again"] if version in damaged else []
+            reasons += needs.policies.get(version, [])
+        plan.decide(VERSIONS, str(version), reasons, partial(_without_files, plan.store, held, rules, now))
+
+
+def _last_whole(store: ArtifactStore, versions: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+    """The last versions whose every file is what it was, latest first, and the damaged ones among them."""
+    whole: list[int] = []
+    damaged: list[int] = []
+    for version in reversed(versions):
+        if len(whole) == count:
+            break
+        (whole if store.find(f"{POLICIES}/{version:06d}") is not None else damaged).append(version)
+    return whole, damaged
+
+
+def _without_files(store: ArtifactStore, held: Prunable, rules: PruneRules, now: datetime) -> Removal:
+    pruned = _pruned(held, "files", rules.of_policies if rules.last else "", now)
+    size = bytes_of(store, [store.path(f"{held.folder}/{name}") for name in held.files])
+    return Removal(VERSIONS, size, lambda: store.succeed(held.reference, None, pruned=pruned))
+
+
+def _pruned(held: Prunable, removed: str, rule: str, now: datetime) -> Mapping[str, Any]:
+    """What the manifest will say; a removal that was cut short ends as it began."""
+    return held.manifest.pruned or {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{now:%Y-%m-%d}"}
+
+
+def _plan_pictures(plan: RunPlan, config: RunConfig, rules: PruneRules, needs: Needs, now: datetime) -> None:
+    if isinstance(config.rollout, TextRolloutSection):
+        if rules.pictures is not None:
+            plan.notes.append("its rollouts are texts, which have no pictures")
+        return
+    drawn = {number: list(_rollouts(plan.store, number)) for number in iteration_numbers(ArtifactReader(plan.store))}
+    last = max((number for number, draws in drawn.items() if draws), default=0)
+    for number, draws in drawn.items():
+        going = [held for held in draws if _goes(held, rules.pictures, now, number, last)]
+        reasons = needs.of_iteration(number)
+        if going and not _is_scored(plan.store, config, number):
+            reasons.append(UNSCORED)
+        for held in going:
+            _decide_pictures(plan, PICTURES, held, reasons, rules, now)
+    for folder in [OWN, *(f"{OTHERS}/{name}" for name in ArtifactReader(plan.store).names(OTHERS))]:
+        _plan_evaluations(plan, folder, rules, needs.evaluations if folder == OWN else {}, now, last)
+
+
+def _rollouts(store: ArtifactStore, number: int) -> Iterator[Prunable]:
+    for folder in _draws(store, number):
+        if held := look_at(store, f"{folder}/rollouts"):
+            yield held
+
+
+def _draws(store: ArtifactStore, number: int) -> list[str]:
+    place = f"iteration_{number:06d}"
+    return [place, *(f"{place}/{name}" for name in draw_names(ArtifactReader(store), place))]
+
+
+def _goes(held: Prunable, age: Age | None, now: datetime, number: int, last: int) -> bool:
+    if held.state is State.WHOLE:
+        return age is not None and age.reached(held.made, now, number, last)
+    return held.state is State.CUT_SHORT
+
+
+def _is_scored(store: ArtifactStore, config: RunConfig, number: int) -> bool:
+    """Whether no stage of the iteration has to look at its pictures any more."""
+    folders = _draws(store, number)
+    scores = [f"{folder}/rewards/{section.label}" for folder in folders for section in config.rewards]
+    return all(store.find(each) is not None for each in [f"{folders[-1]}/advantages", *scores])
+
+
+def _plan_evaluations(
+    plan: RunPlan, folder: str, rules: PruneRules, needed: Mapping[int, list[str]], now: datetime, last: int
+) -> None:
+    versions = numbers_in(plan.store, folder)
+    looked_at = {version: look_at(plan.store, f"{folder}/{version:06d}/rollouts") for version in versions}
+    found = {version: held for version, held in looked_at.items() if held is not None}
+    rewards = rewards_of(plan.store, folder)
+    best = max(rewards, key=rewards.__getitem__) if rewards else None
+    for version, held in found.items():
+        if not _goes(held, rules.pictures if rules.evaluations else None, now, version, last):
+            continue
+        reasons = [*([ENDS] if version in (min(found), max(found)) else []), *([BEST] if version == best else [])]
+        reasons += needed.get(version, [])
+        if plan.store.find(f"{folder}/{version:06d}/advantages") is None:
+            reasons.append(UNSCORED)
+        _decide_pictures(plan, EVALUATIONS, held, reasons, rules, now)
+
+
+def _decide_pictures(
+    plan: RunPlan, kind: str, held: Prunable, reasons: Sequence[str], rules: PruneRules, now: datetime
+) -> None:
+    # What was cut short is partly gone already; to end it is all that can be done.
+    reasons = reasons if held.state is State.WHOLE else []
+
+    def removal() -> Removal:
+        pruned = _pruned(held, "pictures", rules.of_pictures if rules.pictures else "", now)
+        return Removal(kind, picture_bytes(plan.store, held), lambda: remove_pictures(plan.store, held, pruned))
+
+    plan.decide(kind, held.folder.removesuffix("/rollouts"), reasons, removal)
+
+
+def _plan_set_aside(plan: RunPlan, age: Age | None, now: datetime) -> None:
+    if age is None:
+        return
+    store = plan.store
+    for each in folders_set_aside(store):
+        if age.reached(each.since, now):
+            reasons = ["the run's present configuration made it, and may take it back"] if each.returns else []
+            remove = partial(Removal, ASIDE, each.size, partial(remove_folder, store, each.folder))
+            plan.decide(ASIDE, each.folder, reasons, remove)
+
+
+def _plan_leftovers(plan: RunPlan, now: datetime) -> None:
+    store = plan.store
+    for path in old_calls(store, now):
+        plan.removals.append(Removal(CALLS, bytes_of(store, [path]), partial(store.filesystem.rm_file, path)))
+    for folder in abandoned_writes(store):
+        size = bytes_of(store, store.filesystem.find(folder))
+        # It looks once more whose they are.
+        plan.removals.append(Removal(WRITES, size, store.clear_abandoned))

@@ -1,0 +1,232 @@
+"""What is taken away from a run: pictures alone from a table, calls and writes that nobody waits for."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import datasets
+import fsspec
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from configs.reward_sections import RewardSection
+from grpo_core.errors import InputError
+from grpo_core.rewards.registry import build_reward
+from tasks.checkout import CHECKOUT
+from tasks.placing.pool import CALLS
+from tasks.pruning.leftovers import abandoned_writes, old_calls
+from tasks.pruning.pictures import picture_bytes, remove_pictures, strip_pictures
+from tasks.pruning.prunable import State, look_at
+from tasks.pruning.set_aside import folders_set_aside, remove_folder
+from tasks.scoring_rows import batches_of, score_rows
+from tasks.storage.schemas import PICTURE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tasks.storage.store import ArtifactStore
+from tasks.storage.tables import TableWriter, part_digests
+
+GROUPS, SIBLINGS = 3, 2
+FOLDER = "iteration_000001/rollouts"
+PRUNED = {"removed": "pictures", "by": "grpo prune", "on": "2026-01-01"}
+
+
+def write_rollouts(path: Path, schema: pa.Schema = PICTURE_ROLLOUTS) -> str:
+    """Groups of rows whose pictures cannot be packed; the digest."""
+    writer = TableWriter(path, schema)
+    for group in range(GROUPS):
+        names = [f"{group}-{sibling}" for sibling in range(SIBLINGS)]
+        known = {
+            "sample_id": names,
+            "group_id": [str(group)] * SIBLINGS,
+            "dataset": ["default"] * SIBLINGS,
+            "prompt": [f"prompt {group}"] * SIBLINGS,
+            "columns": ["{}"] * SIBLINGS,
+            "token_ids": [[1, 2, group]] * SIBLINGS,
+            "completion": ["text"] * SIBLINGS,
+            "image": [{"bytes": os.urandom(20_000), "path": f"{name}.png"} for name in names],
+        }
+        writer.write({field.name: known.get(field.name, pa.nulls(SIBLINGS, field.type)) for field in schema})
+    return writer.close()
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArtifactStore]:
+    yield ArtifactStore(str(tmp_path / "runs") if request.param == "local" else "memory://pruning", "run")
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/pruning"):
+        memory.rm("/pruning", recursive=True)
+
+
+class TestPictures:
+    def test_everything_else_stays_as_it_was(self, tmp_path: Path) -> None:
+        before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
+        write_rollouts(before)
+        strip_pictures(before, after)
+        assert pq.read_schema(after).equals(pq.read_schema(before), check_metadata=True)
+        assert part_digests(after) == part_digests(before)
+        assert pq.read_metadata(after).num_row_groups == GROUPS
+        former, present = pl.read_parquet(before), pl.read_parquet(after)
+        assert present.drop("image").equals(former.drop("image"))
+        assert present["image"].null_count() == present.height == GROUPS * SIBLINGS
+        assert before.stat().st_size > GROUPS * SIBLINGS * 20_000 > 10_000 > after.stat().st_size - 20_000
+
+    def test_once_more_gives_the_same_bytes(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"{number}.parquet" for number in range(3)]
+        write_rollouts(paths[0])
+        for source, target in itertools.pairwise(paths):
+            strip_pictures(source, target)
+        assert paths[1].read_bytes() == paths[2].read_bytes()
+
+    def test_datasets_reads_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "rollouts.parquet"
+        write_rollouts(path)
+        strip_pictures(path, tmp_path / "stripped.parquet")
+        rows = datasets.Dataset.from_parquet(str(tmp_path / "stripped.parquet"), cache_dir=str(tmp_path / "cache"))
+        assert isinstance(rows.features["image"], datasets.Image)
+        assert rows[0]["image"] is None
+
+    def test_texts_are_copied(self, tmp_path: Path) -> None:
+        before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
+        write_rollouts(before, TEXT_ROLLOUTS)
+        strip_pictures(before, after)
+        assert after.read_bytes() == before.read_bytes()
+
+    def test_what_it_frees_is_told_before(self, store: ArtifactStore) -> None:
+        held = commit(store)
+        told, sizes = picture_bytes(store, held), [total(store)]
+        assert told > GROUPS * SIBLINGS * 20_000
+        remove_pictures(store, held, PRUNED)
+        sizes.append(total(store))
+        assert sizes[0] - sizes[1] == pytest.approx(told, rel=0.02)
+        gone = look_at(store, FOLDER)
+        assert gone is not None
+        assert (gone.state, picture_bytes(store, gone)) == (State.PRUNED, 0)
+        assert gone.reference.digest == held.reference.digest
+        assert store.bring_home(held.reference) == held.reference
+
+    def test_no_reward_scores_what_has_no_picture(self, tmp_path: Path) -> None:
+        write_rollouts(tmp_path / "rollouts.parquet")
+        (tmp_path / "without").mkdir()
+        strip_pictures(tmp_path / "rollouts.parquet", tmp_path / "without" / "rollouts.parquet")
+        section = RewardSection(reward="jpeg")
+        (batch,) = batches_of(tmp_path / "without", 32, frozenset({"0-0"}), with_tokens=False)
+        with pytest.raises(InputError, match=r"sample 0-0: got 'no picture'\. It was removed by `grpo prune`"):
+            score_rows(build_reward("jpeg", {}), section, batch)
+
+
+def commit(store: ArtifactStore):  # type: ignore[no-untyped-def]
+    with store.staging() as staged:
+        digest = write_rollouts(staged / "part-00000.parquet")
+        store.commit(
+            staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={"num_tokens": 1}
+        )
+    held = look_at(store, FOLDER)
+    assert held is not None
+    assert held.state is State.WHOLE
+    return held
+
+
+def total(store: ArtifactStore) -> int:
+    return sum(store.filesystem.size(path) for path in store.filesystem.find(store.path(FOLDER)))
+
+
+class TestSetAside:
+    def test_age_size_and_whether_the_run_may_take_it_back(self, store: ArtifactStore) -> None:
+        store.write_file("run.json", json.dumps({"lineage": "a"}).encode())
+        store.write_file("policies/x", b"12345")
+        store.set_aside(["run.json", "policies"], reason="the configuration changed")
+        store.write_file("run.json", json.dumps({"lineage": "b"}).encode())
+        store.write_file("damaged", b"1")
+        store.set_aside(["damaged"], reason="it is damaged")
+        first, second = folders_set_aside(store)
+        assert (first.returns, second.returns) == (False, False)
+        assert first.size > second.size > 1
+        assert datetime.now(UTC) - first.since < timedelta(minutes=5)
+        store.write_file("run.json", json.dumps({"lineage": "a"}).encode())
+        assert [each.returns for each in folders_set_aside(store)] == [True, False]
+        remove_folder(store, second.folder)
+        assert folders_set_aside(store) == [folders_set_aside(store)[0]]
+        assert not store.filesystem.exists(store.path(second.folder))
+
+    def test_an_ended_removal_is_gone_on_with(self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("x", "y"):
+            store.write_file(f"policies/{name}", b"1")
+        store.set_aside(["policies"], reason="the configuration changed")
+        (whole,) = folders_set_aside(store)
+        real, removed = type(store.filesystem).rm_file, []
+
+        def ended(self, path):  # type: ignore[no-untyped-def]
+            if removed:
+                raise KeyboardInterrupt
+            removed.append(path)
+            real(self, path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store.filesystem), "rm_file", ended)
+            with pytest.raises(KeyboardInterrupt):
+                remove_folder(store, whole.folder)
+        (left,) = folders_set_aside(store)
+        assert (left.folder, left.since) == (whole.folder, whole.since)
+        remove_folder(store, left.folder)
+        assert folders_set_aside(store) == []
+
+
+WRITER = """
+import sys, time
+from tasks.storage.store import ArtifactStore
+with ArtifactStore(sys.argv[1], "run").staging() as staged:
+    (staged / "half").write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+class TestLeftovers:
+    def test_calls_of_more_than_a_day_ago(self, store: ArtifactStore) -> None:
+        assert old_calls(store, datetime.now(UTC)) == []
+        store.write_file(f"{CALLS}/aa.json", b"{}")
+        store.write_file(f"{CALLS}/aa.outcome.json", b"{}")
+        now = datetime.now(UTC)
+        assert old_calls(store, now + timedelta(hours=23)) == []
+        found = old_calls(store, now + timedelta(hours=25))
+        assert [Path(path).name for path in found] == ["aa.json", "aa.outcome.json"]
+
+    def test_writes_of_processes_that_are_gone(self, tmp_path: Path) -> None:
+        store, writers = ArtifactStore(str(tmp_path), "run"), []
+        for _ in range(2):
+            command = [sys.executable, "-c", WRITER, str(tmp_path)]
+            writers.append(subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE))
+        try:
+            for writer in writers:
+                assert writer.stdout is not None
+                assert writer.stdout.readline() == b"writing\n"
+            assert abandoned_writes(store) == []
+            writers[0].kill()
+            writers[0].wait()
+            before = stamps(tmp_path)
+            (gone,) = abandoned_writes(store)
+            assert stamps(tmp_path) == before
+            store.clear_abandoned()
+            assert not Path(gone).exists()
+            assert abandoned_writes(store) == []
+        finally:
+            for writer in writers:
+                writer.kill()
+                with contextlib.suppress(AssertionError):
+                    assert writer.stdout is not None
+                    writer.stdout.close()
+                writer.wait()
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, str]]:
+    time.sleep(0.01)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files}
