@@ -12,8 +12,8 @@ from grpo_core.errors import InputError, InputErrors
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
 
-_SECONDS = 2.0
-"""For each of connecting and answering."""
+_PATIENCE = httpx.Timeout(10.0, connect=3.0)
+"""A busy server takes its time to answer; one that is not there says so, or nothing, at once."""
 
 _PAGE = 200
 
@@ -146,7 +146,7 @@ def _get(url: str, path: str) -> object:
             headers=headers,
             auth=(credentials[0], credentials[1]) if len(credentials) == 2 else None,
             verify=verify,
-            timeout=_SECONDS,
+            timeout=_PATIENCE,
         )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InputError("PREFECT_API_URL", url, "It must be as `grpo ui` prints it: http://HOST:PORT/api.") from error

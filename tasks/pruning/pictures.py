@@ -59,7 +59,9 @@ def remove_pictures(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[st
 def strip_pictures(source: Path, target: Path) -> None:
     """Write a table once more with every picture null; a row group at a time, and no picture is read."""
     file = pq.ParquetFile(source)
-    schema, digests = file.schema_arrow, (file.metadata.metadata or {}).get(DIGESTS.encode())
+    digests = (file.metadata.metadata or {}).get(DIGESTS.encode())
+    # In an order of its own, so that the same table always gives the same bytes.
+    schema = file.schema_arrow.with_metadata(dict(sorted((file.schema_arrow.metadata or {}).items())))
     if IMAGE not in schema.names:
         shutil.copyfile(source, target)
         return

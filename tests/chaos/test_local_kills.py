@@ -51,5 +51,5 @@ def test_commands_killed_at_any_moment(
     campaign, rng = Campaign(golden, settings.pictures, start, tmp_path), random.Random(SEED)
     noted(campaign.falls)
     while len(campaign.falls) < FRESH:
-        moments = (Plan(rng.uniform(0.4, 1.0) * census.seconds) for _ in range(FRESH - len(campaign.falls)))
+        moments = (Plan(rng.uniform(0.3, 0.9) * census.seconds) for _ in range(FRESH - len(campaign.falls)))
         campaign.one_run(moments)

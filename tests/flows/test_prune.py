@@ -462,7 +462,7 @@ class TestTheSameAsIfNothingHadGone:
         pruned(runs, policies_last=1, pictures_older_than="0i", evaluations=True)
         longer = runs.start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
         unpruned = Runs(empty.root.parent / "unpruned").start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
-        assert [stage.split(":")[0] for stage in longer.stages][0] == "iteration 5"
+        assert longer.stages[0] == "iteration 5: collect rollouts"
         assert longer.summary.policy_digest == unpruned.summary.policy_digest
         assert longer.summary.heldout_after == unpruned.summary.heldout_after
 
@@ -499,7 +499,7 @@ from tasks.storage import succession
 
 root, run = Path(sys.argv[1]), sys.argv[2]
 ASKED = dict(policies_last=1, pictures_older_than="0i", evaluations=True)
-STEPS = [(succession, "write_manifest"), (succession, "_replace"), (succession, "_remove"), (pictures, "strip_pictures")]
+STEPS = [(succession, name) for name in ("write_manifest", "_replace", "_remove")] + [(pictures, "strip_pictures")]
 left = 0
 
 def counted(real):
