@@ -27,7 +27,7 @@ train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 	$(ENVIRONMENT) $(RUN)/grpo train $(CONFIG)
 
 test: $(STAMP)  ## the tests that fit in a few minutes
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos"
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos" --numprocesses 2 --dist loadfile
 
 test-slow: $(STAMP)  ## the tests that take longer: kills in every stage, whole trainings
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow

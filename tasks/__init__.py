@@ -13,8 +13,11 @@ plan         their names and seeds
 prompts, targets, input_files, prompt_formats     what a person gives
 model_files  what a model's files are, by content
 models       the policy that this process holds, taken from version to version
-caching      the key of a stage's result
+caching      the key of a stage's result, and the task that is done where its placement says
+code         what of the project counts as part of a key; checkout is where it lies
+placing/     where a stage is done, in how many parts, and what is tried again
 storage/     where results are kept
+pruning/     what of them may be taken away
 reports/     what a person sees: tables, curves, pictures
 record, draw_figures, figure_names   an iteration's figures, gathered from its stages
 progress     how far a stage is

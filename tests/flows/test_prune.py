@@ -39,6 +39,7 @@ from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
 from tasks.storage.run_lock import locked
 from tasks.storage.store import ArtifactStore
+from tests.s3_server import forget_clients, s3_server
 
 from .conftest import REPOSITORY, Heard, Runs, Start
 from .deployed import deployed, make_pool, on_the_server
@@ -176,6 +177,8 @@ class TestPruned:
 
     def test_on_a_root_that_is_no_folder(self, runs: Runs) -> None:
         memory = fsspec.filesystem("memory")
+        for lock in runs.root.rglob(".lock"):
+            lock.unlink()
         memory.put(f"{runs.root}/", "/prune/", recursive=True)
         try:
             asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
@@ -548,6 +551,32 @@ def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> No
         assert files_of_artifacts(folder / RUN) == expected, number
         assert not any(b'"leaving"' in path.read_bytes() for path in (folder / RUN).rglob("*.manifest.json"))
         assert removed(prune(PruneRequest((RUN,), root=str(folder), **asked))) == {}
+
+
+@pytest.mark.slow
+def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lock in runs.root.rglob(".lock"):
+        lock.unlink()
+    asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
+    with s3_server(tmp_path) as server:
+        for name, value in {**server.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+            monkeypatch.setenv(name, value)
+        forget_clients()
+        bucket = server.make_bucket()
+        store = ArtifactStore(f"s3://{bucket}/runs", RUN)
+        store.filesystem.put(f"{runs.root}/", f"{bucket}/runs/", recursive=True)
+        seen = len(server.requests())
+        told = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **asked))
+        assert {request.split()[0] for request in server.requests(seen)} <= {"GET", "HEAD"}
+        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **asked))
+        here = pruned(runs, **asked)
+        for summary in (told, there):
+            assert (removed(summary), summary.runs[0].kept) == (removed(here), here.runs[0].kept)
+        assert held_versions(store) == held_versions(ArtifactStore(str(runs.root), RUN))
+        for path in runs.root.rglob("*.parquet"):
+            assert store.filesystem.cat_file(f"{bucket}/runs/{path.relative_to(runs.root)}") == path.read_bytes()
+        assert removed(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **asked))) == {}
+    forget_clients()
 
 
 def files_of_artifacts(run: Path) -> dict[str, str]:
