@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from datetime import datetime
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, Worker, WorkerStatus
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling, Crashed
 
@@ -16,6 +17,10 @@ from tasks.progress import announce
 SECONDS_BETWEEN_LOOKS = 0.25
 LONGEST_BETWEEN_LOOKS = 1.0
 SECONDS_BETWEEN_CHECKS = 3.0
+SECONDS_BETWEEN_HEARTBEATS = 30.0
+# A machine that is busy may be late with a heartbeat, and a stage that is sent again is done twice.
+MISSED_HEARTBEATS = 4
+LEAST_SECONDS_OF_SILENCE = 15.0
 SECONDS_WITHOUT_SERVER = 600.0
 SECONDS_PENDING = 60.0
 # The worker ends a stage by itself; beyond this its machine has not obeyed.
@@ -38,6 +43,8 @@ class _Watch:
         self.taken: float | None = None
         self.running: float | None = None
         self.told = False
+        self.last_beat: datetime | None = None
+        self.beaten = self.begun
 
     def is_over(self) -> bool:
         """Look at the run once.
@@ -62,21 +69,33 @@ class _Watch:
 
     def _require_worker(self, flow_run: FlowRun) -> None:
         now = time.monotonic()
-        workers = {worker.name: worker.status for worker in self.client.read_workers_for_work_pool(self.pool)}
-        online = [name for name, status in workers.items() if status == WorkerStatus.ONLINE]
+        workers = {worker.name: worker for worker in self.client.read_workers_for_work_pool(self.pool)}
         if self.taken is None:
+            online = any(worker.status == WorkerStatus.ONLINE for worker in workers.values())
             if not online and not self.told:
                 announce(f"waiting for a worker of pool {self.pool}: none is there; start `grpo worker {self.pool}`")
                 self.told = True
             return
-        worker = str(flow_run.labels.get(WORKER, ""))
-        if worker and worker not in online:
-            self._give_up(f"worker {worker} of pool {self.pool} is gone")
+        name = str(flow_run.labels.get(WORKER, ""))
+        if name and self._is_silent(workers.get(name)):
+            self._give_up(f"worker {name} of pool {self.pool} is gone")
         if self.running is None and now - self.taken > SECONDS_PENDING:
             self._give_up(f"a worker of pool {self.pool} took it and did not begin it in {SECONDS_PENDING:g} s")
         if self.timeout and self.running and now - self.running > self.timeout + SECONDS_OF_GRACE:
             self.client.set_flow_run_state(self.id, Cancelling(), force=True)
             raise StageTimeoutError(f"not done after {self.timeout:g} s, and its worker did not end it")
+
+    def _is_silent(self, worker: Worker | None) -> bool:
+        """Whether nothing has been heard of it for long, by the clock of this machine alone.
+
+        The server's own word comes from a service that may be late, or not be running.
+        """
+        if worker is None:
+            return True
+        if worker.last_heartbeat_time != self.last_beat:
+            self.last_beat, self.beaten = worker.last_heartbeat_time, time.monotonic()
+        interval = worker.heartbeat_interval_seconds or SECONDS_BETWEEN_HEARTBEATS
+        return time.monotonic() - self.beaten > max(LEAST_SECONDS_OF_SILENCE, MISSED_HEARTBEATS * interval)
 
     def _give_up(self, reason: str) -> None:
         self.client.set_flow_run_state(self.id, Crashed(message=reason), force=True)

@@ -352,7 +352,7 @@ class TestBadInput:
         ("overrides", "options", "place", "mend"),
         [
             ((), {"advantages": "storde"}, "--advantages", "Nearest: stored"),
-            ((), {"policy": 9}, "--policy", "run has 1, 2"),
+            ((), {"policy": 9}, "--policy", "run holds versions 1, 2"),
             ((), {"policy": -1}, "--policy", "0 or more"),
             ((), {"max_staleness": -1}, "--max-staleness", "0 or more"),
             ((), {"iterations": "2-3"}, "--iterations", "no whole iteration 3; whole are 1 to 2"),

@@ -18,6 +18,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from configs.reward_sections import RewardSection
 from grpo_core.errors import InputError
@@ -28,6 +29,7 @@ from tasks.pruning.leftovers import abandoned_writes, old_calls
 from tasks.pruning.pictures import picture_bytes, remove_pictures, strip_pictures
 from tasks.pruning.prunable import State, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
+from tasks.reports.pictures import SheetRow, contact_sheet
 from tasks.scoring_rows import batches_of, score_rows
 from tasks.storage.schemas import PICTURE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
 from tasks.storage.store import ArtifactStore
@@ -136,6 +138,16 @@ def commit(store: ArtifactStore):  # type: ignore[no-untyped-def]
 
 def total(store: ArtifactStore) -> int:
     return sum(store.filesystem.size(path) for path in store.filesystem.find(store.path(FOLDER)))
+
+
+def test_a_contact_sheet_says_where_a_picture_was() -> None:
+    red = Image.new("RGB", (64, 64), "#ff0000")
+    row = SheetRow("a circle", None, [None], [red], 0.1, 0.2)
+    sheet = contact_sheet([row], title="held-out")
+    colours = {colour for _, colour in sheet.getcolors(1 << 20)}
+    assert (255, 0, 0) in colours
+    left = next(x for x in range(sheet.width) if sheet.getpixel((x, 60)) == (255, 0, 0))
+    assert sheet.crop((230, 52, left - 20, sheet.height)).getcolors(1 << 20)[1:]
 
 
 class TestSetAside:

@@ -1,0 +1,148 @@
+"""A pruned run goes on, is replayed, shares its stages and survives a killed pruning as if nothing had gone."""
+
+import asyncio
+import contextvars
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.prune import prune
+from flows.prune_request import PruneRequest
+from flows.replay import replay
+from flows.replay_request import ReplayRequest, plan_replay
+from flows.stored_iterations import held_versions
+from tasks.progress import listen
+from tasks.storage.store import ArtifactStore
+from tests.s3_server import forget_clients, s3_server
+
+from . import test_prune
+from .conftest import REPOSITORY, Heard, Runs, Start
+from .test_prune import EVALUATED, ITERATIONS, RUN, contents, iteration, pictures, pruned, removed
+
+trained, runs = test_prune.trained, test_prune.runs
+pytestmark = pytest.mark.slow
+
+
+class TestTheSameAsIfNothingHadGone:
+    def test_the_run_goes_on(self, runs: Runs, empty: Runs) -> None:
+        pruned(runs, policies_last=1, pictures_older_than="0i", evaluations=True)
+        longer = runs.start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
+        unpruned = Runs(empty.root.parent / "unpruned").start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
+        assert longer.stages[0] == "iteration 5: collect rollouts"
+        assert longer.summary.policy_digest == unpruned.summary.policy_digest
+        assert longer.summary.heldout_after == unpruned.summary.heldout_after
+
+    def test_a_replay_of_it(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
+        pruned(runs, policies_last=1, pictures_older_than="0i")
+        plan = plan_replay(ReplayRequest(RUN, str(runs.root)))
+        assert asyncio.run(replay(plan)).policy_digest == trained[1].summary.policy_digest
+
+    def test_another_run_that_shares_its_stages(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
+        pruned(runs, policies_last=1, pictures_older_than="0i", evaluations=True)
+        heard = Heard([], [])
+
+        def body() -> Start:
+            listen(heard)
+            return runs.start("other", run__iterations=2, **EVALUATED)
+
+        contextvars.copy_context().run(body)
+        assert held_versions(ArtifactStore(str(runs.root), "other")) == [1, 2]
+        assert [pictures(runs, iteration(number), "other") for number in (1, 2)] == [4, 4]
+        digests = [
+            json.loads(runs_.path("policies", "000002", "training_state.json", run=run).read_text())["policy_digest"]
+            for runs_, run in ((runs, "other"), (trained[0], RUN))
+        ]
+        assert digests[0] == digests[1]
+
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from flows.prune import prune
+from flows.prune_request import PruneRequest
+from tasks.pruning import pictures
+from tasks.storage import succession
+
+root, run = Path(sys.argv[1]), sys.argv[2]
+ASKED = dict(policies_last=1, pictures_older_than="0i", evaluations=True)
+STEPS = [(succession, name) for name in ("write_manifest", "_replace", "_remove")] + [(pictures, "strip_pictures")]
+left = 0
+
+def counted(real):
+    def step(*arguments):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+    return step
+
+for module, name in STEPS:
+    setattr(module, name, counted(getattr(module, name)))
+number = 0
+while True:
+    number += 1
+    shutil.copytree(root / run, root / f"killed-{number}" / run)
+    pid = os.fork()
+    if pid == 0:
+        left = number
+        prune(PruneRequest((run,), root=str(root / f"killed-{number}"), **ASKED))
+        os._exit(0)
+    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+        break
+print(number - 1)
+"""
+
+
+def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    command = [sys.executable, "-c", KILLED, str(runs.root), RUN]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
+    kills = int(ended.stdout.split()[-1])
+    assert kills >= 20
+    asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
+    pruned(runs, **asked)
+    expected = files_of_artifacts(runs.root / RUN)
+    for number in range(1, kills + 1):
+        folder = runs.root / f"killed-{number}"
+        store = ArtifactStore(str(folder), RUN)
+        places = [path.relative_to(folder / RUN) for path in (folder / RUN).rglob("*.manifest.json")]
+        whole = [store.find(place.as_posix().removesuffix(".manifest.json")) for place in places]
+        assert all(reference is not None for reference in whole), number
+        prune(PruneRequest((RUN,), root=str(folder), **asked))
+        assert files_of_artifacts(folder / RUN) == expected, number
+        assert not any(b'"leaving"' in path.read_bytes() for path in (folder / RUN).rglob("*.manifest.json"))
+        assert removed(prune(PruneRequest((RUN,), root=str(folder), **asked))) == {}
+
+
+def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lock in runs.root.rglob(".lock"):
+        lock.unlink()
+    asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
+    with s3_server(tmp_path) as server:
+        for name, value in {**server.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+            monkeypatch.setenv(name, value)
+        forget_clients()
+        bucket = server.make_bucket()
+        store = ArtifactStore(f"s3://{bucket}/runs", RUN)
+        store.filesystem.put(f"{runs.root}/", f"{bucket}/runs/", recursive=True)
+        seen = len(server.requests())
+        told = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **asked))
+        assert {request.split()[0] for request in server.requests(seen)} <= {"GET", "HEAD"}
+        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **asked))
+        here = pruned(runs, **asked)
+        for summary in (told, there):
+            assert (removed(summary), summary.runs[0].kept) == (removed(here), here.runs[0].kept)
+        assert held_versions(store) == held_versions(ArtifactStore(str(runs.root), RUN))
+        for path in runs.root.rglob("*.parquet"):
+            assert store.filesystem.cat_file(f"{bucket}/runs/{path.relative_to(runs.root)}") == path.read_bytes()
+        assert removed(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **asked))) == {}
+    forget_clients()
+
+
+def files_of_artifacts(run: Path) -> dict[str, str]:
+    return {name: sha for name, sha in contents(run).items() if not name.endswith(".manifest.json")}
