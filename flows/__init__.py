@@ -7,7 +7,8 @@ stages             how flows call their stages: named, recorded, rewards side by
 temporary_server   the server that Prefect starts for a single run ends with it, killed or not
 train              the training flow; history is what it has seen so far
 sampling, drawing  its first three stages: how they are called, and in turn with the updates or ahead of them
-evaluate           held-out scores of one version; evaluate_request is what it is asked for, stored_policies what there is
+evaluate           held-out scores of one version; evaluate_request is what it is asked for
+stored_policies    the versions of a run that there are
 watch              guardrails beside the held-out reward, and what is done when they part
 stored_iterations  what a run has stored that can be scored again or learned from
 replay             training from what another run stored; replay_request is what it is asked for
@@ -16,8 +17,8 @@ reward_analysis    what a run's stored scores are worth
 reward_server      gives the project's rewards to others over HTTP
 summary            what a finished run tells
 stage_flows, worker   stages as flows, and the worker of a pool that does them
-deploy             flows registered with the server: deployments are what is registered, parameters their forms
-prune              what of a run may go, and its going; scheduled is what the server is still going to run
+deploying/         `grpo deploy`; parameters and rescore_form are the forms of what it registers
+pruning/           `grpo prune`; scheduled is what the server is still going to run
 server/            `grpo ui`, and what other commands ask of a server
 doctor             checks a configuration, each finding with its mend
 inspection         what `grpo inspect` shows of a run; inspection_terminal draws it, tasks.reports.page writes it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.prune_command import prune
+from flows.pruning.command import prune
 from flows.reward_commands import commands as reward_commands
 from flows.told import Json, told_in_one_message
 from flows.worker_commands import worker
@@ -193,8 +193,8 @@ def deploy(
     """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
     with told_in_one_message():
         checked = resolved(config, run, overrides)
-        from flows.deploy import DeployRequest, deploy_run
-        from flows.deploy_terminal import show_deployed
+        from flows.deploying.deploy import DeployRequest, deploy_run
+        from flows.deploying.terminal import show_deployed
 
         asked = DeployRequest(checked, name, pool, cron, timezone, with_evaluation, tuple(rescorings or ()))
         deployed = asyncio.run(deploy_run(asked))

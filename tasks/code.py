@@ -11,6 +11,7 @@ _SOURCES = ("grpo_core", "tasks", "configs")
 _WITHOUT_EFFECT = (
     "tasks/reports/",
     "tasks/placing/",
+    "tasks/pruning/",
     "configs/placement_sections.py",
     "configs/checks.py",
     "configs/dataset_checks.py",

@@ -12,7 +12,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, PrefectHTTPStatusError
 
 from configs.loader import read_config
-from flows.deploy import DeployedRun, DeployRequest, deploy_run
+from flows.deploying.deploy import DeployedRun, DeployRequest, deploy_run
 
 from .conftest import REPOSITORY, TINY
 

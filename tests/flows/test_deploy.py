@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line import application
-from flows.deployments import credential_problems
+from flows.deploying.deployments import credential_problems
 from flows.server.silent_runs import NAME as AUTOMATION
 from flows.server.silent_runs import SILENCE
 from tasks.checkout import CHECKOUT

@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config, validated
 from configs.rewards_file import read_rewards_file
-from flows.deploy import job_variables
+from flows.deploying.deploy import job_variables
 from flows.rescore_form import RescoreForm
 
 from .conftest import REPOSITORY, TINY

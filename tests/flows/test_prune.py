@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from flows.command_line import application
 from flows.evaluate_request import EvaluateRequest
 from flows.inspection import inspect_run
-from flows.prune import PruneSummary, prune
-from flows.prune_plan import ASIDE, CALLS, ENDS, EVALUATIONS, PICTURES, UNSCORED, VERSIONS, WRITES
-from flows.prune_request import PruneRequest, read_rules
+from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, PICTURES, UNSCORED, VERSIONS, WRITES
+from flows.pruning.prune import PruneSummary, prune
+from flows.pruning.request import PruneRequest, read_rules
 from flows.replay_request import ReplayRequest, plan_replay
 from flows.rescore import rescore
 from flows.rescore_request import RescoreRequest, plan_rescore

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.prune import prune
-from flows.prune_request import PruneRequest
+from flows.pruning.prune import prune
+from flows.pruning.request import PruneRequest
 from flows.replay import replay
 from flows.replay_request import ReplayRequest, plan_replay
 from flows.stored_iterations import held_versions
@@ -62,8 +62,8 @@ class TestTheSameAsIfNothingHadGone:
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from flows.prune import prune
-from flows.prune_request import PruneRequest
+from flows.pruning.prune import prune
+from flows.pruning.request import PruneRequest
 from tasks.pruning import pictures
 from tasks.storage import succession
 

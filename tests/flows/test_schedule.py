@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loader import read_config
-from flows.deploy import DeployRequest, deploy_run
+from flows.deploying.deploy import DeployRequest, deploy_run
 
 from .conftest import REPOSITORY, TINY, Runs, Start
 from .server.grpo_ui import GrpoUi, grpo_ui

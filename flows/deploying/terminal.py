@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from flows.deploy import DeployedRun
+from flows.deploying.deploy import DeployedRun
 
 
 def show_deployed(deployed: DeployedRun) -> None:

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.inspection_terminal import plain
-from flows.prune import PrunedRun, PruneSummary
+from flows.pruning.prune import PrunedRun, PruneSummary
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

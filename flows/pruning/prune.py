@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 
 from flows.inspection import find_run
-from flows.prune_plan import KINDS, RunPlan, plan_run
-from flows.prune_request import PruneRequest, read_rules
+from flows.pruning.plan import KINDS, RunPlan, plan_run
+from flows.pruning.request import PruneRequest, read_rules
 from flows.rescore_request import stored_config
 from flows.scheduled import read_scheduled
 from grpo_core.errors import InputError, InputErrors

@@ -31,7 +31,7 @@ def prune(
 ) -> None:
     """Remove policy versions and pictures that nothing needs any more; all records stay, and runs go on as before."""
     with told_in_one_message():
-        from flows.prune_request import PruneRequest, read_rules
+        from flows.pruning.request import PruneRequest, read_rules
 
         request = PruneRequest(
             sources=tuple(sources),
@@ -47,8 +47,8 @@ def prune(
         read_rules(request)
         from rich.console import Console
 
-        from flows.prune import prune as carry_out
-        from flows.prune_terminal import show_pruned
+        from flows.pruning.prune import prune as carry_out
+        from flows.pruning.terminal import show_pruned
 
         summary = carry_out(request)
         show_pruned(summary, Console(stderr=as_json))

@@ -8,8 +8,8 @@ from typing import Any
 
 from configs.schema import RunConfig, TextRolloutSection
 from flows.evaluate_request import OTHERS, OWN
-from flows.prune_needs import BEST, Needs, find_needs, numbers_in, rewards_of
-from flows.prune_request import Age, PruneRules
+from flows.pruning.needs import BEST, Needs, find_needs, numbers_in, rewards_of
+from flows.pruning.request import Age, PruneRules
 from flows.scheduled import ScheduledFlow
 from flows.stored_iterations import POLICIES, draw_names
 from tasks.pruning.leftovers import abandoned_writes, old_calls

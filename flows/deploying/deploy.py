@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from configs.schema import RunConfig
 from configs.section import Name
-from flows.deployments import TAG, Deployable, evaluation, rescoring, training
+from flows.deploying.deployments import TAG, Deployable, evaluation, rescoring, training
 from flows.prefect_settings import CLIENT
 from flows.server.reachable import require_pools
 from flows.server.silent_runs import ensure_automations
