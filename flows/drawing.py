@@ -10,6 +10,7 @@ from flows.history import TrainingHistory
 from flows.preparation import Run
 from flows.sampling import draw_groups
 from tasks.draws import Draw
+from tasks.placing.pool_run import stages_given_up_on_interrupt
 from tasks.storage.reference import ArtifactRef, PolicyRef
 
 
@@ -67,7 +68,8 @@ class Drawing:
         """
         if self.thread is None:
             return self._draw(iteration)
-        return self.ahead[iteration].result()
+        with stages_given_up_on_interrupt():
+            return self.ahead[iteration].result()
 
     def _draw(self, iteration: int) -> Drawn:
         policy = self.policies[max(0, iteration - 1 - self.run.config.run.staleness)]
@@ -89,6 +91,7 @@ def drawing(run: Run, history: TrainingHistory, policy: PolicyRef) -> Iterator[D
     try:
         groups = Drawing(run, history, thread)
         groups.know(policy)
-        yield groups
+        with stages_given_up_on_interrupt():
+            yield groups
     finally:
         thread.shutdown(wait=True, cancel_futures=True)

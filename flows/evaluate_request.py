@@ -17,7 +17,8 @@ from configs.schema import DataSection, RunConfig, UpdateSection
 from configs.section import Section
 from flows.inputs import input_problems, read_prompt_sets
 from flows.inspection import find_run
-from flows.preparation import RUN_FILE, plan_heldout
+from flows.newer_runs import RUN_FILE
+from flows.preparation import plan_heldout
 from flows.rescore_request import stored_config
 from flows.stored_policies import choose_policy
 from grpo_core.errors import InputError, InputErrors

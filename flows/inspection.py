@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 
+from flows.newer_runs import refuse_newer
 from flows.run_figures import RunFigures
 from grpo_core.errors import InputError
 from tasks.figure_names import SIGNS_FILE
@@ -20,6 +21,7 @@ from tasks.reports.page import Heldout, pair_heldout, render_page
 from tasks.reports.run_records import RunView
 from tasks.reports.run_view import is_run, iteration_numbers, read_run
 from tasks.reports.target_reader import TargetReader
+from tasks.storage.failures import remote_failures_told
 from tasks.storage.files import write_whole
 from tasks.storage.store import ArtifactStore
 
@@ -143,13 +145,19 @@ def find_run(name: str, root: str) -> ArtifactStore:
     """
     if not name.strip():
         raise InputError("RUN", name, "Name a run, or the path of its folder.")
-    found = next((store for store in _places(name, root) if store.filesystem.isdir(store.path())), None)
+    found = next((store for store in _places(name, root) if _is_folder(store)), None)
     if found is None:
         raise InputError("RUN", name, _which_runs(name, root))
     if not is_run(ArtifactReader(found)):
         reason = f"The folder {found.path()} is no run: it holds neither run.json nor an iteration."
         raise InputError("RUN", name, f"{reason} {_which_runs(name, root)}")
+    refuse_newer(found)
     return found
+
+
+def _is_folder(store: ArtifactStore) -> bool:
+    with remote_failures_told(store.filesystem, store.root):
+        return bool(store.filesystem.isdir(store.path()))
 
 
 def _places(name: str, root: str) -> Iterator[ArtifactStore]:
@@ -167,7 +175,8 @@ def _store(root: str, run: str, place: str) -> ArtifactStore:
     try:
         return ArtifactStore(root, run)
     except InputError as error:
-        raise InputError(place, root, error.mend) from error
+        # Its value is the root without the credentials that it may hold.
+        raise InputError(place, error.value, error.mend) from error
 
 
 def _which_runs(name: str, root: str) -> str:

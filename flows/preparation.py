@@ -13,12 +13,14 @@ import yaml
 from configs.core_settings import reference_placement, with_total_steps
 from configs.schema import PictureRolloutSection, RunConfig, UpdateSection
 from flows.inputs import read_prompt_sets, require_inputs
+from flows.newer_runs import RUN_FILE, refuse_newer
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.seeds import derive_seed
 from tasks.code import code_digest, library_versions
 from tasks.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
+from tasks.placing.pool import clear_calls
 from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
 from tasks.storage.configured import open_store
 from tasks.storage.reference import PolicyRef
@@ -27,7 +29,7 @@ from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import SET_ASIDE, ArtifactStore
 from tasks.stored_scores import provenance_json
 
-CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
+CONFIG_FILE = "config.yaml"
 # What may change without making another training run of it.
 _FREE_SECTIONS = ("evaluate", "placement", "storage", "watch")
 _FREE_OF_REWARDS = ("max_failures", "batch_size", "processes", "pool")
@@ -153,6 +155,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     family = model.family
     family.refuse_prompts(config.policy.model, family.settings(config.rollout.model_dump()), prompts)
     with locked(store, setting="run.name", value=config.run.name) as lock:
+        refuse_newer(store)
         run = Run(config, store, lock, model, training, heldout)
         store.clear_abandoned()
         _set_other_lineage_aside(run)
@@ -215,6 +218,8 @@ def _set_other_lineage_aside(run: Run) -> None:
         return
     if described.get("lineage") == _lineage(run):
         return
+    # Whoever takes up what the former configuration asked for finds nothing.
+    clear_calls(store)
     former = _mapping(store.read_file(CONFIG_FILE))
     changes: Sequence[str] = ()
     if former is not None:

@@ -50,11 +50,7 @@ def score_rewards(
     run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
 ) -> Mapping[str, ArtifactRef]:
     """Stage 2."""
-    placement = run.config.placement
-    made = score_side_by_side(rollouts, rewards, f"{plan.folder}/{place}", plan.title, placement)
-    if placement.rewards.shards > 1:
-        clear_shards(run.store, plan.folder)
-    return made
+    return score_side_by_side(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
 
 
 def compute_advantages(

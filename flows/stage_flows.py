@@ -36,7 +36,12 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
     asked = read_call(store, call)
     try:
         outcome = await asyncio.to_thread(PROCESS.carry_out, asked, timeout, listener())
+    except asyncio.CancelledError:
+        # The thread that listens cannot be cancelled; it ends with the child.
+        PROCESS.end()
+        raise
     except (LostStageError, StageTimeoutError) as error:
+        store.clear_abandoned()
         fault = Fault.LOST if isinstance(error, LostStageError) else Fault.TIMEOUT
         outcome = StageOutcome(error=record_of(error, time.time()), fault=fault.value)
     leave_outcome(store, call, outcome)

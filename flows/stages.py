@@ -12,6 +12,8 @@ from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from flows.temporary_server import end_temporary_server_with_this_process
 from tasks.caching import configured
+from tasks.placing.pool_run import stages_given_up_on_interrupt, stages_wanted_again
+from tasks.placing.shards import clear_shards
 from tasks.placing.supervised import close_stage_processes
 from tasks.progress import is_heard, listen
 from tasks.score_reward import score_reward_task
@@ -19,7 +21,7 @@ from tasks.scoring_processes import close_scoring_processes
 from tasks.storage.records import registered_records, use_records
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.run_lock import RunLock, current_lock, use_lock
-from tasks.storage.store import ArtifactStore, use_store
+from tasks.storage.store import ArtifactStore, current_store, use_store
 from tasks.stored_scores import failed_scores
 
 P = ParamSpec("P")
@@ -40,6 +42,7 @@ class RunLog:
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Tasks of this context keep their artifacts, and the records of them, in the run's folder while it is held."""
+    stages_wanted_again()
     if not is_heard():
         listen(RunLog())
     use_store(store)
@@ -94,5 +97,9 @@ def score_side_by_side(
         # A record of a table with failures is no reason not to try those again.
         stage = stage.with_options(refresh_cache=any(failed_scores(each) for each in known))
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
-    wait(list(futures.values()))
-    return {label: future.result() for label, future in futures.items()}
+    with stages_given_up_on_interrupt():
+        wait(list(futures.values()))
+    made = {label: future.result() for label, future in futures.items()}
+    if placement.rewards.shards > 1:
+        clear_shards(current_store(), folder.rpartition("/")[0])
+    return made

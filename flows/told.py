@@ -25,7 +25,13 @@ def told_in_one_message() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.secho("stopped; start it again with the same command and it goes on where it was", err=True)
         raise typer.Exit(1) from None
-    except Exception as error:
+    except BaseException as error:
+        # Prefect's own, in the place of what SIGTERM does elsewhere; by name, since it takes seconds to import.
+        if type(error).__name__ == "TerminationSignal":
+            typer.secho("ended by SIGTERM; start it again with the same command", err=True)
+            raise typer.Exit(1) from None
+        if not isinstance(error, Exception) or isinstance(error, typer.Exit):
+            raise
         typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
         if os.environ.get("GRPO_TRACEBACK"):
             raise

@@ -9,10 +9,11 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import httpx
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
@@ -62,7 +63,14 @@ class ResidentWorker(ProcessWorker):
     async def _end_when_cancelled(self, flow_run: FlowRun) -> None:
         while True:
             await anyio.sleep(_SECONDS_BETWEEN_LOOKS)
-            state = (await self.client.read_flow_run(flow_run.id)).state
+            try:
+                state = (await self.client.read_flow_run(flow_run.id)).state
+            except ObjectNotFound:
+                PROCESS.end()
+                return
+            except (httpx.HTTPError, PrefectHTTPStatusError):
+                # A server that is away does not end a stage.
+                continue
             if state is not None and state.is_cancelling():
                 PROCESS.end()
                 await self.client.set_flow_run_state(flow_run.id, Cancelled(), force=True)

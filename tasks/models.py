@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from configs.core_settings import training_choice
 from configs.placement_sections import PlacementSection
 from configs.schema import PolicySection
+from grpo_core.errors import InputError
 from grpo_core.policies.family import PolicyFamily, policy_family
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import Reference, TrainingChoice
-from tasks.model_files import add_file
+from tasks.model_files import add_file, model_digest
 from tasks.progress import announce
 from tasks.storage.reference import PolicyRef
 from tasks.storage.store import current_store
@@ -87,12 +88,24 @@ def policy_at(reference: PolicyRef, spec: ModelSpec, settings: Any, placement: P
     if _held is None or (_held.spec, _held.device) != (spec, device):
         _held = None  # the former model's memory is needed for this one
         begun = time.perf_counter()
+        _require_same_model(spec)
         _held = _Held(spec, device, _load(spec, settings, device), spec.digest, None)
         announce(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
     if (_held.digest, _held.reference_digest) != (reference.digest, reference.reference_digest):
         _take_weights(_held, reference)
     _held.policy.sample_with(settings)
     return _held.policy
+
+
+def _require_same_model(spec: ModelSpec) -> None:
+    """The folder or cache of this machine may hold another model under the same name."""
+    found = model_digest(spec.section.model)
+    if found != spec.digest:
+        mend = (
+            f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
+            "machine that does its stages."
+        )
+        raise InputError("policy.model", spec.section.model, mend)
 
 
 def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:

@@ -90,6 +90,7 @@ def _require_folder(database: str | None, shown: str) -> None:
 
 
 async def _require_postgres(shown: str, database: str) -> None:
+    from asyncpg import PostgresError
     from prefect.server.database import provide_database_interface
     from sqlalchemy import text
     from sqlalchemy.exc import DBAPIError
@@ -102,7 +103,8 @@ async def _require_postgres(shown: str, database: str) -> None:
     try:
         async with engine.connect() as connection:
             number, version, writable = (await connection.execute(question)).one()
-    except DBAPIError as error:
+    except (DBAPIError, PostgresError) as error:
+        # What goes wrong while it connects, SQLAlchemy 2.0 passes on as asyncpg said it.
         raise _refusal(error, shown, database) from error
     except (OSError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
@@ -125,7 +127,7 @@ def _refusal(error: Exception, shown: str, database: str) -> InputError:
         "53300": "The server has no connection left: raise its max_connections, or end what holds them.",
         "57P03": "The server is just starting or ending: try again in a moment.",
     }
-    code = getattr(getattr(error, "orig", None), "sqlstate", None)
+    code = getattr(getattr(error, "orig", error), "sqlstate", None)
     return InputError("database", shown, mends.get(code or "", f"PostgreSQL refused: {said}."))
 
 

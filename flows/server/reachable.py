@@ -1,6 +1,7 @@
 """What other commands ask of Prefect's server before any work: whether it answers, and what is there."""
 
 import os
+import re
 import ssl
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,10 +13,17 @@ from grpo_core.errors import InputError, InputErrors
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
 
-_PATIENCE = httpx.Timeout(10.0, connect=3.0)
+_PATIENCE = httpx.Timeout(8.0, connect=3.0)
 """A busy server takes its time to answer; one that is not there says so, or nothing, at once."""
 
 _PAGE = 200
+
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
+
+
+def _shown(url: str) -> str:
+    return _CREDENTIALS.sub("***@", url)
 
 
 def server_url() -> str | None:
@@ -29,7 +37,7 @@ def require_server() -> None:
     """Refuse to begin when a server is configured that could not be used; without one, do nothing.
 
     Raises:
-        InputError: it does not answer within five seconds, asks for another password, is none of Prefect's, or is of a
+        InputError: it does not answer in time, asks for another password, is none of Prefect's, or is of a
             release that does not go with this one.
     """
     url = server_url()
@@ -46,7 +54,7 @@ def require_server() -> None:
         raise _no_api(url) from error
     if theirs.major != ours.major or theirs.release[:2] < ours.release[:2]:
         mend = f"The server is Prefect {theirs} and this is {ours}: give both the same release, the server's first."
-        raise InputError("PREFECT_API_URL", url, mend)
+        raise InputError("PREFECT_API_URL", _shown(url), mend)
 
 
 def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") -> None:
@@ -149,17 +157,22 @@ def _get(url: str, path: str) -> object:
             timeout=_PATIENCE,
         )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise InputError("PREFECT_API_URL", url, "It must be as `grpo ui` prints it: http://HOST:PORT/api.") from error
+        raise InputError(
+            "PREFECT_API_URL", _shown(url), "It must be as `grpo ui` prints it: http://HOST:PORT/api."
+        ) from error
     except httpx.TransportError as error:
         mend = (
             f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, mend "
             "the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server of its own."
         )
-        raise InputError("PREFECT_API_URL", url, mend) from error
+        raise InputError("PREFECT_API_URL", _shown(url), mend) from error
     if answer.status_code in (401, 403):
         given = "(not shown)" if secret is not None else os.environ.get("PREFECT_API_AUTH_STRING", "not set")
-        mend = f"The server at {url} asks for another USER:PASSWORD; set the one it was started with."
+        mend = f"The server at {_shown(url)} asks for another USER:PASSWORD; set the one it was started with."
         raise InputError("PREFECT_API_AUTH_STRING", given, mend)
+    if answer.status_code >= 500:
+        mend = f"It answered {answer.status_code}: the server, its database or a proxy in front of it is busy or away."
+        raise InputError("PREFECT_API_URL", _shown(url), mend)
     if answer.status_code != 200:
         raise _no_api(url)
     try:
@@ -170,5 +183,5 @@ def _get(url: str, path: str) -> object:
 
 def _no_api(url: str) -> InputError:
     return InputError(
-        "PREFECT_API_URL", url, "What answers there is no API of Prefect's; does the address end in /api?"
+        "PREFECT_API_URL", _shown(url), "What answers there is no API of Prefect's; does the address end in /api?"
     )

@@ -32,6 +32,10 @@ class StageTimeoutError(RuntimeError):
     """A stage was over its time and has been ended."""
 
 
+class StageGivenUpError(RuntimeError):
+    """A stage was cancelled: by whoever asked for it, or in the server's UI."""
+
+
 class RemoteStageError(RuntimeError):
     """A stage failed elsewhere, with an error that cannot be rebuilt here.
 

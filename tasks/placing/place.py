@@ -4,6 +4,7 @@ import contextlib
 import threading
 
 from tasks.placing.call import call_of
+from tasks.placing.faults import LostStageError, StageTimeoutError
 from tasks.placing.pool import carry_out_on_pool
 from tasks.placing.shards import Submit, in_shards
 from tasks.placing.stages import Arguments, Reference, Stage
@@ -37,7 +38,11 @@ def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     if where.timeout is not None:
         call = call_of(stage, arguments, store)
         with borrowed_process(call) as process:
-            outcome = process.carry_out(call, where.timeout, listener())
+            try:
+                outcome = process.carry_out(call, where.timeout, listener())
+            except (LostStageError, StageTimeoutError):
+                store.clear_abandoned()
+                raise
         store.reasons.extend(outcome.reasons)
         return outcome.reference()
     # Both take the weights that this process holds to the version they need.

@@ -18,6 +18,7 @@ from tasks.placing.call import StageCall, StageOutcome
 from tasks.placing.faults import LostStageError
 from tasks.placing.pool_run import follow, is_final
 from tasks.placing.stages import Reference
+from tasks.progress import announce
 from tasks.storage.manifest import opened, sealed
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore
@@ -49,7 +50,10 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
         follow(_flow_run(call, pool, timeout), pool, timeout, over=lambda: _has_outcome(store, name))
         done = read_outcome(store, name)
     if done is None:
-        raise LostStageError(f"{call.stage}: the worker of pool {pool} left no outcome")
+        raise LostStageError(
+            f"{call.stage}: a worker of pool {pool} left no outcome; its log says why, and whether it can reach "
+            f"{call.storage.root} at all"
+        )
     _forget(store, name)
     store.reasons.extend(done.reasons)
     return done.reference()
@@ -75,6 +79,7 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
 def _flow_run(call: StageCall, pool: str, timeout: float | None) -> FlowRun:
     """A flow run of the call that is not over; one that an earlier start of this run made is taken again."""
     context = TaskRunContext.get()
+    title = context.task_run.name if context else call.stage
     parameters: dict[str, Any] = {
         "root": call.storage.root,
         "run": call.run,
@@ -86,9 +91,9 @@ def _flow_run(call: StageCall, pool: str, timeout: float | None) -> FlowRun:
             flow_run = run_deployment(
                 f"{call.stage}/{pool}",
                 parameters=parameters,
-                flow_run_name=context.task_run.name if context else None,
+                flow_run_name=f"{title} on {pool}",
                 timeout=0,
-                tags=[call.run],
+                tags=[call.run, pool],
                 idempotency_key=f"{call.digest}-{attempt}",
             )
         except ObjectNotFound as error:
@@ -97,7 +102,8 @@ def _flow_run(call: StageCall, pool: str, timeout: float | None) -> FlowRun:
             )
             raise InputError("placement pool", pool, mend) from error
         assert isinstance(flow_run, FlowRun), "there is no event loop in a stage's thread"
-        if not is_final(flow_run):
+        if not is_final(flow_run) and not (flow_run.state and flow_run.state.is_cancelling()):
+            announce(f"{title}: sent to pool {pool}")
             return flow_run
     raise AssertionError("attempts have no end")
 
@@ -141,6 +147,13 @@ def _forget(store: ArtifactStore, name: str) -> None:
     for file in (_call_file(name), _outcome_file(name)):
         with contextlib.suppress(FileNotFoundError):
             store.filesystem.rm_file(store.path(file))
+
+
+def clear_calls(store: ArtifactStore) -> None:
+    """Withdraw every call of the run that no worker has begun."""
+    folder = store.path(CALLS)
+    if store.filesystem.exists(folder):
+        store.filesystem.rm(folder, recursive=True)
 
 
 def _call_file(name: str) -> str:

@@ -1,17 +1,19 @@
 """The flow run of a stage on a work pool, followed from here until it is over or its worker is gone."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, Worker, WorkerStatus
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelling, Crashed
 
-from tasks.placing.faults import Fault, LostStageError, StageTimeoutError, fault_of
+from tasks.placing.faults import Fault, LostStageError, StageGivenUpError, StageTimeoutError, fault_of
 from tasks.progress import announce
 
 SECONDS_BETWEEN_LOOKS = 0.25
@@ -24,8 +26,31 @@ LEAST_SECONDS_OF_SILENCE = 15.0
 SECONDS_WITHOUT_SERVER = 600.0
 SECONDS_PENDING = 60.0
 # The worker ends a stage by itself; beyond this its machine has not obeyed.
-SECONDS_OF_GRACE = 60.0
+SECONDS_OF_GRACE = 300.0
 WORKER = "prefect.worker.name"
+
+
+_GIVEN_UP = threading.Event()
+
+
+@contextlib.contextmanager
+def stages_given_up_on_interrupt() -> Iterator[None]:
+    """Have every stage that is waited for cancelled when the run is stopped.
+
+    Those of shards, of rewards and of rollouts ahead are waited for in threads, which no signal reaches, and which are
+    joined before the run can end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            _GIVEN_UP.set()
+        raise
+
+
+def stages_wanted_again() -> None:
+    """A run begins."""
+    _GIVEN_UP.clear()
 
 
 def is_final(flow_run: FlowRun) -> bool:
@@ -42,7 +67,7 @@ class _Watch:
         self.begun = self.heard = self.checked = time.monotonic()
         self.taken: float | None = None
         self.running: float | None = None
-        self.told = False
+        self.told = self.over = False
         self.last_beat: datetime | None = None
         self.beaten = self.begun
 
@@ -56,6 +81,9 @@ class _Watch:
         flow_run = self.client.read_flow_run(self.id)
         self.heard = now = time.monotonic()
         if is_final(flow_run):
+            self.over = True
+            if flow_run.state is not None and flow_run.state.is_cancelled():
+                raise StageGivenUpError(f"flow run {flow_run.name} was cancelled")
             return True
         state = flow_run.state
         if state is not None and not state.is_scheduled():
@@ -116,23 +144,28 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, over: Callabl
     Raises:
         LostStageError: its worker is gone, or the server is.
         StageTimeoutError: its worker does not end it.
+        StageGivenUpError: it was cancelled, or the run that asked for it was stopped.
     """
     with get_client(sync_client=True) as client:
         watch = _Watch(client, flow_run, pool, timeout)
         try:
             while not _is_over(watch, over):
                 waited = time.monotonic() - watch.begun
-                time.sleep(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, waited / 60)))
+                if _GIVEN_UP.wait(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, waited / 60))):
+                    raise StageGivenUpError("the run that asked for it was stopped")
         except (LostStageError, StageTimeoutError):
             raise
         except BaseException:
-            client.set_flow_run_state(watch.id, Cancelling(), force=True)
+            if not watch.over:
+                client.set_flow_run_state(watch.id, Cancelling(), force=True)
             raise
 
 
 def _is_over(watch: _Watch, over: Callable[[], bool]) -> bool:
     try:
         return watch.is_over()
+    except ObjectNotFound as error:
+        raise LostStageError("its flow run was deleted") from error
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         if fault_of(error) is not Fault.SERVICE:
             raise

@@ -46,7 +46,7 @@ def main() -> None:
     say(READY, True)
     while True:
         call = StageCall.model_validate_json(calls.get())
-        say(OUTCOME, carry_out(call).model_dump(mode="json"))
+        say(OUTCOME, [call.digest, carry_out(call).model_dump(mode="json")])
 
 
 def _read(calls: "queue.Queue[str]") -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from prefect.futures import PrefectFuture
 
 from configs.placement_sections import PlacementSection
+from tasks.placing.pool_run import stages_given_up_on_interrupt
 from tasks.placing.stages import Arguments, Part, Reference, Stage
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore
@@ -28,8 +29,9 @@ def in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     """
     assert stage.sharding is not None, "only a stage that can be cut has shards"
     futures = [submit(part) for part in stage.sharding.cut(arguments, stage.shards(arguments))]
-    for future in futures:
-        future.wait()
+    with stages_given_up_on_interrupt():
+        for future in futures:
+            future.wait()
     made = [future.result() for future in futures]
     return stage.sharding.join(arguments, [part for part in made if isinstance(part, ArtifactRef)])
 

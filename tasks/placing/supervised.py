@@ -30,6 +30,7 @@ class StageProcess:
 
     def __init__(self) -> None:
         self.last_stage: str | None = None
+        self._busy = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
         self._said: queue.Queue[str | None] = queue.Queue()
         self._errors: IO[bytes] | None = None
@@ -43,12 +44,19 @@ class StageProcess:
             listener: hears of its progress.
 
         Raises:
-            StageTimeoutError: it was over its time; the child is gone, and what it had written half is removed.
+            StageTimeoutError: it was over its time; the child is gone.
             LostStageError: the child died; with the end of what it said.
         """
+        # One at a time: whoever listens takes the next outcome for that of his own stage.
+        with self._busy:
+            return self._carry_out(call, timeout, listener)
+
+    def _carry_out(self, call: StageCall, timeout: float | None, listener: Listener) -> StageOutcome:
         self.last_stage = call.stage
         child = self._ready_child()
         assert child.stdin is not None
+        assert self._errors is not None
+        self._errors.truncate(0)
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(call.model_dump_json() + "\n")
             child.stdin.flush()
@@ -57,7 +65,9 @@ class StageProcess:
             while True:
                 said = self._hear(limit)
                 if OUTCOME in said:
-                    return StageOutcome.model_validate(said[OUTCOME])
+                    name, outcome = said[OUTCOME]
+                    assert name == call.digest, "a child answers what it was asked last"
+                    return StageOutcome.model_validate_json(json.dumps(outcome))
                 if ADVANCE in said:
                     listener.advance(*said[ADVANCE])
                 elif ANNOUNCE in said:
@@ -74,7 +84,9 @@ class StageProcess:
         """The next thing that the child says; queue.Empty after the limit."""
         line = self._said.get(timeout=None if limit is None else max(0.0, limit - time.monotonic()))
         if line is None:
-            raise LostStageError(self._last_words())
+            child, errors = self._child, self._errors
+            ended = child is None or errors is None or errors.closed
+            raise LostStageError("its process was ended from here" if ended else self._last_words())
         heard: dict[str, Any] = json.loads(line)
         return heard
 
@@ -82,7 +94,7 @@ class StageProcess:
         if self._child is not None and self._child.poll() is None:
             return self._child
         self.end()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
+        self._errors = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
         self._said = queue.Queue()
         self._child = child = subprocess.Popen(
             [sys.executable, "-m", "tasks.placing.process"],

@@ -9,7 +9,7 @@ from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection, LoraSection, PolicySection
 from configs.schema import PictureRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
-from tasks import caching
+from tasks import caching, code
 from tasks.caching import StageKey
 from tasks.code import code_digest, determining_sources
 from tasks.collect_rollouts import collect_rollouts_task
@@ -216,9 +216,9 @@ def test_reports_are_no_part_of_the_code() -> None:
 def test_code_is_the_sources_and_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = code_digest.__wrapped__()
     assert whole == code_digest.__wrapped__()
-    monkeypatch.setattr(caching, "version", lambda library: "0" if library == "torch" else "1")
+    monkeypatch.setattr(code, "version", lambda library: "0" if library == "torch" else "1")
     other_torch = code_digest.__wrapped__()
-    monkeypatch.setattr(caching, "version", lambda library: "1")
+    monkeypatch.setattr(code, "version", lambda library: "1")
     assert other_torch != code_digest.__wrapped__()
-    monkeypatch.setattr(caching, "_SOURCES", ("grpo_core",))
+    monkeypatch.setattr(code, "_SOURCES", ("grpo_core",))
     assert other_torch != code_digest.__wrapped__()

@@ -126,3 +126,12 @@ def test_the_kind_of_an_error_without_a_class_here_comes_back(store: ArtifactSto
     with pytest.raises(RemoteStageError) as raised:
         lost.reference()
     assert raised.value.fault is Fault.STORAGE
+
+
+def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:
+    arguments = rollout_arguments("iteration_000001", HERE)
+    other = arguments["model"].model_copy(update={"digest": "another"})
+    call = call_of(stage_named("collect rollouts"), {**arguments, "model": other}, store)
+    with pytest.raises(InputError, match=r"policy.model: .* Its files here are"):
+        carry_out(call).reference()
+    assert store.find("iteration_000001/rollouts") is None

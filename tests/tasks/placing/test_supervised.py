@@ -105,6 +105,7 @@ def test_a_stage_over_its_time_is_ended_for_real(process: StageProcess, store: A
     assert store.find("late/rollouts") is None
 
 
+@pytest.mark.slow
 def test_whoever_is_interrupted_takes_no_outcome_for_the_next_stage(
     process: StageProcess, store: ArtifactStore
 ) -> None:
@@ -118,16 +119,17 @@ def test_whoever_is_interrupted_takes_no_outcome_for_the_next_stage(
     assert outcome.artifact.folder == "two/rollouts"
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent(store: ArtifactStore) -> None:
     process = StageProcess()
     ended = threading.Event()
 
     def leave() -> None:
-        child = child_of(process)
-        assert process._child is not None
-        assert process._child.stdin is not None
+        child = process._child
+        assert child is not None
+        assert child.stdin is not None
         # As the kernel does for a parent that was killed.
-        process._child.stdin.close()
+        child.stdin.close()
         child.wait(30)
         ended.set()
 
