@@ -194,6 +194,7 @@ def test_what_every_start_writes_anew_is_mended_by_it(copied: Runs, evaluated: E
     assert {name: copied.path(name).read_bytes() for name in DESCRIPTIONS} == whole
 
 
+@pytest.mark.slow
 def test_a_bit_in_every_file_at_once(copied: Runs, evaluated: Evaluated) -> None:
     chance = random.Random(23)
     files = [path for path in copied.root.rglob("*") if path.is_file() and path.stat().st_size > 0]

@@ -79,6 +79,7 @@ def left_behind(runs: Runs) -> list[Path]:
     return [path for path in runs.path(".incoming").iterdir() if path.is_dir()]
 
 
+@pytest.mark.slow
 def test_killed_in_an_update_and_started_again(empty: Runs, final: Compare, tmp_path: Path) -> None:
     killed = "iteration 2: update policy"
     child = grpo_train(empty, kill_in=killed, home=tmp_path / "home", server=PREFECT_API_URL.value())

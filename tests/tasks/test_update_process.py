@@ -116,6 +116,7 @@ def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path:
     assert second[3] == first[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "name"), [("ddp", "texts, refreshed reference"), ("fsdp2", "texts, adapters")])
 def test_a_run_goes_on_with_another_number_of_processes(
     store: ArtifactStore, tmp_path: Path, sharding: str, name: str

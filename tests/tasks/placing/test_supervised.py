@@ -65,6 +65,7 @@ def child_of(process: StageProcess) -> psutil.Process:
     return psutil.Process(process._child.pid)
 
 
+@pytest.mark.slow
 def test_the_same_artifact_and_one_load_for_several_stages(process: StageProcess, store: ArtifactStore) -> None:
     heard = Heard()
     first = process.carry_out(asked(store, "one"), 300.0, heard).reference()
