@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import polars as pl
 import psutil
 import pytest
@@ -183,3 +184,35 @@ def test_rollouts_ahead_of_the_updates(workers: Workers, empty: Runs) -> None:
     assert versions == [{0}, {0}, {1}, {2}]
     here = Runs(empty.root.parent / "here")
     assert here.start(**settings).summary.policy_digest == pooled.policy_digest
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_interrupt_ends_a_run_that_waits_and_cancels_what_it_asked_for(
+    workers: Workers, empty: Runs, tmp_path: Path, shards: int
+) -> None:
+    # The pool is there and nobody serves it.
+    (worker,) = workers.start("deserted")
+    worker.kill()
+    changes = {"rollout__prompts_per_batch": 1, "placement__rollouts__shards": shards}
+    placed = empty.overrides(run__name="run", placement__rollouts__pool="deserted", **changes)
+    server = PREFECT_API_URL.value()
+    assert server is not None
+    command = [sys.executable, "-m", "flows.command_line", "train", "configs/tiny.yaml"]
+    command += [part for each in placed for part in ("--set", each)]
+    environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_HOME": str(tmp_path / "home")}
+    with (tmp_path / "err").open("wb") as err:
+        run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=err, stdout=err)
+        try:
+            limit = time.monotonic() + SECONDS_TO_START
+            while (tmp_path / "err").read_text().count("sent to pool deserted") < shards:
+                assert time.monotonic() < limit, (tmp_path / "err").read_text()
+                time.sleep(0.1)
+            run.send_signal(signal.SIGINT)
+            assert run.wait(60) == 1
+        finally:
+            run.kill()
+            run.wait()
+    asked = {"deployments": {"name": {"any_": ["deserted"]}}}
+    runs = httpx.post(f"{server}/flow_runs/filter", json=asked).json()
+    states = [each["state_type"] for each in sorted(runs, key=lambda each: each["created"])[-shards:]]
+    assert set(states) <= {"CANCELLING", "CANCELLED"}

@@ -138,3 +138,20 @@ def test_a_child_ends_with_its_parent(store: ArtifactStore) -> None:
         process.carry_out(asked(store, "one"), None, Heard(leave))
     assert ended.is_set()
     process.end()
+
+
+@pytest.mark.slow
+def test_two_who_ask_at_once_each_get_their_own(process: StageProcess, store: ArtifactStore) -> None:
+    found: dict[str, str] = {}
+
+    def ask(folder: str) -> None:
+        outcome = process.carry_out(asked(store, folder), None, Heard())
+        assert outcome.artifact is not None
+        found[folder] = outcome.artifact.folder
+
+    threads = [threading.Thread(target=ask, args=(folder,)) for folder in ("one", "two", "three")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {folder: f"{folder}/rollouts" for folder in ("one", "two", "three")}
