@@ -99,6 +99,7 @@ def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:
             assert scores.filter(pl.col("dataset") == other)["value"].null_count() == scores.height - mine.height
 
 
+@pytest.mark.slow
 def test_a_cut_and_penalised_run_goes_on_where_it_was(empty: Runs) -> None:
     """Truncation, a KL in the reward, a refreshed reference: all of it comes back when the run is started again."""
     settings = {

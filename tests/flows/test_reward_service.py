@@ -72,6 +72,7 @@ def scores(runs: Runs, iteration: int, label: str) -> pl.DataFrame:
     return pl.read_parquet(runs.path(f"iteration_{iteration:06d}", "rewards", label, "scores.parquet", run="text"))
 
 
+@pytest.mark.slow
 def test_the_run_stops_by_name_keeps_what_it_has_and_goes_on_when_the_service_is_back(empty: Runs) -> None:
     with service(answers=10_000) as (url, mortal):
         undisturbed = start(Runs(empty.root / "golden"), url)

@@ -81,6 +81,7 @@ def test_the_same_artifact_and_one_load_for_several_stages(process: StageProcess
     assert store.find("one/rollouts") == first
 
 
+@pytest.mark.slow
 def test_a_killed_child_is_told_and_replaced(process: StageProcess, store: ArtifactStore) -> None:
     process.carry_out(asked(store, "before"), None, Heard())
     child = child_of(process)
