@@ -12,7 +12,7 @@ from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from flows.temporary_server import end_temporary_server_with_this_process
 from tasks.caching import configured
-from tasks.placing.pool_run import stages_given_up_on_interrupt, stages_wanted_again
+from tasks.placing.pool_run import stages_given_up_on_interrupt, stages_given_up_on_signal
 from tasks.placing.shards import clear_shards
 from tasks.placing.supervised import close_stage_processes
 from tasks.progress import is_heard, listen
@@ -42,7 +42,6 @@ class RunLog:
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Tasks of this context keep their artifacts, and the records of them, in the run's folder while it is held."""
-    stages_wanted_again()
     if not is_heard():
         listen(RunLog())
     use_store(store)
@@ -50,7 +49,7 @@ async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     use_records(await registered_records())
     end_temporary_server_with_this_process()
     # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
-    with SyncClientContext.get_or_create():
+    with SyncClientContext.get_or_create(), stages_given_up_on_signal():
         try:
             yield
         finally:

@@ -1,10 +1,12 @@
 """The flow run of a stage on a work pool, followed from here until it is over or its worker is gone."""
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from types import FrameType
 from uuid import UUID
 
 import httpx
@@ -48,9 +50,27 @@ def stages_given_up_on_interrupt() -> Iterator[None]:
         raise
 
 
-def stages_wanted_again() -> None:
-    """A run begins."""
+@contextlib.contextmanager
+def stages_given_up_on_signal() -> Iterator[None]:
+    """Have every stage that is waited for cancelled at the first interrupt of this run.
+
+    asyncio raises nothing at the first one: it cancels a coroutine that is waiting for the stage.
+    """
     _GIVEN_UP.clear()
+    former = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(former):
+        yield
+        return
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        _GIVEN_UP.set()
+        former(number, frame)
+
+    signal.signal(signal.SIGINT, give_up)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def is_final(flow_run: FlowRun) -> bool:
