@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs.checks import contradictions
 from configs.schema import RUN_CONFIGS, PolicySection, RunConfig
+from configs.section import NAME_MEND
 from grpo_core.errors import InputError, InputErrors
 
 M = TypeVar("M", bound=BaseModel)
@@ -187,6 +188,9 @@ def _explain(model: type[BaseModel], detail: Any) -> InputError:
         return InputError(place, found, f"There is no such key: {hint}Known here: {', '.join(known)}.")
     if kind == "missing":
         return InputError(place, None, "It is missing and has no default; add it.")
+    if kind == "string_pattern_mismatch":
+        # Names alone have a pattern.
+        return InputError(place, found, NAME_MEND)
     return InputError(place, found, f"{detail['msg']}.")
 
 

@@ -23,7 +23,10 @@ class ShardedStagePlacement(StagePlacement):
 
 
 class RetrySection(Section):
-    """How often a stage is tried again after faults that may pass by themselves; no other fault is ever tried again."""
+    """How often a stage is tried again after faults that may pass by themselves, each kind counted by itself.
+
+    No other fault is ever tried again, and of a stage in shards each shard has tries of its own.
+    """
 
     storage: int = Field(4, ge=0, description="a bucket, a network disk or a connection failed")
     service: int = Field(4, ge=0, description="a service did not answer, or said that it was busy")
@@ -52,6 +55,9 @@ class StorageSection(Section):
 
     root: str = Field("runs", min_length=1, description="a folder or any fsspec URL")
     cache_dir: str | None = Field(
-        None, min_length=1, description="copies of what was read from a bucket; null: the user's cache folder"
+        None,
+        min_length=1,
+        description="copies of what was read from a bucket, on every machine of the run; null, or where it cannot be "
+        "written: the user's cache folder",
     )
     cache_gib: Positive = Field(20.0, description="size of these copies, at most; the longest unread go first")

@@ -128,6 +128,9 @@ def rescore(
         from flows.rescore_request import RescoreRequest, plan_rescore
 
         plan = plan_rescore(RescoreRequest(tuple(sources), rewards, name, root, iterations, html))
+        from flows.server.reachable import require_server
+
+        require_server()
         from rich.console import Console
 
         from flows.rescore import rescore as rescore_flow
@@ -162,6 +165,9 @@ def evaluate(
         request = read_request(asked)
         # Wrong input is told before Prefect starts a server, which takes many seconds.
         _ = request.plan
+        from flows.server.reachable import require_server
+
+        require_server()
         from flows.evaluate import evaluate as evaluate_flow
         from flows.evaluation_terminal import show_evaluation
         from flows.terminal import training_progress

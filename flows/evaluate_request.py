@@ -20,6 +20,7 @@ from flows.inspection import find_run
 from flows.newer_runs import RUN_FILE
 from flows.preparation import plan_heldout
 from flows.rescore_request import stored_config
+from flows.stored_iterations import samplers
 from flows.stored_policies import choose_policy
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.seeds import derive_seed
@@ -142,6 +143,8 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     if stored is None:
         draws = draws.model_copy(update={"folder": _place(config, draws)})
         stored = find_stored(store, draws.folder, config)
+    if stored is not None and samplers(store, [stored.rollouts]) != {(policy.version, policy.digest)}:
+        stored = None  # it is of the version that stood here before
     return EvaluatePlan(store, config, model, policy, heldout, draws, stored, notes)
 
 

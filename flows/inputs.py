@@ -69,6 +69,9 @@ def _device_problems(config: RunConfig) -> Iterator[InputError]:
     if device == "cuda" and not torch.cuda.is_available():
         yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
         return
+    if placement.update.pool:
+        # What follows is asked of the worker's machine, which answers for itself.
+        return
     checks: tuple[Callable[[], None], ...] = (
         lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
         lambda: refuse_unusable_placement(config.placement, config.update),

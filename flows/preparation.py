@@ -32,6 +32,8 @@ from tasks.stored_scores import provenance_json
 CONFIG_FILE = "config.yaml"
 # What may change without making another training run of it.
 _FREE_SECTIONS = ("evaluate", "placement", "storage", "watch")
+# Folders of a run that hold what its policies made, beside its iterations.
+_OF_POLICIES = ("policies", "evaluations", "evaluations_of", "rescored")
 _FREE_OF_REWARDS = ("max_failures", "batch_size", "processes", "pool")
 
 
@@ -167,10 +169,10 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
     """What determines the policies and rollouts of a run; more iterations only go on with it."""
     values = {section: content for section, content in config.items() if section not in _FREE_SECTIONS}
-    run = config.get("run", {})
+    run = _section(config, "run")
     # A schedule that ends with the run is another one when the run is longer.
-    update = config.get("update", {})
-    bound = update.get("total_steps") is None and update.get("lr_scheduler") in WITH_LENGTH
+    update = _section(config, "update")
+    bound = update.get("total_steps") is None and str(update.get("lr_scheduler")) in WITH_LENGTH
     return {
         **values,
         "run": {
@@ -179,8 +181,19 @@ def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
             **({"iterations": run.get("iterations")} if bound else {}),
         },
         # By name, so that a change is told in few words.
-        "rewards": {each.get("name") or each.get("reward"): _of_reward(each) for each in config.get("rewards", [])},
+        "rewards": {str(each.get("name") or each.get("reward")): _of_reward(each) for each in _rewards(config)},
     }
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a configuration; empty where the file that held it was cut short."""
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _rewards(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rewards = config.get("rewards")
+    return [each for each in rewards if isinstance(each, Mapping)] if isinstance(rewards, list) else []
 
 
 def _of_reward(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +225,7 @@ def _set_other_lineage_aside(run: Run) -> None:
     kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
     if described is None:
         # Nobody says what these are; anything else in the folder may be a person's own.
-        kept = [name for name in kept if name.startswith("iteration_") or name in ("policies", "evaluations")]
+        kept = [name for name in kept if name.startswith("iteration_") or name in _OF_POLICIES]
         if kept:
             store.set_aside(kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made")
         return
@@ -254,7 +267,7 @@ def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
     """A small YAML or JSON file's keys and values; None where it is missing or damaged."""
     try:
         values = yaml.safe_load(content or b"")
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
@@ -262,7 +275,8 @@ def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
 def changed_keys(former: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> Sequence[str]:
     """`section.key was -> is` for every value that differs."""
     changes: list[str] = []
-    for key in sorted({*former, *present}):
+    # A damaged file may hold keys of several kinds.
+    for key in sorted({*former, *present}, key=str):
         was, now = former.get(key), present.get(key)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             changes += changed_keys(was, now, f"{path}{key}.")

@@ -9,7 +9,7 @@ from prefect import Flow, flow
 
 from tasks.error_records import record_of
 from tasks.placing.call import StageOutcome
-from tasks.placing.faults import Fault, LostStageError, StageTimeoutError
+from tasks.placing.faults import Fault, LostStageError, StageGivenUpError, StageTimeoutError
 from tasks.placing.pool import leave_outcome, read_call
 from tasks.placing.stages import STAGES
 from tasks.placing.supervised import StageProcess
@@ -39,6 +39,10 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
     except asyncio.CancelledError:
         # The thread that listens cannot be cancelled; it ends with the child.
         PROCESS.end()
+        raise
+    except StageGivenUpError:
+        # Nobody waits for an outcome.
+        store.clear_abandoned()
         raise
     except (LostStageError, StageTimeoutError) as error:
         store.clear_abandoned()

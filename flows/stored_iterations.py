@@ -148,7 +148,7 @@ def _read_iteration(reader: ArtifactReader, number: int, advantages: str) -> Sto
     else:
         rescored = f"{RESCORED}/{advantages}/{_place(number)}"
         scored = _find(store, f"{([rescored, *_draw_folders(reader, rescored)])[-1]}/advantages")
-    return StoredIteration(number, draws, scored, _samplers(store, [draw.rollouts for draw in draws]))
+    return StoredIteration(number, draws, scored, samplers(store, [draw.rollouts for draw in draws]))
 
 
 def _read_draw(reader: ArtifactReader, folder: str) -> Draw:
@@ -167,14 +167,15 @@ def _find(store: ArtifactStore, folder: str) -> ArtifactRef:
     return found
 
 
-def _samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozenset[tuple[int, str]]:
-    samplers: set[tuple[int, str]] = set()
+def samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozenset[tuple[int, str]]:
+    """Number and digest of the policies that sampled the rows."""
+    found: set[tuple[int, str]] = set()
     for reference in rollouts:
         for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
             with store.filesystem.open(path) as file:
                 rows = pq.ParquetFile(file).read(columns=["policy_version", "policy_digest"]).to_pydict()
-            samplers |= set(zip(rows["policy_version"], rows["policy_digest"], strict=True))
-    return frozenset(samplers)
+            found |= set(zip(rows["policy_version"], rows["policy_digest"], strict=True))
+    return frozenset(found)
 
 
 def held_versions(store: ArtifactStore) -> list[int]:

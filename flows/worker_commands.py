@@ -12,7 +12,7 @@ from grpo_core.errors import InputError
 def worker(
     pool: Annotated[str, typer.Argument(metavar="POOL", help="made if there is none of this name")],
 ) -> None:
-    """Do the stages that runs send to a work pool, one after another, the model kept between them."""
+    """Do the stages that runs send to a work pool, one by one, the model kept; beside them, one run deployed to it."""
     with told_in_one_message():
         from flows.server.reachable import require_server, server_database, server_url
 

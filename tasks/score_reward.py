@@ -21,6 +21,7 @@ from tasks.models import configure_torch
 from tasks.placing.shards import shard_folder, unsharded
 from tasks.placing.stages import Arguments, Part, Sharding
 from tasks.progress import progress_of
+from tasks.pruning.lost_scores import refuse_lost_scores
 from tasks.scoring_processes import score_side_by_side
 from tasks.scoring_rows import ScoredRow, batches_of, score_rows
 from tasks.storage.reference import ArtifactRef
@@ -113,6 +114,10 @@ def score_reward_task(
         placement: threads of this process.
         earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
         part: which shard of the groups, from 0, and of how many; None: all groups.
+
+    Raises:
+        InputError: the samples' pictures were removed.
+        FailedSamplesError: more samples could not be scored than is allowed.
     """
     started = time.perf_counter()
     configure_torch(placement)
@@ -124,6 +129,8 @@ def score_reward_task(
         everything = _samples(source)
         samples = _shard(everything, part)
         wanted = _unknown(samples, known, whole_groups=reward.needs_group)
+        if wanted:
+            refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
         tell = progress_of(f"{title}: score {section.label}", len(wanted))
         scored = _score(reward, section, source, wanted, _meant_for(section, everything), tell)
         rows = [scored.get(name) or known[name] for name in samples["sample_id"]]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -117,7 +118,14 @@ def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection
         mend = "8-bit and paged moments cannot be cut into shares; use adamw, or set placement.sharding to ddp."
         raise InputError("update.optimizer", update.optimizer, mend)
     on_cpu = placement.device == "cpu" or (placement.device == "auto" and not torch.cuda.is_available())
-    if on_cpu or placement.processes == 1:
+    if placement.processes == 1:
+        return
+    if on_cpu:
+        # Two are let be anywhere: they show on the smallest machine that the rest works.
+        cores = max(2, len(os.sched_getaffinity(0)))
+        if placement.processes > cores:
+            mend = f"Each process needs a core of its own and this machine has {cores}; use at most that."
+            raise InputError("placement.processes", placement.processes, mend)
         return
     gpus = torch.cuda.device_count()
     if placement.processes > gpus:

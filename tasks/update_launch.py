@@ -16,6 +16,7 @@ import torch
 from tasks.checkout import environment
 from tasks.error_records import ErrorRecord
 from tasks.models import release_policy
+from tasks.placing.faults import LostStageError
 from tasks.storage.configured import described
 from tasks.storage.store import ArtifactStore
 from tasks.update_job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusable_placement
@@ -28,6 +29,10 @@ SECONDS_TO_END = 30.0
 
 class UpdateProcessError(RuntimeError):
     """A process of the update ended without saying why, or with an error that is no message for people."""
+
+
+class LostUpdateProcessError(UpdateProcessError, LostStageError):
+    """A process of the update was ended from outside, which may not come again."""
 
 
 def carry_out_together(
@@ -46,6 +51,7 @@ def carry_out_together(
     Raises:
         InputError: the machine cannot do it.
         ParityError, NonFiniteError, StaleReferenceError, StorageError, ValueError: as a process raised it.
+        LostUpdateProcessError: a process was killed.
         UpdateProcessError: a process failed otherwise; holds the end of what they said.
     """
     refuse_unusable_placement(job.placement, job.update)
@@ -152,7 +158,8 @@ def _failure(folder: Path, code: int) -> Exception:
         cause = f"one was ended from outside, by {killed[1]}; the machine's memory may have run out"
     else:
         cause = f"{records[0].kind}: {records[0].message}" if records else "none of them said why"
-    return UpdateProcessError(
+    kind = LostUpdateProcessError if killed else UpdateProcessError
+    return kind(
         f"the update's processes ended with code {code}: {cause}. The last policy version is whole; start again with "
         "the same command.\n" + "\n".join(said.splitlines()[-TOLD_LINES:])
     )

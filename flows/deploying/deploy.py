@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
@@ -15,7 +15,7 @@ from prefect.settings import get_current_settings
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from configs.schema import RunConfig
-from configs.section import Name
+from configs.section import NAME_MEND, Name
 from flows.deploying.deployments import TAG, Deployable, evaluation, rescoring, training
 from flows.prefect_settings import CLIENT
 from flows.server.reachable import require_pools
@@ -133,8 +133,7 @@ def _require_name(name: str) -> None:
     try:
         TypeAdapter(Name).validate_python(name)
     except ValidationError as error:
-        mend = "Letters, digits, dots, dashes and underscores, the first a letter or digit; 100 at most."
-        raise InputError("--name", name, mend) from error
+        raise InputError("--name", name, NAME_MEND) from error
 
 
 def _require_distinct(wanted: Sequence[Deployable], files: Sequence[Path]) -> None:
@@ -150,7 +149,7 @@ async def _register(
     known = await _find(client, f"{wanted.flow.name}/{wanted.name}")
     schedules = [DeploymentScheduleCreate(schedule=schedule, active=True)] if schedule else []
     if schedule is None and request.cron is None and known is not None:
-        schedules = [DeploymentScheduleCreate(schedule=kept.schedule, active=kept.active) for kept in known.schedules]
+        schedules = [_again(kept) for kept in known.schedules]
     identity = await client.create_deployment(
         flow_id=await client.create_flow(wanted.flow),
         name=wanted.name,
@@ -178,6 +177,16 @@ async def _register(
         url=f"{ui}/deployments/deployment/{identity}" if ui else None,
         schedule="; ".join(in_words(each) for each in schedules) or None,
         updated=known is not None,
+    )
+
+
+def _again(kept: DeploymentSchedule) -> DeploymentScheduleCreate:
+    """A schedule with what a person gave it in the UI; the server makes every one anew."""
+    return DeploymentScheduleCreate(
+        schedule=kept.schedule,
+        active=kept.active,
+        parameters=kept.parameters,
+        slug=kept.slug,
     )
 
 

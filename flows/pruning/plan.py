@@ -18,6 +18,7 @@ from tasks.pruning.prunable import Prunable, State, bytes_of, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
 from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.run_view import iteration_numbers
+from tasks.storage.lineage import LINEAGE, lineage_of
 from tasks.storage.store import ArtifactStore
 
 VERSIONS, PICTURES, EVALUATIONS = "policy versions", "pictures of iterations", "pictures of evaluations"
@@ -148,14 +149,15 @@ def _last_whole(store: ArtifactStore, versions: Sequence[int], count: int) -> tu
 
 
 def _without_files(store: ArtifactStore, held: Prunable, rules: PruneRules, now: datetime) -> Removal:
-    pruned = _pruned(held, "files", rules.of_policies if rules.last else "", now)
+    pruned = _pruned(store, held, "files", rules.of_policies if rules.last else "", now)
     size = bytes_of(store, [store.path(f"{held.folder}/{name}") for name in held.files])
     return Removal(VERSIONS, size, lambda: store.succeed(held.reference, None, pruned=pruned))
 
 
-def _pruned(held: Prunable, removed: str, rule: str, now: datetime) -> Mapping[str, Any]:
+def _pruned(store: ArtifactStore, held: Prunable, removed: str, rule: str, now: datetime) -> Mapping[str, Any]:
     """What the manifest will say; a removal that was cut short ends as it began."""
-    return held.manifest.pruned or {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{now:%Y-%m-%d}"}
+    said = {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{now:%Y-%m-%d}"}
+    return held.manifest.pruned or {**said, LINEAGE: lineage_of(store, held.folder)}
 
 
 def _plan_pictures(plan: RunPlan, config: RunConfig, rules: PruneRules, needs: Needs, now: datetime) -> None:
@@ -225,7 +227,7 @@ def _decide_pictures(
     reasons = reasons if held.state is State.WHOLE else []
 
     def removal() -> Removal:
-        pruned = _pruned(held, "pictures", rules.of_pictures if rules.pictures else "", now)
+        pruned = _pruned(plan.store, held, "pictures", rules.of_pictures if rules.pictures else "", now)
         return Removal(kind, picture_bytes(plan.store, held), lambda: remove_pictures(plan.store, held, pruned))
 
     plan.decide(kind, held.folder.removesuffix("/rollouts"), reasons, removal)

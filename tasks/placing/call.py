@@ -15,7 +15,7 @@ from tasks.code import code_digest
 from tasks.error_records import ErrorRecord, record_of
 from tasks.placing.faults import Fault, RemoteStageError, fault_of
 from tasks.placing.stages import Arguments, Reference, Stage, stage_named
-from tasks.storage.configured import described, open_store
+from tasks.storage.configured import described, open_store_elsewhere
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore, use_store
 
@@ -25,7 +25,7 @@ class StageCall(BaseModel):
 
     Attributes:
         stage: its name.
-        storage: the root as any process of any machine of the run finds it.
+        storage: the root as any process of any machine of the run finds it, and the folder for copies of what is read.
         run: whose artifacts it reads and writes.
         code: digest of the code that asks; other code would make something else.
         arguments: of the stage's function, as JSON values.
@@ -41,8 +41,9 @@ class StageCall(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Names the call: the same stage on the same inputs in the same place."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        """Names the call: the same stage on the same inputs in the same place, wherever copies of these are kept."""
+        named = self.model_dump(mode="json", exclude={"storage": {"cache_dir", "cache_gib"}})
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
 class StageOutcome(BaseModel):
@@ -109,7 +110,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def carry_out(call: StageCall) -> StageOutcome:
     """Do the stage in this process; an error is an outcome too."""
-    store = open_store(call.storage, call.run)
+    store = open_store_elsewhere(call.storage, call.run)
     use_store(store)
     try:
         if call.code != code_digest():

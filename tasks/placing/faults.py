@@ -1,9 +1,11 @@
 """Which errors may pass by themselves. Wrong input, NaN and a full disk never do, and are never tried again."""
 
 import errno
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
+from uuid import UUID
 
 import httpx
 from prefect import Task
@@ -34,6 +36,10 @@ class StageTimeoutError(RuntimeError):
 
 class StageGivenUpError(RuntimeError):
     """A stage was cancelled: by whoever asked for it, or in the server's UI."""
+
+
+class TriesUsedUpError(RuntimeError):
+    """A part of a stage failed as often as its fault is tried; the whole would only multiply its tries."""
 
 
 class RemoteStageError(RuntimeError):
@@ -85,6 +91,7 @@ _OF_CLIENTS = frozenset(
 )
 _SERVER_SIDE = 500
 _TOO_MANY_REQUESTS = 429
+_DELAYS = 50
 
 
 def fault_of(error: BaseException) -> Fault | None:
@@ -113,10 +120,12 @@ def fault_of(error: BaseException) -> Fault | None:
 def retry_options(placement: PlacementSection) -> dict[str, Any]:
     """Options of a Prefect task that is tried again, with delays that double and are spread at random."""
     limits = placement.retries
-    most = max(limits_of(limits).values())
-    delays = [min(limits.max_delay, limits.delay * 2**number) for number in range(most)]
+    # Prefect's own count is of all kinds together; the condition counts each by itself.
+    most = sum(limits_of(limits).values())
     if not most:
         return {"retries": 0}
+    # Prefect takes so many delays at most, and the last of them for every later try.
+    delays = [min(limits.max_delay, limits.delay * 2**number) for number in range(min(most, _DELAYS))]
     return {
         "retries": most,
         "retry_delay_seconds": delays,
@@ -132,15 +141,24 @@ def limits_of(limits: RetrySection) -> dict[Fault, int]:
 
 def _condition(limits: RetrySection) -> Callable[[Task[..., Any], TaskRun, State], bool]:
     tries = limits_of(limits)
+    # One task may be run several times, and side by side.
+    met: defaultdict[UUID, Counter[Fault]] = defaultdict(Counter)
 
     # A plain function: Prefect takes any other callable for one that says no.
     def passes_by_itself(task: Task[..., Any], task_run: TaskRun, state: State) -> bool:
         error = state.data
         fault = fault_of(error) if isinstance(error, BaseException) else None
-        if fault is None or task_run.run_count > tries[fault]:
+        if fault is None:
             return False
+        faults = met[task_run.id]
+        left = tries[fault] - faults[fault]
+        if left == 0:
+            return False
+        faults[fault] += 1
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        announce(f"{task_run.name}: {first_line}; try {task_run.run_count + 1} of {tries[fault] + 1} follows")
+        # So many if none but this kind comes from here on.
+        number = faults.total()
+        announce(f"{task_run.name}: {first_line}; try {number + 1} of {number + left} follows")
         return True
 
     return passes_by_itself

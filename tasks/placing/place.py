@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 from tasks.placing.call import call_of
-from tasks.placing.faults import LostStageError, StageTimeoutError
+from tasks.placing.faults import LostStageError, StageGivenUpError, StageTimeoutError
 from tasks.placing.pool import carry_out_on_pool
 from tasks.placing.shards import Submit, in_shards
 from tasks.placing.stages import Arguments, Reference, Stage
@@ -27,6 +27,7 @@ def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         Exception: whatever the stage raises, wherever it was done.
         StageTimeoutError: it was over its time.
         LostStageError: the process or the worker that did it is gone.
+        StageGivenUpError: it was ended from here, or cancelled.
     """
     where, store = stage.where(arguments), current_store()
     # Whoever does it elsewhere would not know that it may have been done.
@@ -40,7 +41,7 @@ def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         with borrowed_process(call) as process:
             try:
                 outcome = process.carry_out(call, where.timeout, listener())
-            except (LostStageError, StageTimeoutError):
+            except (LostStageError, StageGivenUpError, StageTimeoutError):
                 store.clear_abandoned()
                 raise
         store.reasons.extend(outcome.reasons)

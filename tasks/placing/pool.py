@@ -8,10 +8,11 @@ import itertools
 import json
 from typing import Any
 
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult
 from prefect.context import TaskRunContext
-from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Scheduled
 
 from grpo_core.errors import InputError
 from tasks.placing.call import StageCall, StageOutcome
@@ -47,7 +48,9 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
     done = _finished_before(store, name)
     if done is None:
         store.write_file(_call_file(name), sealed(call.model_dump(mode="json")))
-        follow(_flow_run(call, pool, timeout), pool, timeout, over=lambda: _has_outcome(store, name))
+        with get_client(sync_client=True) as client:
+            flow_run = _flow_run(client, call, pool, timeout)
+        follow(flow_run, pool, timeout, over=lambda: _has_outcome(store, name))
         done = read_outcome(store, name)
     if done is None:
         raise LostStageError(
@@ -76,36 +79,53 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
     return outcome
 
 
-def _flow_run(call: StageCall, pool: str, timeout: float | None) -> FlowRun:
+def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: float | None) -> FlowRun:
     """A flow run of the call that is not over; one that an earlier start of this run made is taken again."""
     context = TaskRunContext.get()
-    title = context.task_run.name if context else call.stage
+    stage = context.task_run.name if context else call.stage
     parameters: dict[str, Any] = {
         "root": call.storage.root,
         "run": call.run,
         "call": call.digest,
         "timeout": timeout,
     }
+    try:
+        deployment = client.read_deployment_by_name(f"{call.stage}/{pool}")
+    except ObjectNotFound as error:
+        mend = f"No worker has served it. Start one with `grpo worker {pool}`; it makes the pool and its deployments."
+        raise InputError("placement pool", pool, mend) from error
+    title = f"{stage} on {pool}"
+    link = _link(client, context, title, call) if context else None
     for attempt in itertools.count(1):
-        try:
-            flow_run = run_deployment(
-                f"{call.stage}/{pool}",
-                parameters=parameters,
-                flow_run_name=f"{title} on {pool}",
-                timeout=0,
-                tags=[call.run, pool],
-                idempotency_key=f"{call.digest}-{attempt}",
-            )
-        except ObjectNotFound as error:
-            mend = (
-                f"No worker has served it. Start one with `grpo worker {pool}`; it makes the pool and its deployments."
-            )
-            raise InputError("placement pool", pool, mend) from error
-        assert isinstance(flow_run, FlowRun), "there is no event loop in a stage's thread"
+        flow_run = client.create_flow_run_from_deployment(
+            deployment.id,
+            parameters=parameters,
+            state=Scheduled(),
+            name=title,
+            tags=[call.run, pool],
+            idempotency_key=f"{call.digest}-{attempt}",
+            parent_task_run_id=link.id if link else None,
+        )
         if not is_final(flow_run) and not (flow_run.state and flow_run.state.is_cancelling()):
-            announce(f"{title}: sent to pool {pool}")
+            if link is not None and flow_run.parent_task_run_id != link.id:
+                client.delete_task_run(link.id)
+            announce(f"{stage}: sent to pool {pool}")
             return flow_run
     raise AssertionError("attempts have no end")
+
+
+def _link(client: SyncPrefectClient, stage: TaskRunContext, title: str, call: StageCall) -> TaskRun:
+    """Stands for the flow run on the page of the run that asks, within the stage's task run.
+
+    A flow run has no parent but a task run that the server knows, which it does not yet of the stage's own.
+    """
+    return client.create_task_run(
+        stage.task,
+        flow_run_id=stage.task_run.flow_run_id,
+        dynamic_key=f"{call.digest}-{stage.task_run.run_count}",
+        name=title,
+        task_inputs={"__parents__": [TaskRunResult(id=stage.task_run.id)]},
+    )
 
 
 def read_call(store: ArtifactStore, name: str) -> StageCall:

@@ -13,13 +13,16 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, Worker, WorkerStatus
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.states import Cancelling, Crashed
+from prefect.states import Cancelled, Cancelling, Crashed
 
 from tasks.placing.faults import Fault, LostStageError, StageGivenUpError, StageTimeoutError, fault_of
+from tasks.placing.supervised import SECONDS_TO_START
 from tasks.progress import announce
 
-SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_BETWEEN_LOOKS = 0.1
 LONGEST_BETWEEN_LOOKS = 1.0
+# Of the time that was waited already.
+SHARE_BETWEEN_LOOKS = 0.05
 SECONDS_BETWEEN_CHECKS = 3.0
 SECONDS_BETWEEN_HEARTBEATS = 30.0
 # A machine that is busy may be late with a heartbeat, and a stage that is sent again is done twice.
@@ -27,8 +30,8 @@ MISSED_HEARTBEATS = 4
 LEAST_SECONDS_OF_SILENCE = 15.0
 SECONDS_WITHOUT_SERVER = 600.0
 SECONDS_PENDING = 60.0
-# The worker ends a stage by itself; beyond this its machine has not obeyed.
-SECONDS_OF_GRACE = 300.0
+# The worker ends a stage by itself, and counts from when its child is ready; beyond this its machine has not obeyed.
+SECONDS_OF_GRACE = SECONDS_TO_START + 60.0
 WORKER = "prefect.worker.name"
 
 
@@ -126,7 +129,13 @@ class _Watch:
             return
         name = str(flow_run.labels.get(WORKER, ""))
         if name and self._is_silent(workers.get(name)):
-            self._give_up(f"worker {name} of pool {self.pool} is gone")
+            reason = f"worker {name} of pool {self.pool} is gone"
+            if flow_run.state is not None and flow_run.state.is_cancelling():
+                # Nobody else would say so, and whoever cancelled it does not want it done by another worker.
+                self.client.set_flow_run_state(self.id, Cancelled(message=reason), force=True)
+                self.over = True
+                raise StageGivenUpError(f"flow run {flow_run.name} was cancelled; {reason}")
+            self._give_up(reason)
         if self.running is None and now - self.taken > SECONDS_PENDING:
             self._give_up(f"a worker of pool {self.pool} took it and did not begin it in {SECONDS_PENDING:g} s")
         if self.timeout and self.running and now - self.running > self.timeout + SECONDS_OF_GRACE:
@@ -170,14 +179,15 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, over: Callabl
         watch = _Watch(client, flow_run, pool, timeout)
         try:
             while not _is_over(watch, over):
-                waited = time.monotonic() - watch.begun
-                if _GIVEN_UP.wait(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, waited / 60))):
+                pause = SHARE_BETWEEN_LOOKS * (time.monotonic() - watch.begun)
+                if _GIVEN_UP.wait(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, pause))):
                     raise StageGivenUpError("the run that asked for it was stopped")
         except (LostStageError, StageTimeoutError):
             raise
         except BaseException:
             if not watch.over:
-                client.set_flow_run_state(watch.id, Cancelling(), force=True)
+                # Not forced: the server itself ends what no worker has taken yet.
+                client.set_flow_run_state(watch.id, Cancelling())
             raise
 
 

@@ -7,6 +7,7 @@ when its standard input does, in the middle of a stage too: whoever asked is gon
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from typing import Any
@@ -21,7 +22,7 @@ def main() -> None:
     def say(kind: str, value: Any) -> None:
         answers.write(json.dumps({kind: value}) + "\n")
 
-    calls: queue.Queue[str] = queue.Queue()
+    calls: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read, args=(calls,), daemon=True).start()
     # These take seconds to import; by now nobody is left behind if the parent goes.
     from tasks.placing.call import StageCall, carry_out
@@ -49,9 +50,13 @@ def main() -> None:
         say(OUTCOME, [call.digest, carry_out(call).model_dump(mode="json")])
 
 
-def _read(calls: "queue.Queue[str]") -> None:
-    for line in sys.stdin:
+def _read(calls: "queue.Queue[bytes]") -> None:
+    # In bytes: what the machine's locale makes of them is another thing on each.
+    for line in sys.stdin.buffer:
         calls.put(line)
+    # What stages have started goes as well, such as the server of a judge; nobody else would end it.
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

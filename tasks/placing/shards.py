@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 from prefect.futures import PrefectFuture
+from prefect.transactions import CommitMode, transaction
 
 from configs.placement_sections import PlacementSection
+from tasks.placing.faults import TriesUsedUpError, fault_of
 from tasks.placing.pool_run import stages_given_up_on_interrupt
 from tasks.placing.stages import Arguments, Part, Reference, Stage
 from tasks.storage.reference import ArtifactRef
@@ -25,15 +27,28 @@ def in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         submit: starts the stage's task on a part.
 
     Raises:
-        Exception: as the first part that failed raised it, once the others are over.
+        TriesUsedUpError: the first part that failed met a fault that may pass, more often than it is tried again.
+        Exception: as the first part that failed raised it otherwise; both once the others are over.
     """
     assert stage.sharding is not None, "only a stage that can be cut has shards"
-    futures = [submit(part) for part in stage.sharding.cut(arguments, stage.shards(arguments))]
+    parts = stage.sharding.cut(arguments, stage.shards(arguments))
+    # Each part is recorded when it is done; within the task of the whole Prefect would wait for the end of that.
+    with transaction(commit_mode=CommitMode.EAGER):
+        futures = [submit(part) for part in parts]
     with stages_given_up_on_interrupt():
         for future in futures:
             future.wait()
-    made = [future.result() for future in futures]
+    made = [_result(future) for future in futures]
     return stage.sharding.join(arguments, [part for part in made if isinstance(part, ArtifactRef)])
+
+
+def _result(part: PrefectFuture[Reference]) -> Reference:
+    try:
+        return part.result()
+    except Exception as error:
+        if fault_of(error) is None:
+            raise
+        raise TriesUsedUpError(f"{type(error).__name__}: {error}") from error
 
 
 def shard_folder(folder: str, index: int, count: int) -> str:

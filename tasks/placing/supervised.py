@@ -14,14 +14,20 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
+import psutil
+
 from tasks.checkout import environment
 from tasks.placing.call import StageCall, StageOutcome
-from tasks.placing.faults import LostStageError, StageTimeoutError
+from tasks.placing.faults import LostStageError, StageGivenUpError, StageTimeoutError
 from tasks.progress import Listener
 
 ADVANCE, ANNOUNCE, OUTCOME, READY = "advance", "announce", "outcome", "ready"
+CHILD = ("-m", "tasks.placing.process")
 SECONDS_TO_START = 600.0
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_END = 5.0
 TOLD_LINES = 30
+TOLD_BYTES = 1 << 16
 _POLICY = ("collect rollouts", "update policy")
 
 
@@ -46,6 +52,8 @@ class StageProcess:
         Raises:
             StageTimeoutError: it was over its time; the child is gone.
             LostStageError: the child died; with the end of what it said.
+            StageGivenUpError: the child was ended by `end`.
+            OSError: it cannot be started.
         """
         # One at a time: whoever listens takes the next outcome for that of his own stage.
         with self._busy:
@@ -54,20 +62,18 @@ class StageProcess:
     def _carry_out(self, call: StageCall, timeout: float | None, listener: Listener) -> StageOutcome:
         self.last_stage = call.stage
         child = self._ready_child()
-        assert child.stdin is not None
         assert self._errors is not None
         self._errors.truncate(0)
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(call.model_dump_json() + "\n")
-            child.stdin.flush()
         limit = None if timeout is None else time.monotonic() + timeout
+        # Beside this thread: a call may be longer than what a pipe takes of a child that does not read.
+        threading.Thread(target=_ask, args=(child.stdin, call.model_dump_json()), daemon=True).start()
         try:
             while True:
                 said = self._hear(limit)
                 if OUTCOME in said:
                     name, outcome = said[OUTCOME]
                     assert name == call.digest, "a child answers what it was asked last"
-                    return StageOutcome.model_validate_json(json.dumps(outcome))
+                    return self._checked(StageOutcome.model_validate_json(json.dumps(outcome)))
                 if ADVANCE in said:
                     listener.advance(*said[ADVANCE])
                 elif ANNOUNCE in said:
@@ -80,13 +86,31 @@ class StageProcess:
             self.end()
             raise
 
+    def _checked(self, outcome: StageOutcome) -> StageOutcome:
+        error = outcome.error
+        if error is not None and not error.known and outcome.fault is None:
+            # Nobody foresaw it, and it may be the process: a GPU that failed once fails in it for good.
+            self.end()
+        return outcome
+
     def _hear(self, limit: float | None) -> dict[str, Any]:
         """The next thing that the child says; queue.Empty after the limit."""
-        line = self._said.get(timeout=None if limit is None else max(0.0, limit - time.monotonic()))
-        if line is None:
-            child, errors = self._child, self._errors
-            ended = child is None or errors is None or errors.closed
-            raise LostStageError("its process was ended from here" if ended else self._last_words())
+        child, line = self._child, None
+        while True:
+            # Before the wait: what it said at the end is heard.
+            gone = child is None or child.poll() is not None
+            left = SECONDS_BETWEEN_LOOKS if limit is None else max(0.0, limit - time.monotonic())
+            try:
+                line = self._said.get(timeout=min(left, SECONDS_BETWEEN_LOOKS))
+                break
+            except queue.Empty:
+                if limit is not None and time.monotonic() >= limit:
+                    raise
+                # What it started may outlive it, and hold its end of the pipe.
+                if gone:
+                    break
+        if line is None or not line.endswith("\n"):
+            raise self._loss()
         heard: dict[str, Any] = json.loads(line)
         return heard
 
@@ -94,18 +118,13 @@ class StageProcess:
         if self._child is not None and self._child.poll() is None:
             return self._child
         self.end()
-        self._errors = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
         self._said = queue.Queue()
-        self._child = child = subprocess.Popen(
-            [sys.executable, "-m", "tasks.placing.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment(),
-            # The whole group is ended at once, and an interrupt in the terminal is for this process alone.
-            start_new_session=True,
-            text=True,
-        )
+        self._errors = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
+        try:
+            self._child = child = _started(self._errors)
+        except BaseException:
+            self._errors.close()
+            raise
         assert child.stdout is not None
         threading.Thread(target=_listen, args=(child.stdout, self._said), daemon=True).start()
         try:
@@ -113,34 +132,76 @@ class StageProcess:
         except queue.Empty:
             self.end()
             raise LostStageError(f"a process for stages did not start in {SECONDS_TO_START:g} s") from None
+        except BaseException:
+            self.end()
+            raise
         return child
 
-    def _last_words(self) -> str:
-        assert self._child is not None
-        assert self._errors is not None
-        code = self._child.wait()
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
+    def _loss(self) -> Exception:
+        """Why nothing more is heard."""
+        child, errors = self._child, self._errors
+        if child is None or errors is None or errors.closed:
+            return StageGivenUpError("its process was ended from here")
+        try:
+            code = child.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return LostStageError("the process that did it does not answer any more")
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD_BYTES))
+        said = errors.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         cause = "; the machine's memory may have run out" if code == -signal.SIGKILL else ""
-        return f"the process that did it ended {how}{cause}" + "".join(f"\n{line}" for line in said)
+        return LostStageError(f"the process that did it ended {how}{cause}" + "".join(f"\n{line}" for line in said))
 
     def end(self) -> None:
         """Kill the child and all that it started; the next stage starts another."""
         child, self._child = self._child, None
         if child is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        _kill_family(child)
         child.wait()
-        for stream in (child.stdin, child.stdout, self._errors):
+        for stream in (child.stdin, self._errors):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
 
+def _started(errors: IO[bytes]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=environment(),
+        # The whole group is ended at once, and an interrupt in the terminal is for this process alone.
+        start_new_session=True,
+        encoding="utf-8",
+    )
+
+
+def _kill_family(child: subprocess.Popen[str]) -> None:
+    """Kill the child, its group, and what it started in groups of their own, such as the processes of an update."""
+    family: list[psutil.Process] = []
+    # Once it was waited for, its number may be another's.
+    if child.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(child.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _ask(stream: IO[str], call: str) -> None:
+    # Whoever listens hears that the child is gone, or has ended it.
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        stream.write(call + "\n")
+        stream.flush()
+
+
 def _listen(stream: IO[str], said: queue.Queue[str | None]) -> None:
-    with contextlib.suppress(ValueError):  # the stream was closed by the one who ended the child
+    # It is closed here: closing would wait for a read that is under way.
+    with stream:
         for line in stream:
             said.put(line)
     said.put(None)
@@ -177,9 +238,6 @@ def close_stage_processes() -> None:
     """End every child; the next stage starts another."""
     with _CHOOSING:
         processes = list(_ALL)
-        _ALL.clear()
-        for idle in _IDLE.values():
-            idle.clear()
     for process in processes:
         process.end()
 

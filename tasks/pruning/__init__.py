@@ -3,5 +3,6 @@
 prunable    an artifact as whoever prunes sees it: its age, its size, and whether it was pruned before
 pictures    rollouts without their pictures
 set_aside   what was moved out of the way long ago
+lost_scores what is told when scores are to be made again and the pictures are gone
 leftovers   calls and half-written files of processes that are gone
 """

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.pruning.prunable import Prunable
+from tasks.storage.reference import StaleReferenceError
 from tasks.storage.store import ArtifactStore
 from tasks.storage.tables import DIGESTS
 
@@ -17,7 +18,10 @@ IMAGE = "image"
 
 
 def picture_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
-    """What the pictures take as they are stored; 0 for texts, and where they are gone."""
+    """What the pictures take as they are stored; 0 for texts, and where they are gone or damaged."""
+    # The reader of a changed footer may end the whole process.
+    if store.find(rollouts.folder) is None:
+        return 0
     total = 0
     for name in rollouts.files:
         with store.filesystem.open(store.path(f"{rollouts.folder}/{name}"), "rb") as stream:
@@ -44,6 +48,9 @@ def remove_pictures(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[st
         StaleReferenceError: its files are not what the manifest says.
         StorageError: a disk or a bucket does not take it.
     """
+    # Whoever reads a damaged artifact moves it; that is for the start that makes it again.
+    if store.find(rollouts.folder) is None:
+        raise StaleReferenceError(f"{rollouts.reference.uri}: a file of it is changed or missing")
     with tempfile.TemporaryDirectory(prefix="grpo-") as fetched, store.staging() as staged:
         folder = store.local_files(rollouts.reference, Path(fetched) / "rollouts")
         for name in rollouts.manifest.files:

@@ -1,15 +1,14 @@
 """What was moved out of the way long ago: removed as a whole, unless the run may still take it back."""
 
-import contextlib
-import json
 from dataclasses import dataclass
 from datetime import datetime
 
 from tasks.pruning.prunable import modified
 from tasks.reports.artifact_reader import ArtifactReader
+from tasks.storage.lineage import RUN_FILE, lineage_of
 from tasks.storage.store import SET_ASIDE, ArtifactStore
 
-_RUN_FILE, _REASON_FILE = "run.json", "reason.json"
+_REASON_FILE = "reason.json"
 
 
 @dataclass(frozen=True)
@@ -31,26 +30,19 @@ class SetAsideFolder:
 
 def folders_set_aside(store: ArtifactStore) -> list[SetAsideFolder]:
     """All of a run, in order."""
-    present = _lineage(store, _RUN_FILE)
+    present = lineage_of(store)
     found = []
     for name in ArtifactReader(store).names(SET_ASIDE):
         folder = f"{SET_ASIDE}/{name}"
         files: dict[str, dict[str, int]] = store.filesystem.find(store.path(folder), detail=True)
         if not files:
             continue
-        returns = present is not None and _lineage(store, f"{folder}/{_RUN_FILE}") == present
+        returns = present is not None and lineage_of(store, file=f"{folder}/{RUN_FILE}") == present
         # What was moved keeps its own time; the reason is written when it is moved.
         reason = [path for path in files if path == store.path(f"{folder}/{_REASON_FILE}")]
         since = max(modified(store, path) for path in reason or files)
         found.append(SetAsideFolder(folder, since, sum(each["size"] for each in files.values()), returns))
     return found
-
-
-def _lineage(store: ArtifactStore, file: str) -> str | None:
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        lineage: str = json.loads(store.read_file(file) or b"{}")["lineage"]
-        return lineage
-    return None
 
 
 def remove_folder(store: ArtifactStore, folder: str) -> None:

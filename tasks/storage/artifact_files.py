@@ -128,6 +128,9 @@ class ArtifactFiles:
             found = sha256_of(_LOCAL, str(target))
             if stamp == self.stamp(path):
                 break
+        else:
+            # It changed during every read, so nobody knows which of its tags this content had.
+            stamp = None
         if self.cache is not None and stamp is not None:
             self.cache.note(self._url(path), stamp, found)
             self.cache.keep(target, found)

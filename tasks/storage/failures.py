@@ -21,7 +21,9 @@ _TOLD = {
 # What s3fs makes of a bucket's own errors, of one that asks for fewer requests, and of a connection's.
 _PASSING = frozenset({errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT})
 # By name: the clients of buckets are optional packages.
-_NO_ANSWER = frozenset({"ConnectionError", "HTTPClientError", "ClientConnectionError", "ClientPayloadError"})
+_NO_ANSWER = frozenset(
+    {"ConnectionError", "HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ClientResponseError"}
+)
 _NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"})
 CREDENTIALS = (
     "Give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or in a profile (AWS_PROFILE), and "

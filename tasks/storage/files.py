@@ -76,10 +76,13 @@ def settle_folder(staged: Path) -> None:
 
 
 def move_folder(staged: Path, target: Path) -> None:
-    """Move a settled folder to its place on the same disk, in one rename."""
+    """Move a settled folder to its place on the same disk, in one rename.
+
+    It lasts once the manifest beside it does, which forces the entries of their folder to the disk; where the power
+    fails in between, a manifest without its folder is no artifact.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     staged.rename(target)
-    fsync_path(target.parent)
 
 
 def files_below(folder: Path) -> dict[str, Path]:

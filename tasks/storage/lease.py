@@ -6,6 +6,7 @@ that no longer counts, never another's. Clocks of two machines are not compared:
 wants it has seen no renewal for the lease time.
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -105,6 +106,13 @@ def take_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) -> L
         return _describing(_read(filesystem, folder, number))
     if not _create(filesystem, folder, number + 1, holder):
         return _describing(_read(filesystem, folder, number + 1))
+    highest = max(_numbers(filesystem, folder), default=0)
+    if highest > number + 1:
+        # Others took it and removed this number while this process slept between looking and taking; the next of them
+        # may remove what this one made.
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(_object(folder, number + 1))
+        return _describing(_read(filesystem, folder, highest))
     for lower in _numbers(filesystem, folder):
         if lower <= number:
             filesystem.rm_file(_object(folder, lower))

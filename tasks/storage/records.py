@@ -7,14 +7,16 @@ What is kept here is the reference alone; the decoder is always this project's c
 import hashlib
 import json
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from prefect.filesystems import WritableFileSystem
 from prefect.results import ResultRecord, ResultRecordMetadata  # type: ignore[attr-defined]
 
 from tasks.storage.codec import reference_serializer
+from tasks.storage.files import is_local, write_whole
 from tasks.storage.reference import StaleReferenceError
-from tasks.storage.store import current_store
+from tasks.storage.store import ArtifactStore, current_store
 
 FOLDER = ".stages"
 """In the run, so that its folder alone is enough to go on; and beside the runs, so that they find each other's."""
@@ -51,12 +53,25 @@ class StageRecords(WritableFileSystem):
         """Keep the reference that a Prefect record holds."""
         store, result = current_store(), json.loads(json.loads(content)["result"])
         kept = json.dumps({"key": path, "result": result, "sha256": _digest(path, result)}, indent=1).encode()
-        store.write_file(f"{FOLDER}/{path}.json", kept)
-        store.write_shared(f"{FOLDER}/{path}.json", kept)
+        _keep(store, f"{FOLDER}/{path}.json", kept)
 
     async def awrite_path(self, path: str, content: bytes) -> None:
         """As write_path."""
         self.write_path(path, content)
+
+
+def _keep(store: ArtifactStore, name: str, content: bytes) -> None:
+    """In the run, and beside the runs: what is lost there when the power fails is another run's miss and no more."""
+    if not is_local(store.filesystem):
+        store.write_file(name, content)
+        store.write_shared(name, content)
+        return
+    with store.staging() as scratch:
+        write_whole(store.filesystem, store.path(name), content, scratch=scratch)
+        shared, temporary = Path(store.root) / name, scratch / "shared"
+        temporary.write_bytes(content)
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        temporary.replace(shared)
 
 
 def _digest(key: str, result: Any) -> str:

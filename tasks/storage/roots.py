@@ -14,7 +14,10 @@ from tasks.storage.failures import CREDENTIALS
 _S3 = ("s3://", "s3a://")
 _EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
 # user:password@ or, in a bucket's URL, anything before an @. A key may hold a slash; a port is no password.
-_SECRET = re.compile(r"(?<=://)[^/@:]*:(?!\d+(?:/|$)).*@|(?<=s3://)[^/]*@|(?<=s3a://)[^/]*@")
+_SECRET = re.compile(
+    r"(?<=://)[^/@:]*:(?!\d+(?:/|$)).*@|(?<=s3://)(?!arn:)[^/:]*:.*@|(?<=s3a://)(?!arn:)[^/:]*:.*@"
+    r"|(?<=s3://)[^/]*@|(?<=s3a://)[^/]*@"
+)
 LOOK = {"connect_timeout": 4, "read_timeout": 6}
 """Seconds that a look before the work begins waits."""
 # A bucket that does not answer is told within a minute or so; the stage is then tried again as placement.retries says.
@@ -28,7 +31,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
         root: a folder or a URL.
 
     Raises:
-        InputError: credentials in the URL, a URL of an unknown kind, or of one whose package is not installed.
+        InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or within
+            a file that is not there.
     """
     if "://" in root and _SECRET.search(root):
         mend = f"A URL is kept with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
@@ -41,7 +45,7 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
         package = _EXTRAS.get(root.partition("://")[0])
         mend = f"Install {package}." if package else f"{error}. Install what reads such URLs."
         raise InputError("storage.root", root, mend) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         mend = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
         raise InputError("storage.root", root, mend) from error
     return filesystem, path.rstrip("/")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from grpo_core.errors import InputError
 from tasks.storage.failures import StorageError, UnreachableStorageError, remote_failures_told, storage_failures_told
 from tasks.storage.files import is_local, write_whole
 from tasks.storage.roots import open_root, without_patience
-from tasks.storage.staging import clear_abandoned, locked_file, staging_folder
+from tasks.storage.staging import clear_abandoned, locked_file, staging_folder, temporary_folder
 
 SET_ASIDE = "set_aside"
 INCOMING = ".incoming"
@@ -59,7 +58,8 @@ class RunFolder:
                 raise OSError("what was written there does not come back")
         except StorageError as error:
             raise InputError(error.place, error.value, f"{error.reason[:1].upper()}{error.reason[1:]}.") from error
-        except OSError as error:
+        # A path that no disk takes; a URL that can be read alone.
+        except (OSError, ValueError, NotImplementedError) as error:
             raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
 
     def require_read(self) -> None:
@@ -92,8 +92,11 @@ class RunFolder:
 
     def clear_abandoned(self) -> None:
         """Remove what a killed process left half-written; what a living one is writing is left alone."""
-        if is_local(self.filesystem):
-            clear_abandoned(Path(self.path(INCOMING)))
+        clear_abandoned(self._incoming())
+
+    def _incoming(self) -> Path:
+        """Where processes of this machine write what is not whole yet."""
+        return Path(self.path(INCOMING)) if is_local(self.filesystem) else temporary_folder()
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -103,12 +106,7 @@ class RunFolder:
             StorageError: the disk is full or read-only, or it is not known what has been done.
         """
         self.require_read()
-        local = is_local(self.filesystem)
-        with storage_failures_told(self.filesystem, self.root), contextlib.ExitStack() as stack:
-            if local:
-                parent = stack.enter_context(staging_folder(Path(self.path(INCOMING))))
-            else:
-                parent = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
+        with storage_failures_told(self.filesystem, self.root), staging_folder(self._incoming()) as parent:
             folder = parent / "files"
             folder.mkdir()
             yield folder
@@ -130,8 +128,14 @@ class RunFolder:
             finally:
                 self._depth -= 1
 
-    def set_aside(self, paths: list[str], *, reason: str) -> None:
-        """Move paths of this run out of the way, keeping them and saying why."""
+    def set_aside(self, paths: list[str], *, reason: str, staying: bool = False) -> None:
+        """Move paths of this run out of the way, keeping them and saying why.
+
+        Args:
+            paths: files and folders within the run.
+            reason: for people.
+            staying: they are files, of which copies are kept; whoever asks is about to write over them.
+        """
         others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         self.reasons.append(f"{paths[0]}{others}: {reason}")
         with self.alone(), remote_failures_told(self.filesystem, self.root):
@@ -139,7 +143,10 @@ class RunFolder:
             place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
             self.write_file(f"{place}/reason.json", json.dumps({"reason": reason, "paths": paths}, indent=1).encode())
             for path in paths:
-                self._move(self.path(path), self.path(f"{place}/{path}"))
+                if staying:
+                    self.write_file(f"{place}/{path}", self.filesystem.cat_file(self.path(path)))
+                else:
+                    self._move(self.path(path), self.path(f"{place}/{path}"))
 
     def _move(self, source: str, target: str) -> None:
         if is_local(self.filesystem):

@@ -2,10 +2,15 @@
 
 import contextlib
 import fcntl
+import os
 import shutil
+import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from grpo_core.errors import InputError
 
 _LOCK = "lock"
 
@@ -34,6 +39,22 @@ def clear_abandoned(incoming: Path) -> None:
         for folder in [path for path in incoming.iterdir() if path.is_dir()]:
             with contextlib.suppress(BlockingIOError, FileNotFoundError), locked_file(folder / _LOCK, wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_folder() -> Path:
+    """A folder below TMPDIR that all processes of this user share, and nobody else.
+
+    Raises:
+        InputError: something else stands there, perhaps another user's.
+    """
+    folder = Path(tempfile.gettempdir()) / f"grpo-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        mend = f"{folder} is not a folder that this user alone writes; remove it, or set TMPDIR to another place."
+        raise InputError("TMPDIR", tempfile.gettempdir(), mend)
+    return folder
 
 
 @contextlib.contextmanager

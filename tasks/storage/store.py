@@ -11,10 +11,11 @@ import fsspec
 from tasks.storage.committing import commit_folder, create_manifest, write_manifest
 from tasks.storage.failures import remote_failures_told
 from tasks.storage.files import files_below, is_local, move_folder, settle_folder, sha256_of
+from tasks.storage.lineage import LINEAGE, lineage_of
 from tasks.storage.manifest import Manifest, written
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.run_folder import INCOMING, SET_ASIDE
-from tasks.storage.succession import pruned_error, succeed_folder
+from tasks.storage.succession import pruned_error, restored_manifest, succeed_folder
 from tasks.storage.whole import MANIFEST_ENDING, VerifiedFolder
 
 __all__ = ["INCOMING", "MANIFEST_ENDING", "SET_ASIDE", "ArtifactStore", "current_store", "use_store"]
@@ -94,6 +95,8 @@ class ArtifactStore(VerifiedFolder):
     def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None) -> str | None:
         manifest = self.answering(place, reference)
         if isinstance(manifest, str):
+            manifest = restored_manifest(self, reference) or manifest
+        if isinstance(manifest, str):
             return manifest
         if manifest.pruned is not None and not manifest.files:
             raise pruned_error(self, reference, manifest)
@@ -105,8 +108,9 @@ class ArtifactStore(VerifiedFolder):
     def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
         """The same artifact in its place in this run: found there, or copied from another run or what was set aside.
 
-        One that was pruned in this place is there as long as its manifest is. One that was pruned elsewhere is not
-        brought from there: whoever asks may need what it lacks.
+        One that was pruned in its place is there as long as its manifest is. It comes back from where it was set aside
+        if the run is again what it was when it was pruned; otherwise, as from another run, it is not brought: whoever
+        asks may need what it lacks.
 
         Raises:
             StaleReferenceError: it is nowhere, or nowhere whole; what is damaged is set aside first.
@@ -115,11 +119,11 @@ class ArtifactStore(VerifiedFolder):
         home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
         with remote_failures_told(self.filesystem, self.root):
             damage = self.damage(self.path(home.folder), home)
-            if damage is None:
+            if damage is None or restored_manifest(self, home) is not None:
                 return home
             for place in self._other_places(reference):
                 manifest = self.answering(place, reference)
-                if not isinstance(manifest, Manifest) or manifest.pruned is not None:
+                if not isinstance(manifest, Manifest) or not self._may_come(place, manifest, home.folder):
                     continue
                 if self.files.damage(place, manifest) is None:
                     return self._copy_home(place, manifest, home, damage)
@@ -134,6 +138,12 @@ class ArtifactStore(VerifiedFolder):
         for run in dict.fromkeys([self.run, reference.run]):
             for aside in sorted(self.filesystem.glob(f"{self.root}/{run}/{SET_ASIDE}/*"), reverse=True):
                 yield f"{aside}/{reference.folder}"
+
+    def _may_come(self, place: str, manifest: Manifest, folder: str) -> bool:
+        if manifest.pruned is None:
+            return True
+        lineage = manifest.pruned.get(LINEAGE)
+        return place.startswith(f"{self.path()}/") and lineage is not None and lineage == lineage_of(self, folder)
 
     def _copy_home(self, source: str, manifest: Manifest, home: ArtifactRef, damage: str) -> ArtifactRef:
         place = self.path(home.folder)

@@ -1,8 +1,8 @@
 """Files of an artifact replaced or removed while everything that refers to it stays right.
 
 The manifest goes first and names the files both as they are to be and as they were, so a reader finds a whole artifact
-at every moment in between; when all is done, a last manifest names what is left. A process that is killed amid that is
-made up for by doing it again.
+at every moment in between; when all is done, a last manifest names what is left, of which a copy is kept. A process
+that is killed amid that is made up for by doing it again.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,14 @@ import fsspec
 from grpo_core.errors import InputError
 from tasks.storage.committing import upload, write_manifest
 from tasks.storage.files import files_below, fsync_path, is_local, settle_folder, sha256_of
-from tasks.storage.manifest import Manifest, written
+from tasks.storage.lineage import LINEAGE
+from tasks.storage.manifest import Manifest, read_manifest, written
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
+from tasks.storage.run_folder import SET_ASIDE
 from tasks.storage.whole import VerifiedFolder
+
+COPIES = ".pruned"
+"""Folder of a run with a copy of the manifest of each artifact that lost files."""
 
 
 class PrunedArtifactError(InputError):
@@ -25,11 +30,17 @@ class PrunedArtifactError(InputError):
 
 def pruned_error(store: VerifiedFolder, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
     """Says that the artifact's files are gone, and what can be done."""
+    # One that was set aside would come back.
+    aside = sorted(store.filesystem.glob(f"{store.root}/{reference.run}/{SET_ASIDE}/*"))
+    places = [f"{each}/{reference.folder}" for each in aside]
+    answering = [place for place in places if isinstance(store.answering(place, reference), Manifest)]
+    manifests = [store.manifest_path(place) for place in (f"{store.root}/{reference.uri}", *answering)]
     mend = (
         "Its files were removed by `grpo prune`. Ask for one that is kept; or, to have it made again, remove "
-        f"{store.manifest_path(f'{store.root}/{reference.uri}')} and start the run again."
+        f"{' and '.join(manifests)} and start the run again."
     )
-    return PrunedArtifactError(reference.uri, dict(manifest.pruned or {}), mend)
+    said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}
+    return PrunedArtifactError(reference.uri, said, mend)
 
 
 def succeed_folder(
@@ -69,8 +80,46 @@ def succeed_folder(
         for name in sorted(set(leaving) - set(hashes)):
             _remove(store, f"{place}/{name}")
         done = kept.succeeding(amid, pruned=pruned)
+        store.write_file(_copy_of(reference), done.content)
         write_manifest(store, reference.folder, done, scratch)
     return done
+
+
+def _copy_of(reference: ArtifactRef) -> str:
+    return f"{COPIES}/{reference.folder}.json"
+
+
+def restored_manifest(store: VerifiedFolder, reference: ArtifactRef) -> Manifest | None:
+    """The manifest of a pruned artifact of this run, put back in its place where it was damaged; None if it is not.
+
+    Without it nothing would say that the artifact is lacking files on purpose, and what is gone cannot be made again.
+    A manifest that is missing stays so: whoever removes it wants the artifact to be made again.
+    """
+    path = store.manifest_path(reference.folder)
+    if reference.run != store.run or not _is_damaged(store.read_file(path)):
+        return None
+    try:
+        manifest = read_manifest(store.read_file(_copy_of(reference)) or b"")
+    except (ValueError, TypeError):
+        return None
+    place = store.path(reference.folder)
+    if not manifest.answers(reference) or store.files.damage(place, manifest) is not None:
+        return None
+    with store.staging() as scratch, store.alone():
+        if _is_damaged(store.read_file(path)):
+            store.set_aside([path], reason=f"{path} is damaged; {_copy_of(reference)} took its place", staying=True)
+            write_manifest(store, reference.folder, manifest, scratch)
+    return manifest
+
+
+def _is_damaged(content: bytes | None) -> bool:
+    if content is None:
+        return False
+    try:
+        read_manifest(content)
+    except (ValueError, TypeError):
+        return True
+    return False
 
 
 def _present(store: VerifiedFolder, place: str, reference: ArtifactRef) -> tuple[Manifest, dict[str, str]]:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -15,13 +16,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 
 from tasks.checkout import CHECKOUT
+from tasks.placing.pool_run import WORKER
 from tasks.storage.store import ArtifactStore
 from tests.postgres_server import postgres_server
 from tests.s3_server import s3_server
@@ -133,19 +137,58 @@ def train(name: str, environment: Mapping[str, str], overrides: Sequence[str]) -
     return Measured(json.loads(ended.stdout.splitlines()[-1]), time.monotonic() - begun)
 
 
-def overheads(url: str, name: str, store: ArtifactStore, iterations: int) -> dict[str, list[float]]:
-    """By stage, what its tasks took beyond the stage's own work, in seconds; the first iteration warms up."""
-    found: dict[str, list[float]] = {}
+@dataclass(frozen=True)
+class Dispatched:
+    """What a task of a stage took beyond the stage's own work.
+
+    Attributes:
+        overhead: seconds of asking for it, taking it up, and hearing what came of it.
+        queued: seconds that it waited while its worker was at other stages.
+    """
+
+    overhead: float
+    queued: float
+
+
+def overheads(url: str, name: str, store: ArtifactStore, iterations: int) -> dict[str, list[Dispatched]]:
+    """By stage, what its tasks took beyond the stage's own work; the first iteration warms up."""
+    tagged = {"flow_runs": {"tags": {"all_": [name]}}}
+    sent = [each for each in _found(url, "flow_runs", tagged) if each["parent_task_run_id"]]
+    found: dict[str, list[Dispatched]] = {}
     for iteration in range(2, iterations + 1):
         for stage, folder in PLACES.items():
-            label = stage.removeprefix("score ")
-            made = store.find(folder.format(iteration=iteration, label=label))
+            made = store.find(folder.format(iteration=iteration))
             assert made is not None, folder
             title = f"iteration {iteration}: {stage}"
-            query = {"task_runs": {"name": {"any_": [title]}}, "flow_runs": {"name": {"any_": [name]}}}
-            (task,) = httpx.post(f"{url}/task_runs/filter", json=query).json()
-            found.setdefault(stage, []).append(task["total_run_time"] - made.seconds)
+            asked = {"task_runs": {"name": {"any_": [title]}}, "flow_runs": {"name": {"any_": [name]}}}
+            (task,) = _found(url, "task_runs", asked)
+            # Those of shards have a part of their own in the name.
+            first, last = f"iteration {iteration}", f": {stage} on "
+            of_stage = [each for each in sent if re.match(f"{first}[:,]", each["name"]) and last in each["name"]]
+            queued = max(queued_seconds(each, sent) for each in of_stage)
+            beyond = task["total_run_time"] - made.seconds - queued
+            found.setdefault(stage, []).append(Dispatched(beyond, queued))
     return found
+
+
+def queued_seconds(flow_run: Mapping[str, Any], sent: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds from when a flow run was asked for until its worker was done with those that it took before."""
+    before = [
+        _moment(each["end_time"])
+        for each in sent
+        if each["labels"][WORKER] == flow_run["labels"][WORKER] and each["start_time"] < flow_run["start_time"]
+    ]
+    return max([0.0, *(ended - _moment(flow_run["created"]) for ended in before)])
+
+
+def _found(url: str, kind: str, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    answer = httpx.post(f"{url}/{kind}/filter", json={**asked, "limit": 200}, timeout=60)
+    found: list[dict[str, Any]] = answer.raise_for_status().json()
+    return found
+
+
+def _moment(written: str) -> float:
+    return datetime.fromisoformat(written).timestamp()
 
 
 def main(iterations: int) -> None:
@@ -168,7 +211,7 @@ def main(iterations: int) -> None:
         show(alone, pooled, loads, beyond)
 
 
-def show(alone: Measured, pooled: Measured, loads: Sequence[int], beyond: Mapping[str, Sequence[float]]) -> None:
+def show(alone: Measured, pooled: Measured, loads: Sequence[int], beyond: Mapping[str, Sequence[Dispatched]]) -> None:
     """The figures, side by side."""
     table = Table("", "one process, local disk", "two pools, three workers, PostgreSQL, S3")
     table.add_row("policy digest", *(str(each.summary["policy_digest"])[:16] for each in (alone, pooled)))
@@ -179,9 +222,11 @@ def show(alone: Measured, pooled: Measured, loads: Sequence[int], beyond: Mappin
     console = Console()
     console.print(table)
     console.print(f"model loads by worker: {list(loads)}")
-    for stage, seconds in beyond.items():
+    for stage, several in beyond.items():
+        seconds = [each.overhead for each in several]
         told = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
-        console.print(f"{stage}: {told} beyond its own work, {len(seconds)} times")
+        queued = statistics.median(each.queued for each in several)
+        console.print(f"{stage}: {told} beyond its own work, {len(several)} times; queued {queued:.2f} s before")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,23 @@ class TestRegistered:
         assert deployed(run="kept", cron="").deployments[0].schedule is None
         assert on_the_server("kept")["grpo train/kept"].schedules == []
 
+    def test_a_kept_schedule_keeps_what_a_person_gave_it(self, pool: str) -> None:
+        deployed(run="dressed", cron="0 2 * * *")
+        given = {"parameters": {"config": {"run": {"name": "dressed"}}}, "slug": "nightly"}
+
+        async def dress() -> None:
+            async with get_client() as client:
+                found = await client.read_deployment_by_name("grpo train/dressed")
+                (schedule,) = found.schedules
+                await client.delete_deployment_schedule(found.id, schedule.id)
+                asked = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **given}
+                await client.request("POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[asked])
+
+        asyncio.run(dress())
+        deployed(run="dressed", overrides=["run.seed=7"])
+        (kept,) = on_the_server("dressed")["grpo train/dressed"].schedules
+        assert kept.model_dump(include=set(given)) == given
+
     def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
         deployed(run="scored", rescorings=(MIX,))
         asked = on_the_server("scored")["grpo rescore/scored-mix"].parameters["plan"]

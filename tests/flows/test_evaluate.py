@@ -10,6 +10,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line import application
@@ -228,3 +229,12 @@ def test_the_command_tells_the_table_and_one_json_object(runs: Runs, trained: tu
     ended = CliRunner().invoke(application, [*arguments, "--policy", "9"])
     assert ended.exit_code == 2
     assert ended.stderr.startswith("error: --policy: got 9.")
+
+
+def test_a_server_that_does_not_answer_is_told_before_any_work(runs: Runs) -> None:
+    before = content(runs)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        ended = CliRunner().invoke(application, ["evaluate", "text", "--root", str(runs.root)])
+    assert ended.exit_code == 2, ended.output
+    assert ended.stderr.startswith("error: PREFECT_API_URL: got 'http://127.0.0.1:9/api'. No server answers there")
+    assert content(runs) == before

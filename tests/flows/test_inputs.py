@@ -129,12 +129,14 @@ class TestSettings:
             ("update.learning_rate=1e39", "update.learning_rate", "1e+39", "less than or equal to 1000"),
             ("update.micro_batch_size=0", "update.micro_batch_size", "0", "greater than or equal to 1"),
             ("placement.sharding=fsdp2", "placement.sharding", "fsdp2", "processes to 2"),
+            ("placement.processes=100000", "placement.processes", "100000", "a core of its own"),
             ("update.optimizer=paged_adamw", "update.optimizer", "paged_adamw", "adamw"),
             ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
             ("nonsense", "--set", "nonsense", "section.key=value"),
             ("run.name.first=x", "--set", "run.name.first=x", "not a section"),
             ("rewards.7.weight=1", "--set", "rewards.7.weight=1", "no index of a list of 2"),
-            ("run.name=../up", "run.name", "../up", "match pattern"),
+            ("run.name=../up", "run.name", "../up", "the first a letter or digit"),
+            ("placement.rollouts.pool=a b", "placement.rollouts.pool", "a b", "Letters, digits"),
             ("storage.root=nosuch://runs", "storage.root", "nosuch://runs", "URL of a known kind"),
             ("rewards.0.reward=sssim", "rewards.0", "sssim", "Did you mean ssim?"),
             ("update.minibatch_size=1000", "update.minibatch_size", "1000", "rows (rollout.prompts_per_iteration x"),
@@ -146,6 +148,10 @@ class TestSettings:
     def test_gpu_that_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         only(refused(tmp_path, "placement.device=cuda"), "placement.device", "cuda", "auto or cpu")
+
+    def test_the_machine_of_a_placed_update_answers_for_itself(self, tmp_path: Path) -> None:
+        placed = ("placement.update.pool=far", "update.optimizer=paged_adamw", "placement.processes=100000")
+        only(refused(tmp_path, *placed), "placement.update.pool", "far", "grpo")
 
     def test_damaged_model_folder(self, tmp_path: Path) -> None:
         folder = tmp_path / "model"
@@ -214,7 +220,7 @@ def test_told_before_a_model_or_a_server(tmp_path: Path) -> None:
     assert child.stderr.count("error:") == 1
     assert not (tmp_path / "home").exists()
     # Libraries of the rewards are imported by now, which is most of it; a model or server would take several times it.
-    assert time.perf_counter() - begun < 30
+    assert time.perf_counter() - begun < 120
 
 
 @pytest.mark.parametrize(

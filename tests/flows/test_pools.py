@@ -1,5 +1,6 @@
 """Stages on work pools: the same run as in one process, the model loaded once a worker, and a worker that dies."""
 
+import asyncio
 import json
 import os
 import signal
@@ -17,11 +18,14 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL
 
+from configs.loader import read_config
+from flows.deploying.deploy import DeployedRun, DeployRequest, deploy_run
 from flows.summary import TrainSummary
 
-from .conftest import REPOSITORY, Runs
+from .conftest import REPOSITORY, TINY, Runs, Start
 
 SECONDS_TO_START = 240.0
+SECONDS_TO_TRAIN = 600.0
 POOLED: dict[str, object] = {
     "rollout__prompts_per_batch": 1,
     "placement__rollouts__pool": "pictures",
@@ -103,8 +107,9 @@ def workers(server: None, tmp_path: Path) -> Iterator[Workers]:
             worker.process.send_signal(signal.SIGTERM)
     for worker in workers.all:
         worker.process.wait(60)
-    left = [process for process in psutil.process_iter(["cmdline"]) if "tasks.placing.process" in process.cmdline()]
-    assert not [process for process in left if process.ppid() == 1], "a worker left its child behind"
+    others = [process.info for process in psutil.process_iter(["cmdline", "ppid"])]
+    left = [each for each in others if "tasks.placing.process" in (each["cmdline"] or ())]
+    assert not [each for each in left if each["ppid"] == 1], "a worker left its child behind"
 
 
 @pytest.fixture
@@ -215,4 +220,95 @@ def test_an_interrupt_ends_a_run_that_waits_and_cancels_what_it_asked_for(
     asked = {"deployments": {"name": {"any_": ["deserted"]}}}
     runs = httpx.post(f"{server}/flow_runs/filter", json=asked).json()
     states = [each["state_type"] for each in sorted(runs, key=lambda each: each["created"])[-shards:]]
-    assert set(states) <= {"CANCELLING", "CANCELLED"}
+    # Nobody is there to end them but the server.
+    assert states == ["CANCELLED"] * shards
+
+
+def on_one_pool(runs: Runs, name: str, pool: str) -> DeployedRun:
+    """A training deployed to the pool that does its stages."""
+    placed = {f"placement__{stage}__pool": pool for stage in ("rollouts", "rewards", "advantages", "update")}
+    config = read_config(TINY, runs.overrides(run__name=name, placement__retries__delay=0.1, **placed))
+    return asyncio.run(deploy_run(DeployRequest(config, pool=pool)))
+
+
+def started(training: DeployedRun) -> Callable[[], dict[str, Any]]:
+    """A flow run of the training; how it stands."""
+    server = PREFECT_API_URL.value()
+    address = f"{server}/deployments/{training.deployments[0].id}/create_flow_run"
+    asked = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, timeout=60).raise_for_status().json()
+    return lambda: dict(httpx.get(f"{server}/flow_runs/{asked['id']}", timeout=60).json())
+
+
+def stages_of(name: str) -> dict[str, dict[str, Any]]:
+    """Flow runs of a training's stages by their names, the latest of each."""
+    asked = {"flow_runs": {"tags": {"all_": [name]}}, "sort": "EXPECTED_START_TIME_ASC"}
+    found = httpx.post(f"{PREFECT_API_URL.value()}/flow_runs/filter", json=asked, timeout=60).json()
+    return {each["name"]: each for each in found if each["parent_task_run_id"]}
+
+
+def wait_for(found: Callable[[], bool], worker: Worker) -> None:
+    limit = time.monotonic() + SECONDS_TO_TRAIN
+    while not found():
+        assert time.monotonic() < limit, worker.log.read_text()
+        time.sleep(0.25)
+
+
+def cancel(flow_run: dict[str, Any]) -> None:
+    """As the button in the UI does."""
+    address = f"{PREFECT_API_URL.value()}/flow_runs/{flow_run['id']}/set_state"
+    httpx.post(address, json={"state": {"type": "CANCELLING"}}, timeout=60).raise_for_status()
+
+
+def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
+    workers: Workers, empty: Runs, final: Callable[[Runs, Start], None]
+) -> None:
+    (worker,) = workers.start("only")
+    training = on_one_pool(empty, "run", "only")
+    rollouts = "iteration 1: collect rollouts on only"
+
+    # The stage is cancelled: the training says so and ends.
+    state = started(training)
+    wait_for(lambda: any(f"{rollouts}: begun" in line for line in worker.said), worker)
+    cancel(stages_of("run")[rollouts])
+    wait_for(lambda: state()["state_type"] == "FAILED", worker)
+    assert "was cancelled" in state()["state"]["message"]
+    wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker)
+
+    # The training is cancelled while its stage is at work: the stage is ended with it.
+    state, former = started(training), stages_of("run")[rollouts]["id"]
+    wait_for(
+        lambda: stages_of("run")[rollouts]["id"] != former and stages_of("run")[rollouts]["state_type"] == "RUNNING",
+        worker,
+    )
+    cancel(state())
+    wait_for(lambda: state()["state_type"] == "CANCELLED", worker)
+    wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker)
+    assert not psutil.Process(worker.process.pid).children(recursive=True)
+    assert not [path for path in empty.path(".incoming").iterdir() if path.is_dir()]
+
+    state = started(training)
+    wait_for(lambda: state()["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), worker)
+    assert state()["state_type"] == "COMPLETED", (state()["state"], worker.said)
+    # What is there is taken from the records, and is what one process makes of it.
+    final(empty, empty.start())
+    asked = {"flow_runs": {"id": {"any_": [state()["id"]]}}, "limit": 100}
+    told = httpx.post(f"{PREFECT_API_URL.value()}/task_runs/filter", json=asked, timeout=60).json()
+    tasks = {each["name"] for each in told if not each["name"].endswith(" on only")}
+    linked = {each["name"].removesuffix(" on only") for each in told if each["name"].endswith(" on only")}
+    assert linked == tasks, "every stage has its flow run beside it, under its own name"
+
+
+def test_a_training_that_does_its_stages_itself_and_stages_of_others_take_turns(
+    workers: Workers, empty: Runs, tmp_path: Path
+) -> None:
+    (worker,) = workers.start("turns")
+    config = read_config(TINY, empty.overrides(run__name="itself"))
+    state = started(asyncio.run(deploy_run(DeployRequest(config, pool="turns"))))
+    wait_for(lambda: state()["state_type"] == "RUNNING", worker)
+    other = Runs(tmp_path / "other")
+    other.start(run__iterations=1, placement__advantages__pool="turns")
+    begun = [number for number, line in enumerate(worker.said) if "compute advantages on turns: begun" in line]
+    assert len(begun) == 1
+    assert state()["state_type"] == "COMPLETED"
+    (stage,) = [each for name, each in stages_of("run").items() if name.endswith("compute advantages on turns")]
+    assert stage["start_time"] >= state()["end_time"]

@@ -101,3 +101,46 @@ def test_a_prompt_with_the_models_own_tags_is_refused_before_anything_is_written
     with pytest.raises(InputError, match="<sop>"):
         reasons(prompts)
     assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()
+
+
+MALFORMED = {
+    "empty": b"",
+    "cut short in a section": b"run:\n",
+    "a text": b"rewards: 3\nrun: 1\nupdate: x\n",
+    "no date": b"run: 2001-99-99\n",
+    "empty entries": b"rewards:\n- \n- 1\n- []\n",
+    "names of other kinds": b"rewards:\n- {name: [1], reward: {a: b}}\n- {reward: 2}\n",
+    "keys of other kinds": b"1: 2\nnull: 3\nrun: {1: 2}\nupdate: {2: 3, 2001-01-01: 4}\n",
+    "a schedule of another kind": b"update: {lr_scheduler: [linear]}\n",
+    "a part of itself": b"run: &a {run: *a}\nupdate: &b [*b]\n",
+    "no text": b"\xff\xfe\x00\x80",
+    "deep": b"[" * 100_000,
+    "a list": b"- run\n",
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_former_configuration_stops_no_start(prompts: Path, content: bytes) -> None:
+    reasons(prompts)
+    former = prompts.parent / "runs" / "tiny" / "config.yaml"
+    former.write_bytes(content)
+    assert reasons(prompts) == []
+    former.write_bytes(content)
+    (reason,) = reasons(prompts, "update.kl_coef=0.02")
+    assert reason.startswith(("the configuration changed: ", "the code, model, prompts, or a reward's"))
+    assert reasons(prompts, "update.kl_coef=0.02") == [reason]
+
+
+def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:
+    reasons(prompts)
+    run = prompts.parent / "runs" / "tiny"
+    made = ["iteration_000001", "policies", "evaluations", "evaluations_of", "rescored"]
+    for name in [*made, "notes"]:
+        (run / name).mkdir()
+        (run / name / "file").write_text(name)
+    (run / "run.json").write_bytes(b"{")
+    (reason,) = reasons(prompts)
+    assert "run.json is missing or damaged" in reason
+    (aside,) = (run / "set_aside").iterdir()
+    assert {path.name for path in aside.iterdir()} == {*made, "reason.json"}
+    assert (run / "notes" / "file").read_text() == "notes"

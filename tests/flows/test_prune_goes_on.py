@@ -19,11 +19,11 @@ from tasks.progress import listen
 from tasks.storage.store import ArtifactStore
 from tests.s3_server import forget_clients, s3_server
 
-from . import test_prune
+from . import pruned_runs
 from .conftest import REPOSITORY, Heard, Runs, Start
-from .test_prune import EVALUATED, ITERATIONS, RUN, contents, iteration, pictures, pruned, removed
+from .pruned_runs import EVALUATED, ITERATIONS, RUN, contents, iteration, pictures, pruned, removed
 
-trained, runs = test_prune.trained, test_prune.runs
+trained, runs = pruned_runs.trained, pruned_runs.runs
 pytestmark = pytest.mark.slow
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line import application
@@ -258,3 +259,13 @@ def test_runs_of_one_name_under_two_roots_are_refused(finished: Runs) -> None:
     shutil.copytree(finished.root, other.root)
     (told,) = refused(finished, SSIM, sources=("run", str(other.path())))
     assert "A report tells runs apart by their names" in told
+
+
+def test_a_server_that_does_not_answer_is_told_before_any_work(finished: Runs) -> None:
+    before = content(finished)
+    options = ["--rewards", str(rewards_file(finished, SSIM)), "--name", "late", "--root", str(finished.root)]
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        ended = CliRunner().invoke(application, ["rescore", "run", *options])
+    assert ended.exit_code == 2, ended.output
+    assert ended.stderr.startswith("error: PREFECT_API_URL: got 'http://127.0.0.1:9/api'. No server answers there")
+    assert content(finished) == before

@@ -74,6 +74,9 @@ def url() -> Iterator[str]:
         yield url
 
 
+BEGUN, GO_ON = threading.Event(), threading.Event()
+
+
 @dataclass(frozen=True)
 class Odd(Reward):
     """Does as its completions say."""
@@ -92,6 +95,9 @@ class Odd(Reward):
         if "raise" in batch.completions:
             raise RuntimeError("a secret of the server")
         for text in batch.completions:
+            if text == "hold":
+                BEGUN.set()
+                assert GO_ON.wait(60)
             if text.startswith("sleep"):
                 time.sleep(float(text.removeprefix("sleep")))
         return [given.get(text, Score(0.1 + 0.2, 1 / 3)) for text in batch.completions]
@@ -239,13 +245,15 @@ def test_a_busy_server_sends_away_and_is_asked_again() -> None:
         first = threading.Thread(
             target=httpx.post,
             args=(url + wire.SCORE_PATH,),
-            kwargs={"content": body("odd", texts("sleep0.6")), "headers": JSON, "timeout": 10},
+            kwargs={"content": body("odd", texts("hold")), "headers": JSON, "timeout": 60},
         )
         first.start()
-        time.sleep(0.2)
+        assert BEGUN.wait(60)
         answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("x")), headers=JSON)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-        assert RemoteReward(url, "odd", **QUICK).score(texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
+        threading.Timer(0.2, GO_ON.set).start()
+        reward = RemoteReward(url, "odd", **QUICK | {"attempts": 30})
+        assert reward.score(texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
         first.join()
 
 
@@ -310,7 +318,7 @@ def test_a_server_that_is_killed_fails_the_rest_and_ends_by_itself_on_a_signal()
         reward = RemoteReward(url, "jpeg", batch_size=1, concurrency=1, **QUICK)
         assert reward.score(batch) == JpegReward().score(batch)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=60) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "ended\n"
     assert [score.failure for score in reward.score(batch)] == [
@@ -339,7 +347,7 @@ def test_a_server_that_ends_in_the_middle_of_a_batch(number: signal.Signals) -> 
 
         def end() -> None:
             process.send_signal(number)
-            assert process.wait(timeout=15) == (0 if number == signal.SIGINT else -number)
+            assert process.wait(timeout=60) == (0 if number == signal.SIGINT else -number)
 
         batch = make_batch(pictures)
         object.__setattr__(batch, "images", Pictures(pictures, 5, end))

@@ -47,7 +47,7 @@ def test_it_ends_with_its_run(way: str) -> None:
             (watcher,) = [child for child in children if child != server]
             assert os.getpgid(watcher.pid) != os.getpgid(run.pid)
             run.kill()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
     assert len(gone) == 2
 

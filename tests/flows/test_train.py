@@ -105,7 +105,7 @@ def _task_runs(run: str) -> dict[str, str | None]:
     """State name by task run name, of the last flow run of this name; waits for the server's recorder."""
     with get_client(sync_client=True) as client:
         filtered = FlowRunFilter(name=FlowRunFilterName(any_=[run]))
-        for _ in range(100):
+        for _ in range(600):
             found = client.read_task_runs(flow_run_filter=filtered)
             states = {task.name: task.state_name for task in found}
             if len(states) == len(STAGES) and set(states.values()) <= {"Cached", "Completed"}:

@@ -246,7 +246,7 @@ if __name__ == "__main__":
         children = [int(path.stem) for path in tmp_path.glob("*.pid")]
         assert children
         parent.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, f"{children} are still there"
         time.sleep(0.1)

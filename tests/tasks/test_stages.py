@@ -1,131 +1,26 @@
 """The stages as plain functions over one run's folder: done twice they write the same bytes, and they refuse damage."""
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
-import torch
-from diffusers import AutoencoderKL
-from torch import Tensor
 
 from configs.core_settings import update_settings
-from configs.reward_sections import RewardSection
 from configs.schema import (
-    AdvantagesSection,
-    LoraSection,
-    MismatchSection,
     ParitySection,
-    PictureRolloutSection,
-    PlacementSection,
     PolicySection,
-    ReferenceSection,
     UpdateSection,
 )
-from grpo_core.errors import FailedSamplesError, InputError
-from grpo_core.rewards.looks.jpeg import JpegReward
-from grpo_core.rewards.protocol import Score, ScoringBatch
-from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import compute_advantages_task
-from tasks.curriculum import DrawnPrompt
-from tasks.draws import SCORES_FILE, Draw
-from tasks.model_files import model_digest
-from tasks.models import ModelSpec
-from tasks.plan import RolloutPlan, plan_draw
-from tasks.prompts import Prompt
-from tasks.score_reward import score_reward_task
-from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
-from tasks.storage.store import ArtifactStore, use_store
-from tasks.targets import TargetReference
-from tasks.update_policy import update_policy_task
-from tests.tiny_policy import MODEL
+from tasks.storage.reference import PolicyRef, StaleReferenceError
+from tasks.storage.store import ArtifactStore
 
-ROLLOUT = PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
-PLACEMENT = PlacementSection(device="cpu")
-MIX = (RewardSection(reward="jpeg", settings={"direction": "compressible"}),)
-UPDATE = UpdateSection(learning_rate=1e-3, minibatch_size=2)
-SECTION = PolicySection(model=str(MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0))
+from . import stage_calls
+from .stage_calls import base, collect, compare, content, plan, score, scores_of, update
 
-
-def spec() -> ModelSpec:
-    return ModelSpec(section=SECTION, digest=model_digest(str(MODEL)), adapter_seed=3, reference="none")
-
-
-def base() -> PolicyRef:
-    return PolicyRef(version=0, digest=spec().digest)
-
-
-def plan(
-    iteration: int = 1,
-    draw: int = 1,
-    datasets: tuple[str, str] = ("default", "default"),
-    targets: tuple[TargetReference | None, TargetReference | None] = (None, None),
-) -> RolloutPlan:
-    texts = ("a red circle", "a blue cross")
-    prompts = [
-        DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
-        for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
-    ]
-    return plan_draw(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
-
-
-def collect(
-    policy: PolicyRef, drawn: RolloutPlan, rollout: PictureRolloutSection = ROLLOUT, *, with_reference: bool = False
-) -> ArtifactRef:
-    return collect_rollouts_task.fn(policy, drawn, spec(), rollout, with_reference, PLACEMENT)
-
-
-def score(rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX) -> Draw:
-    scored = {
-        section.label: score_reward_task.fn(rollouts, section, f"{folder}/rewards", "iteration 1", PLACEMENT)
-        for section in mix
-    }
-    return Draw(rollouts, scored)
-
-
-def compare(draw: Draw, **settings: Any) -> ArtifactRef:
-    return compare_draws((draw,), **settings)
-
-
-def scores_of(store: ArtifactStore, draw: Draw, label: str = "jpeg") -> pl.DataFrame:
-    return pl.read_parquet(store.local_files(draw.rewards[label]) / SCORES_FILE)
-
-
-def compare_draws(
-    draws: tuple[Draw, ...],
-    folder: str = "iteration_000001",
-    mix: tuple[RewardSection, ...] = MIX,
-    **settings: Any,
-) -> ArtifactRef:
-    return compute_advantages_task.fn(draws, mix, AdvantagesSection(**settings), folder, "iteration 1")
-
-
-def update(
-    policy: PolicyRef,
-    rollouts: ArtifactRef | tuple[ArtifactRef, ...],
-    advantages: ArtifactRef,
-    section: UpdateSection = UPDATE,
-    max_staleness: int = 0,
-) -> PolicyRef:
-    drawn = rollouts if isinstance(rollouts, tuple) else (rollouts,)
-    return update_policy_task.fn(
-        policy, drawn, advantages, spec(), section, 11, max_staleness, "iteration 1", PLACEMENT
-    )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    store = ArtifactStore(str(tmp_path), "run")
-    use_store(store)
-    return store
-
-
-def content(store: ArtifactStore, reference: ArtifactRef) -> dict[str, bytes]:
-    folder = store.local_files(reference)
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+store = stage_calls.store
 
 
 def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
@@ -206,92 +101,6 @@ def test_rollouts_of_another_policy_are_refused(store: ArtifactStore) -> None:
     assert store.find("policies/000002") is None
 
 
-def scoring(values: Callable[[str], float | None]) -> Callable[[JpegReward, ScoringBatch], Sequence[Score]]:
-    def score(self: JpegReward, batch: ScoringBatch) -> Sequence[Score]:
-        return [Score(value, value) for value in map(values, batch.sample_ids)]
-
-    return score
-
-
-def test_a_picture_that_the_policy_left_broken_is_floored(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By every reward that applies to it; the first prompt has a target to compare with, the second none."""
-    whole = table_of(store, collect(base(), plan()))
-    content = whole["image"][0]["bytes"]
-    (tmp_path / "target.png").write_bytes(content)
-    target = TargetReference(str(tmp_path / "target.png"), hashlib.sha256(content).hexdigest())
-    real = AutoencoderKL.decode
-
-    def without_a_corner(self: AutoencoderKL, *arguments: Any, **options: Any) -> tuple[Tensor]:
-        (pixels,) = real(self, *arguments, **options)
-        pixels[1, :, :16, :8] = torch.nan
-        return (pixels,)
-
-    monkeypatch.setattr(AutoencoderKL, "decode", without_a_corner)
-    rollouts = collect(base(), plan(targets=(target, None)))
-    rows = table_of(store, rollouts)
-    reason = "12.5% of the pixels are no numbers"
-    assert rows["defect"].to_list() == [None, reason] * 2
-    assert whole["defect"].to_list() == [None] * 4
-    assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]
-    mix = (*MIX, RewardSection(reward="ssim"))
-    draw = score(rollouts, mix=mix)
-    jpeg, ssim = (scores_of(store, draw, label) for label in ("jpeg", "ssim"))
-    for scores, applies in ((jpeg, (0, 1, 2, 3)), (ssim, (0, 1))):
-        for row, scored in enumerate(scores.iter_rows(named=True)):
-            assert scored["failure"] is None
-            if row not in applies:
-                assert (scored["value"], scored["raw"]) == (None, None)
-            elif row % 2:
-                assert (scored["value"], scored["raw"]) == (0.0, None)
-            else:
-                assert scored["value"] > 0
-    assert draw.rewards["jpeg"].metrics["rewards/jpeg/null"] == 0.0
-    assert draw.rewards["ssim"].metrics["rewards/ssim/null"] == 2.0
-    advantages = table_of(store, compare_draws((draw,), mix=mix))["advantage"].to_list()
-    assert min(advantages[::2]) > 0 > max(advantages[1::2])
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_reward_that_is_not_finite_names_its_samples(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
-    rollouts = collect(base(), plan())
-    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: value if name.endswith("p0001.s01") else 0.5))
-    with pytest.raises(
-        FailedSamplesError, match=r"reward jpeg: 1 of 4 samples .* \(i000001\.p0001\.s01: .*not a finite"
-    ):
-        score(rollouts)
-    assert store.find("iteration_000001/rewards/jpeg") is None
-
-
-def test_reward_that_gives_too_few_scores_is_refused(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts = collect(base(), plan())
-    monkeypatch.setattr(JpegReward, "score", lambda self, batch: [Score(0.5, 0.5)])
-    with pytest.raises(InputError, match=r"reward jpeg: got '1 scores'\. It got 4 samples"):
-        score(rollouts)
-
-
-def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rollouts = collect(base(), plan())
-    by_name = {"i000001.p0000.s00": 1.0, "i000001.p0000.s01": 0.0}
-    monkeypatch.setattr(JpegReward, "score", scoring(by_name.get))
-    advantages = compare(score(rollouts))
-    table = pl.read_parquet(store.local_files(advantages) / "advantages.parquet")
-    assert [value is None for value in table["advantage"]] == [False, False, True, True]
-    policy = update(base(), rollouts, advantages)
-    assert policy.checkpoint is not None
-    assert policy.checkpoint.rows == 2
-    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
-    nothing = compare(score(rollouts))
-    with pytest.raises(ValueError, match="every reward of every sample is null"):
-        update(base(), rollouts, nothing)
-    assert store.find("policies/000001") == policy.checkpoint
-
-
 @pytest.mark.parametrize(
     ("policy", "largest", "mean"),
     [
@@ -308,129 +117,3 @@ def test_the_parity_gate_allows_what_the_precision_needs_unless_told_otherwise(
     assert (left_open.max_difference, left_open.mean_difference) == (largest, mean)
     told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), 8, 5, section).parity
     assert (told.max_difference, told.mean_difference) == (0.5, mean)
-
-
-# --- what a row may carry besides
-
-
-def table_of(store: ArtifactStore, reference: ArtifactRef) -> pl.DataFrame:
-    return pl.read_parquet(store.local_files(reference) / "*.parquet")
-
-
-def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: ArtifactStore) -> None:
-    cut = ROLLOUT.model_copy(update={"top_k": 3, "top_p": 0.9})
-    rollouts = collect(base(), plan(), cut)
-    for row in table_of(store, rollouts).iter_rows(named=True):
-        assert len(row["support_ids"]) == sum(row["support_counts"])
-        assert max(row["support_counts"]) <= 3
-        start = 0
-        for token, count in zip(row["token_ids"], row["support_counts"], strict=True):
-            assert token in row["support_ids"][start : start + count]
-            start += count
-    policy = update(base(), rollouts, compare(score(rollouts)))
-    assert policy.checkpoint is not None
-    assert policy.checkpoint.metrics["sampling/sampling_logp_difference/max"] < 1e-4
-
-
-def test_a_kl_in_the_reward_needs_the_reference_beside_the_rollouts(store: ArtifactStore) -> None:
-    without = collect(base(), plan())
-    with pytest.raises(ValueError, match=r"advantages\.kl_coef needs the reference's log-probs"):
-        compare(score(without), kl_coef=0.5)
-    first = update(base(), without, compare(score(without)))
-    rollouts = collect(first, plan(2), with_reference=True)
-    draw = score(rollouts)
-    table = table_of(store, compare(draw, kl_coef=0.5))
-    drawn = table_of(store, rollouts)
-    scores = scores_of(store, draw)["value"].to_list()
-    for row, penalty, reward, value in zip(
-        drawn.iter_rows(named=True), table["kl_penalty"], table["reward"], scores, strict=True
-    ):
-        assert row["scored_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)
-        by_hand = sum(a - b for a, b in zip(row["scored_logprobs"], row["ref_logprobs"], strict=True))
-        assert penalty == pytest.approx(by_hand, abs=1e-4)
-        assert penalty != 0
-        assert reward == pytest.approx(value - 0.5 * penalty, abs=1e-6)
-
-
-def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first update the KL is zero to the bit, or groups without spread would train on its rounding."""
-    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
-    rollouts = collect(base(), plan(), with_reference=True)
-    advantages = compare(score(rollouts), kl_coef=0.5, constant_groups="drop")
-    assert table_of(store, advantages)["kl_penalty"].to_list() == [0.0] * 4
-    assert advantages.metrics["groups_dropped"] == 2.0
-
-
-def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
-    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
-    first, second = collect(base(), plan()), collect(base(), plan(draw=2))
-    draws = (score(first), score(second, "iteration_000001/draw_02"))
-    dropped = compare_draws(draws, "iteration_000001/draw_02", constant_groups="redraw")
-    assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
-    table = table_of(store, dropped)
-    assert table.filter(pl.col("advantage").is_null())["group_id"].unique().sort().to_list() == [
-        "i000001.d02.p0000",
-        "i000001.p0001",
-    ]
-    policy = update(base(), (first, second), dropped)
-    assert policy.checkpoint is not None
-    assert policy.checkpoint.rows == 4
-
-
-def test_where_every_group_is_dropped_the_policy_stays_as_it_is(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
-    rollouts = collect(base(), plan())
-    policy = update(base(), rollouts, compare(score(rollouts), constant_groups="drop"))
-    assert policy.checkpoint is not None
-    assert (policy.version, policy.checkpoint.metrics["optimizer_steps"]) == (1, 0.0)
-    following = collect(policy, plan(2))
-    assert update(policy, following, compare(score(following))).version == 2
-
-
-def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: ArtifactStore) -> None:
-    mix = (
-        RewardSection(reward="jpeg", name="a", datasets=("shapes",)),
-        RewardSection(reward="jpeg", name="b", datasets=("signs",), weight=3.0),
-    )
-    rollouts = collect(base(), plan(datasets=("shapes", "signs")))
-    draw = score(rollouts, mix=mix)
-    values = {label: scores_of(store, draw, label)["value"] for label in "ab"}
-    assert [value is None for value in values["a"]] == [False, False, True, True]
-    assert [value is None for value in values["b"]] == [True, True, False, False]
-    advantages = compare_draws((draw,), mix=mix)
-    expected = [*values["a"][:2], *(3.0 * value for value in values["b"][2:])]
-    assert table_of(store, advantages)["reward"].to_list() == pytest.approx(expected)
-    assert {"datasets/shapes/reward", "datasets/signs/reward"} <= set(advantages.metrics)
-
-
-def test_rows_of_an_earlier_version_train_within_the_staleness(store: ArtifactStore) -> None:
-    rollouts = collect(base(), plan())
-    advantages = compare(score(rollouts))
-    first = update(base(), rollouts, advantages)
-    corrected = UPDATE.model_copy(update={"mismatch": MismatchSection(mode="truncate")})
-    second = update(first, rollouts, advantages, corrected, max_staleness=1)
-    assert second.checkpoint is not None
-    assert second.checkpoint.metrics["staleness/max"] == 1.0
-    third = update(second, rollouts, advantages, corrected, max_staleness=2)
-    with pytest.raises(ValueError, match="all 4 rows are further than 1 versions from version 3"):
-        update(third, rollouts, advantages, corrected, max_staleness=1)
-
-
-def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore) -> None:
-    section = UPDATE.model_copy(update={"kl_coef": 0.1, "reference": ReferenceSection(refresh_every=2, mix=1.0)})
-    policy, versions = base(), []
-    for iteration in (1, 2, 3):
-        rollouts = collect(policy, plan(iteration))
-        policy = update(policy, rollouts, compare(score(rollouts)), section)
-        versions.append(policy)
-    assert [version.reference_digest is None for version in versions] == [True, False, False]
-    assert versions[1].reference_digest == versions[1].digest
-    assert versions[2].reference_digest == versions[1].digest
-    # Its weights were swapped for those of version 1 in between.
-    collect(versions[0], plan(1))
-    again = collect(versions[1], plan(3), with_reference=True)
-    for row in table_of(store, again).iter_rows(named=True):
-        assert row["ref_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=1e-4)

@@ -13,6 +13,7 @@ from configs.schema import LoraSection, ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
 from tasks.error_records import ErrorRecord, record_of
+from tasks.placing.faults import Fault, fault_of
 from tasks.progress import listen
 from tasks.storage.failures import StorageError
 from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
@@ -296,6 +297,7 @@ LONG = UPDATE.model_copy(update={"epochs": 5000})
 def test_a_process_that_is_killed_is_told_and_leaves_no_version(store: ArtifactStore) -> None:
     with pytest.raises(UpdateProcessError, match="one was ended from outside, by SIGKILL") as caught:
         run_task(TEXTS, heard=Killing(), update=LONG, processes=2)
+    assert fault_of(caught.value) is Fault.LOST
     assert "The last policy version is whole" in str(caught.value)
     assert store.find("policies/000001") is None
     assert not update_processes(psutil.Process())

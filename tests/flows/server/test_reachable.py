@@ -56,7 +56,7 @@ def test_somebody_listens_and_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         started = time.perf_counter()
         told = refusal(f"http://127.0.0.1:{mute.getsockname()[1]}/api")
-        assert time.perf_counter() - started < 12
+        assert time.perf_counter() - started < 40
     assert "No server answers there" in told
 
 

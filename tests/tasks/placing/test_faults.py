@@ -7,9 +7,20 @@ import sys
 import httpx
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
+from prefect import task
 
+from configs.placement_sections import PlacementSection, RetrySection
 from grpo_core.errors import FailedSamplesError, InputError, InputErrors, NonFiniteError
-from tasks.placing.faults import Fault, LostStageError, RemoteStageError, StageTimeoutError, fault_of
+from tasks.placing.faults import (
+    Fault,
+    LostStageError,
+    RemoteStageError,
+    StageGivenUpError,
+    StageTimeoutError,
+    TriesUsedUpError,
+    fault_of,
+    retry_options,
+)
 from tasks.storage.failures import StorageError
 from tasks.storage.reference import StaleReferenceError
 
@@ -60,10 +71,24 @@ def test_may_pass_by_itself(error: Exception, fault: Fault) -> None:
         answered(422),
         RuntimeError("a bug"),
         RemoteStageError("KeyError: a bug there", "", None),
+        StageGivenUpError("cancelled"),
+        TriesUsedUpError("ConnectionResetError: peer"),
     ],
 )
 def test_would_come_again(error: Exception) -> None:
     assert fault_of(error) is None
+
+
+def test_delays_double_up_to_the_longest_for_any_number_of_tries() -> None:
+    placement = PlacementSection(
+        retries=RetrySection(storage=5000, service=0, lost=2, timeout=1, delay=4, max_delay=60)
+    )
+    # Prefect refuses a task with more than 50 delays.
+    stage = task(lambda: None).with_options(**retry_options(placement))
+    assert stage.retries == 5003
+    assert isinstance(stage.retry_delay_seconds, list)
+    assert stage.retry_delay_seconds[:5] == [4.0, 8.0, 16.0, 32.0, 60.0]
+    assert stage.retry_delay_seconds[-1] == 60.0
 
 
 def test_the_module_of_faults_needs_no_bucket_client() -> None:

@@ -135,7 +135,7 @@ def test_a_child_ends_with_its_parent(store: ArtifactStore) -> None:
         child.wait(30)
         ended.set()
 
-    with pytest.raises(LostStageError, match="ended with code 1"):
+    with pytest.raises(LostStageError, match="ended by SIGKILL"):
         process.carry_out(asked(store, "one"), None, Heard(leave))
     assert ended.is_set()
     process.end()

@@ -14,7 +14,7 @@ from tasks.storage.artifact_files import ArtifactFiles
 from tasks.storage.manifest import Manifest, written
 from tasks.storage.read_cache import ReadCache, default_cache
 
-from .test_store import REPOSITORY
+from .artifacts import REPOSITORY
 
 CONTENTS = [bytes([number]) * 100 for number in range(4)]
 STAMP = {"size": "100", "ETag": "a"}

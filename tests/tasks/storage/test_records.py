@@ -13,7 +13,7 @@ from tasks.storage.codec import decode_reference, encode_reference, reference_se
 from tasks.storage.records import FOLDER, StageRecords
 from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.store import SET_ASIDE, ArtifactStore, use_store
-from tests.tasks.storage.test_store import commit
+from tests.tasks.storage.artifacts import commit
 
 KEY = "collect-rollouts-" + "a" * 64
 
@@ -151,3 +151,18 @@ def test_no_record_can_choose_its_decoder(
 def test_only_references_are_kept() -> None:
     with pytest.raises(TypeError, match="tasks return references only"):
         encode_reference(object())
+
+
+def test_shared_record_that_was_lost_half_written_is_made_again(store: ArtifactStore, tmp_path: Path) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    shared = tmp_path / FOLDER / f"{KEY}.json"
+    whole = shared.read_bytes()
+    shared.write_bytes(b"")
+    use_store(ArtifactStore(store.root, "other"))
+    with pytest.raises(StaleReferenceError, match="is not the record that was written"):
+        read(KEY)
+    use_store(store)
+    assert read(KEY) == reference
+    write(KEY, reference)
+    assert shared.read_bytes() == whole

@@ -15,7 +15,7 @@ from tasks.storage.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore
 from tasks.storage.succession import PrunedArtifactError
 
-from .test_store import FILES, FOLDER, REPOSITORY, commit, reasons
+from .artifacts import FILES, FOLDER, REPOSITORY, commit, reasons
 
 PRUNED = {"removed": "pictures", "older_than_days": 30}
 SMALLER = {"part-00000.parquet": b"first", "nested/part-00001.bin": FILES["nested/part-00001.bin"]}
@@ -109,13 +109,106 @@ def test_another_run_takes_nothing_that_was_pruned(
     assert read(early, home, tmp_path / "fetched") == FILES
 
 
-def test_what_was_pruned_does_not_come_back_from_where_it_was_set_aside(store: ArtifactStore) -> None:
+@pytest.mark.parametrize(
+    ("pruned", "present", "comes"),
+    [("a", "a", True), ("a", "b", False), (None, None, False), (None, "a", False), ("a", None, False)],
+)
+def test_what_was_pruned_comes_back_from_where_it_was_set_aside_to_the_same_lineage_alone(
+    store: ArtifactStore, pruned: str | None, present: str | None, comes: bool, tmp_path: Path
+) -> None:
     former = commit(store)
-    succeed(store, former, {"part-00000.parquet": b"first"})
+    kept = store.succeed(former, None, pruned={**PRUNED, "lineage": pruned})
     store.set_aside([f"{FOLDER}.manifest.json", FOLDER], reason="the configuration changed")
+    if present is not None:
+        store.write_file("run.json", json.dumps({"lineage": present, "evaluation": "e"}).encode())
+    if not comes:
+        # A stage of another configuration may need what it lacks.
+        with pytest.raises(StaleReferenceError):
+            store.bring_home(former)
+        assert store.find(FOLDER) is None
+        return
+    assert store.bring_home(former) == former
+    assert store.find(FOLDER) == kept
+    with pytest.raises(PrunedArtifactError, match=r"remove \S+ and \S+/set_aside/\S+ and start") as caught:
+        store.local_files(former, tmp_path / "fetched")
+    assert "lineage" not in str(caught.value)
+    # As its message says.
+    for path in (store.path(f"{FOLDER}.manifest.json"), *store.filesystem.glob(store.path(f"set_aside/*/{FOLDER}.m*"))):
+        store.filesystem.rm_file(path)
     with pytest.raises(StaleReferenceError):
         store.bring_home(former)
-    assert store.find(FOLDER) is None
+
+
+def test_pruned_evaluations_come_back_for_the_same_held_out_prompts_alone(store: ArtifactStore) -> None:
+    folder = "evaluations/000002/rollouts"
+    former = commit(store, folder)
+    store.succeed(former, None, pruned={**PRUNED, "lineage": "a e"})
+    store.set_aside([f"{folder}.manifest.json", folder], reason="the held-out prompts changed")
+    store.write_file("run.json", b'{"lineage": "a", "evaluation": "f"}')
+    with pytest.raises(StaleReferenceError):
+        store.bring_home(former)
+    store.write_file("run.json", b'{"lineage": "a", "evaluation": "e"}')
+    assert store.bring_home(former) == former
+
+
+class TestManifestOfWhatWasPruned:
+    """Nothing but it says that the files are gone on purpose."""
+
+    @pytest.mark.parametrize("files", [{"part-00000.parquet": b"first"}, None], ids=["fewer", "none"])
+    def test_damaged_at_any_place_its_copy_takes_its_place(
+        self, store: ArtifactStore, tmp_path: Path, files: dict[str, bytes] | None
+    ) -> None:
+        former = commit(store)
+        present = succeed(store, former, files)
+        path = store.path(f"{FOLDER}.manifest.json")
+        whole = store.filesystem.cat_file(path)
+        flips = [bytes([*whole[:at], whole[at] ^ 1, *whole[at + 1 :]]) for at in range(0, len(whole), 41)]
+        damages = [*flips, b"", whole[:-1], whole[: len(whole) // 2], b"\xff", b"[]", b'{"seal": 1}']
+        for number, (damaged, reference) in enumerate(zip(damages, [former, present] * len(damages), strict=False)):
+            store.filesystem.pipe_file(path, damaged)
+            assert store.find(FOLDER) is None
+            if files is None or number % 3:
+                assert store.bring_home(reference) == reference
+            else:
+                assert read(store, reference, tmp_path / f"fetched-{number}") == files
+            assert store.filesystem.cat_file(path) == whole
+            assert store.reasons[-1].startswith(f"{FOLDER}.manifest.json: {FOLDER}.manifest.json is damaged; .pruned/")
+            (aside,) = store.filesystem.glob(store.path(f"set_aside/{number + 1:04d}-*/{FOLDER}.manifest.json"))
+            assert store.filesystem.cat_file(aside) == damaged
+        assert store.find(FOLDER) == present
+        assert len(store.reasons) == len(damages)
+
+    def test_missing_it_is_to_be_made_again(self, store: ArtifactStore) -> None:
+        former = commit(store)
+        succeed(store, former, None)
+        store.filesystem.rm_file(store.path(f"{FOLDER}.manifest.json"))
+        with pytest.raises(StaleReferenceError, match="missing"):
+            store.bring_home(former)
+
+    @pytest.mark.parametrize("other", ["damaged", "another", "missing"])
+    def test_a_copy_that_is_damaged_or_of_another_artifact_is_not_taken(self, store: ArtifactStore, other: str) -> None:
+        reference = commit(store)
+        succeed(store, reference, None)
+        copy = store.path(f".pruned/{FOLDER}.json")
+        if other == "missing":
+            store.filesystem.rm_file(copy)
+        elif other == "damaged":
+            store.filesystem.pipe_file(copy, store.filesystem.cat_file(copy)[:-2])
+        else:
+            store.clear_place(FOLDER)
+            reference = commit(store, rows=5)
+        store.filesystem.pipe_file(store.path(f"{FOLDER}.manifest.json"), b"{")
+        with pytest.raises(StaleReferenceError, match="damaged"):
+            store.bring_home(reference)
+        assert store.find(FOLDER) is None
+
+    def test_files_that_are_left_are_held_against_the_copy(self, store: ArtifactStore) -> None:
+        former = commit(store)
+        succeed(store, former, SMALLER)
+        store.filesystem.pipe_file(store.path(f"{FOLDER}.manifest.json"), b"{")
+        store.filesystem.pipe_file(store.path(f"{FOLDER}/part-00000.parquet"), b"wrong")
+        with pytest.raises(StaleReferenceError, match="damaged"):
+            store.bring_home(former)
 
 
 def test_only_what_is_whole_is_succeeded_and_by_nothing_new(store: ArtifactStore) -> None:

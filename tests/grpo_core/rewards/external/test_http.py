@@ -47,12 +47,12 @@ def test_nobody_listens(closed_url: str) -> None:
 
 @pytest.mark.parametrize("drip_s", [0.15, 10.0])
 def test_a_slow_service_runs_out_of_time(stub: Stub, drip_s: float) -> None:
-    # Each byte of the first comes well within the limit, all of them do not.
-    stub.script(Reply({"a": "long answer"}, drip_s=drip_s))
+    # Each byte of the first comes well within the limit, all of them take half a minute.
+    stub.script(Reply({"a": "long answer" * 20}, drip_s=drip_s))
     started = time.monotonic()
     with pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"):
         Service("remote", stub.url, timeout_s=0.3, attempts=2, backoff_s=0.001).get("/x")
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 8
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_an_endless_answer_is_cut(stub: Stub, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dated", [False, True])
 def test_retry_after_is_honoured(stub: Stub, dated: bool) -> None:
+    started = time.monotonic()
     # A date holds whole seconds only, so two from now is at least one away.
     value = email.utils.formatdate(time.time() + 2, usegmt=True) if dated else "1"
     stub.script(Reply({}, 429, {"Retry-After": value}), Reply({"well": 1}))
-    started = time.monotonic()
     assert Service("remote", stub.url, **QUICK).get("/x") == {"well": 1}
     assert time.monotonic() - started >= 0.95
 
@@ -184,13 +184,15 @@ def test_secrets_are_refused_without_repeating_them(setting: str, value: str) ->
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_side_by_side_keeps_the_order_and_the_bound(concurrency: int) -> None:
-    at_once, most, lock = 0, 0, threading.Lock()
+    at_once, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(concurrency)
 
     def ask(item: int) -> int:
         nonlocal at_once, most
         with lock:
             at_once += 1
             most = max(most, at_once)
+        if item < concurrency:
+            together.wait(60)  # the first ones, until all of them are there
         time.sleep(0.002 * (5 - item % 5))
         with lock:
             at_once -= 1
@@ -205,7 +207,7 @@ def test_an_error_stops_what_has_not_begun() -> None:
 
     def ask(item: int) -> None:
         begun.append(item)
-        time.sleep(0.01)
+        time.sleep(0.1)  # so long may whoever asks take to hear of the first error, nine times over
         raise InputError("url", item, "mend")
 
     with pytest.raises(InputError, match="got 0"):
@@ -255,4 +257,4 @@ def test_a_service_that_drips_its_answer_runs_out_of_time(content: bytes) -> Non
         started = time.monotonic()
         with pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"):
             Service("remote", url, timeout_s=0.3, attempts=2, backoff_s=0.001).get("/x")
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 15  # of 50 and more

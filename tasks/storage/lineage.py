@@ -1,0 +1,25 @@
+"""Which configuration, model, prompts and code what stands in a run was made with, as the run's description says."""
+
+import contextlib
+import json
+
+from tasks.storage.run_folder import RunFolder
+
+RUN_FILE = "run.json"
+LINEAGE = "lineage"
+_EVALUATIONS = "evaluations/"
+
+
+def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str | None:
+    """A digest of what made the artifact in a folder of the run; None where the description does not say.
+
+    Args:
+        store: the run.
+        folder: of the artifact. Those of evaluations depend on the held-out prompts too.
+        file: the description, within the run.
+    """
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        described = json.loads(store.read_file(file) or b"{}")
+        lineage: str = described[LINEAGE]
+        return f"{lineage} {described['evaluation']}" if folder.startswith(_EVALUATIONS) else lineage
+    return None

@@ -1,0 +1,101 @@
+"""A run of four updates, what is pruned of it, and what is left."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from flows.pruning.prune import PruneSummary, prune
+from flows.pruning.request import PruneRequest
+from grpo_core.errors import InputError, InputErrors
+
+from .conftest import REPOSITORY, Runs, Start
+
+RUN = "pruned"
+EVALUATED = {
+    "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
+    "evaluate__targets": "data/targets",
+    "evaluate__target_column": "target",
+    "evaluate__limit": 1,
+    "evaluate__samples_per_prompt": 1,
+    "evaluate__every": 2,
+}
+ITERATIONS = 4
+SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
+
+
+@pytest.fixture(scope="module")
+def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Start]]:
+    """A picture run of four updates, evaluated at 0, 2 and 4; no test changes it."""
+    runs = Runs(tmp_path_factory.mktemp("pruned"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        yield runs, runs.start(RUN, run__iterations=ITERATIONS, **EVALUATED)
+
+
+@pytest.fixture
+def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
+    """A copy of it."""
+    copy = Runs(tmp_path / "runs")
+    shutil.copytree(trained[0].root, copy.root)
+    return copy
+
+
+def pruned(runs: Runs, *sources: str, **asked: Any) -> PruneSummary:
+    return prune(PruneRequest(sources or (RUN,), root=str(runs.root), **asked))
+
+
+def removed(summary: PruneSummary, index: int = 0) -> dict[str, int]:
+    return {each.kind: each.count for each in summary.runs[index].removed}
+
+
+def kept(summary: PruneSummary, kind: str) -> dict[str, str]:
+    return {name: each.reason for each in summary.runs[0].kept if each.kind == kind for name in each.names}
+
+
+def refused(**asked: Any) -> list[str]:
+    with pytest.raises((InputError, InputErrors)) as caught:
+        prune(PruneRequest(**{"sources": (RUN,), **asked}))
+    errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
+    return [str(error) for error in errors]
+
+
+def tree(folder: Path) -> dict[str, tuple[int, str]]:
+    """Every file and folder with its time and, of a file, its sha256."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "",
+        )
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file but locks and what their holders write for a moment."""
+    return {name: sha for name, (_, sha) in tree(folder).items() if sha and ".lock" not in name and "lock" not in name}
+
+
+def best(runs: Runs) -> int:
+    """The version whose held-out samples have the highest mean reward."""
+    means = {
+        version: pl.read_parquet(runs.path("evaluations", f"{version:06d}", "advantages", "*.parquet", run=RUN))[
+            "reward"
+        ].mean()
+        for version in (2, 4)
+    }
+    return max(means, key=lambda version: means[version])  # type: ignore[arg-type,return-value]
+
+
+def pictures(runs: Runs, place: str, run: str = RUN) -> int:
+    """How many samples have theirs."""
+    table = pl.read_parquet(runs.path(place, "rollouts", "*.parquet", run=run))
+    return table.height - table["image"].null_count()
+
+
+def iteration(number: int) -> str:
+    return f"iteration_{number:06d}"

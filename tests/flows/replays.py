@@ -1,0 +1,89 @@
+"""Replays of a run, and what came of them."""
+
+import asyncio
+import contextvars
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows.replay import ReplaySummary, replay
+from flows.replay_request import ReplayRequest, plan_replay
+from grpo_core.errors import InputError, InputErrors
+from tasks.progress import listen
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.store import ArtifactStore
+
+from .conftest import Heard, Runs
+
+UPDATES = ("iteration 1: update policy", "iteration 2: update policy")
+ADVANTAGES = ("iteration 1: compute advantages", "iteration 2: compute advantages")
+
+
+def run_replay(runs: Runs, *overrides: str, **options: Any) -> tuple[ReplaySummary, Heard]:
+    """Replay the run in this process: its summary, and what was heard of it."""
+    plan = plan_replay(ReplayRequest(source="run", root=str(runs.root), overrides=overrides, **options))
+    heard = Heard([], [])
+
+    def body() -> ReplaySummary:
+        listen(heard)
+        return asyncio.run(replay(plan))
+
+    return contextvars.copy_context().run(body), heard
+
+
+def refused(runs: Runs, *overrides: str, **options: Any) -> tuple[InputError, ...]:
+    """The problems of a replay that must not begin."""
+    request = ReplayRequest(**{"source": "run", "root": str(runs.root), **options}, overrides=overrides)
+    with pytest.raises((InputError, InputErrors)) as caught:
+        plan_replay(request)
+    assert not runs.path(run="run-replay").exists()
+    return caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """sha256 of every file of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def metrics(runs: Runs, iteration: int, run: str = "run-replay") -> dict[str, float]:
+    table = pl.read_parquet(runs.path(f"iteration_{iteration:06d}/metrics.parquet", run=run))
+    return dict(zip(table["metric"], table["value"], strict=True))
+
+
+def policy_digest(runs: Runs, version: int, run: str = "run") -> str:
+    state = json.loads(runs.path(f"policies/{version:06d}/training_state.json", run=run).read_text())
+    return str(state["policy_digest"])
+
+
+def advantages(runs: Runs, iteration: int, run: str = "run-replay") -> pl.DataFrame:
+    return pl.read_parquet(runs.path(f"iteration_{iteration:06d}/advantages/advantages.parquet", run=run))
+
+
+def rewrite(
+    runs: Runs, folder: str, change: Callable[[pl.DataFrame], pl.DataFrame], *, to: str | None = None
+) -> ArtifactRef:
+    """Commit a changed copy of an artifact of the source, in its place or in another one."""
+    store = ArtifactStore(str(runs.root), "run")
+    former = store.find(folder)
+    assert former is not None
+    with store.staging() as staged:
+        for path in sorted(store.local_files(former).glob("*.parquet")):
+            schema = pq.read_schema(path)
+            table = change(pl.DataFrame(pl.from_arrow(pq.read_table(path)))).to_arrow()
+            columns = [table[name].combine_chunks().cast(schema.field(name).type) for name in schema.names]
+            pq.write_table(pa.table(columns, schema=schema), staged / path.name)
+        digest = hashlib.sha256(f"{former.digest} {to} {content(staged)}".encode()).hexdigest()
+        fields = former.model_dump(exclude={"uri", "sha256", "digest"})
+        return store.commit(staged, to or folder, digest=digest, **fields)
+
+
+def of_first_group(table: pl.DataFrame) -> pl.Expr:
+    return pl.col("group_id") == table["group_id"][0]

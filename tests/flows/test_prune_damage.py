@@ -1,0 +1,134 @@
+"""Damage in a pruned run: it goes on where anything still says what is gone, and is told what is lost where not."""
+
+import contextlib
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.evaluate_request import EvaluateRequest
+from flows.pruning.plan import PICTURES, VERSIONS
+from grpo_core.errors import InputError
+
+from . import pruned_runs
+from .conftest import Runs, Start
+from .pruned_runs import EVALUATED, ITERATIONS, RUN, best, iteration, kept, pictures, pruned, removed
+
+trained, runs = pruned_runs.trained, pruned_runs.runs
+PRUNES = {"policies_last": 1, "pictures_older_than": "1i"}
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def again(runs: Runs, **changes: object) -> Start:
+    return runs.start(RUN, **{"run__iterations": ITERATIONS, **EVALUATED, **changes})
+
+
+def test_damaged_manifests_of_what_was_pruned(runs: Runs, trained: tuple[Runs, Start]) -> None:
+    pruned(runs, **PRUNES)
+    chance = random.Random(5)
+    manifests = [
+        *(runs.path("policies", f"{version:06d}.manifest.json", run=RUN) for version in {1, 2, 3} - {best(runs)}),
+        *(runs.path(iteration(number), "rollouts.manifest.json", run=RUN) for number in (1, 3)),
+    ]
+    whole = [path.read_bytes() for path in manifests]
+    for path in manifests[1:]:
+        flip(path, chance)
+    manifests[0].write_bytes(b"")
+    start = again(runs)
+    assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
+    assert [path.read_bytes() for path in manifests] == whole
+    assert sum("took its place" in reason for reason in runs.reasons(RUN)) == len(manifests)
+    assert again(runs).summary.set_aside == []
+
+
+def test_without_its_description_what_was_pruned_comes_back(runs: Runs, trained: tuple[Runs, Start]) -> None:
+    pruned(runs, **PRUNES, evaluations=True)
+    flip(runs.path("run.json", run=RUN), random.Random(2))
+    start = again(runs)
+    assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
+
+
+def test_another_configuration_takes_nothing_that_was_pruned(runs: Runs) -> None:
+    pruned(runs, **PRUNES)
+    # The same first rollouts, scored by another reward; and the same held-out ones.
+    start = again(runs, run__iterations=1, rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}])
+    assert "iteration 1: collect rollouts" in start.stages
+    assert pictures(runs, iteration(1)) == 4
+
+
+class TestScoresOfRemovedPictures:
+    def test_a_damaged_table_is_told_and_put_back(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
+        pruned(runs, **PRUNES)
+        table = f"{iteration(2)}/rewards/ssim"
+        (scores,) = runs.path(table, run=RUN).iterdir()
+        flip(scores, random.Random(1))
+        for _ in range(2):
+            with pytest.raises(InputError) as caught:
+                again(runs)
+        (aside,) = runs.path("set_aside", run=RUN).iterdir()
+        told = str(caught.value)
+        assert told.startswith(f"{RUN}/{table}: got 'damaged'. It is set aside in {aside} (scores.parquet has sha256 ")
+        assert f"the pictures of {RUN}/{iteration(2)}/rollouts were removed by `grpo prune --pictures" in told
+        assert "start under another --run name, which begins anew. Other iterations are untouched." in told
+        # As it says; a copy of the run has them.
+        for name in (table, f"{table}.manifest.json"):
+            source, target = trained[0].path(name, run=RUN), runs.path(name, run=RUN)
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+        start = again(runs)
+        assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
+
+    def test_damaged_advantages_are_made_again(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
+        pruned(runs, **PRUNES)
+        flip(runs.path(iteration(2), "advantages", "advantages.parquet", run=RUN), random.Random(1))
+        start = again(runs)
+        assert start.stages == ("iteration 2: compute advantages",)
+        assert start.summary.policy_digest == trained[1].summary.policy_digest
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-20]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+    "changed": lambda path: flip(path, random.Random(3)),
+    # Whoever reads this footer without looking first ends with the process.
+    "changed in its footer": lambda path: path.write_bytes(
+        path.read_bytes()[:-40] + bytes(32) + path.read_bytes()[-8:]
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], object]) -> None:
+    (part,) = runs.path(iteration(1), "rollouts", run=RUN).iterdir()
+    damage(part)
+    left = part.read_bytes() if part.exists() else None
+    told = pruned(runs, dry_run=True, **PRUNES)
+    done = pruned(runs, **PRUNES)
+    assert removed(done)[VERSIONS] == removed(told)[VERSIONS]
+    assert (removed(done)[PICTURES], removed(told)[PICTURES]) == (2, 3)
+    (note,) = [each for each in done.runs[0].notes if "damaged" in each]
+    assert f"{RUN}/{iteration(1)}/rollouts: a file of it is changed or missing" in note
+    assert kept(done, PICTURES) == kept(told, PICTURES)
+    # It is for the next start to move it.
+    assert not runs.path("set_aside", run=RUN).exists()
+    with contextlib.suppress(FileNotFoundError):
+        assert part.read_bytes() == left
+
+
+def test_an_evaluation_of_another_version_of_that_number_is_not_taken(runs: Runs) -> None:
+    ask = {"run": RUN, "root": str(runs.root)}
+    assert EvaluateRequest(**ask, policy=4).plan.stored is not None
+    place = runs.path("evaluations", run=RUN)
+    shutil.rmtree(place / "000004")
+    for path in place.glob("000004.*"):
+        path.unlink()
+    shutil.copytree(place / "000002", place / "000004")
+    assert EvaluateRequest(**ask, policy=2).plan.stored is not None
+    assert EvaluateRequest(**ask, policy=4).plan.stored is None

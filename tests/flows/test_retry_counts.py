@@ -1,0 +1,187 @@
+"""Each kind of fault is tried again as often as is said of it; what a part has used up the whole does not repeat."""
+
+import asyncio
+import contextvars
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect import flow, task
+
+from configs.placement_sections import PlacementSection, RetrySection, ShardedStagePlacement
+from grpo_core.errors import InputError
+from tasks.caching import configured, stage_task
+from tasks.placing import stages
+from tasks.placing.faults import LostStageError, StageTimeoutError, TriesUsedUpError, retry_options
+from tasks.placing.stages import Arguments, Part, Sharding
+from tasks.progress import listen
+from tasks.storage.records import registered_records, use_records
+from tasks.storage.reference import ArtifactRef
+from tasks.storage.store import ArtifactStore, current_store, use_store
+
+from .conftest import Heard
+
+LIMITS = RetrySection(lost=2, timeout=1, storage=1, service=0, delay=0.01)
+LOST, LATE, BROKEN = LostStageError("gone"), StageTimeoutError("late"), ConnectionResetError("hung up")
+
+
+class Script:
+    """Errors that are raised one after another, and then none; counts the tries."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.tries = list(errors), 0
+
+    def next(self) -> None:
+        self.tries += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@task(name="scripted")
+def scripted(script: Script) -> str:
+    script.next()
+    return "done"
+
+
+def in_a_flow(body: Callable[[], Any]) -> Any:
+    @flow
+    async def around() -> Any:
+        return body()
+
+    return asyncio.run(around())
+
+
+def options(limits: RetrySection = LIMITS) -> dict[str, Any]:
+    return {"task_run_name": "a stage", **retry_options(PlacementSection(retries=limits))}
+
+
+def test_each_kind_is_counted_by_itself_and_for_one_run_of_the_task(server: None) -> None:
+    done = [
+        ([], 1),
+        ([LOST, LOST], 3),
+        ([LOST, LATE, LOST], 4),
+        ([BROKEN, LOST, LATE, LOST], 5),
+        ([LATE, BROKEN, LOST], 4),
+    ]
+    failed = [
+        ([LOST] * 9, 3),
+        ([LATE] * 9, 2),
+        ([LOST, LATE, LATE], 3),
+        ([LATE, LOST, BROKEN, LOST, BROKEN], 5),
+        ([LOST, InputError("a", 1, "mend")], 2),
+        ([httpx.ConnectError("refused")], 1),
+    ]
+    scripts = [Script(*errors) for errors, _ in (*done, *failed)]
+    stage = scripted.with_options(**options())
+
+    def side_by_side() -> list[object]:
+        futures = [stage.submit(script) for script in scripts]
+        return [future.result(raise_on_failure=False) for future in futures]
+
+    results = in_a_flow(side_by_side)
+    assert [script.tries for script in scripts] == [tries for _, tries in (*done, *failed)]
+    assert results[: len(done)] == ["done"] * len(done)
+    # The error of the last try is what is raised.
+    assert results[len(done) :] == [errors[tries - 1] for errors, tries in failed]
+
+
+def test_without_tries_there_is_one(server: None) -> None:
+    script = Script(LOST)
+    limits = RetrySection(storage=0, service=0, lost=0, timeout=0)
+    with pytest.raises(LostStageError):
+        in_a_flow(lambda: scripted.with_options(**options(limits))(script))
+    assert script.tries == 1
+
+
+def test_what_is_told_of_each_try(server: None) -> None:
+    heard = Heard([], [])
+
+    def body() -> None:
+        listen(heard)
+        in_a_flow(lambda: scripted.with_options(**options())(Script(LOST, LATE, LOST)))
+
+    contextvars.copy_context().run(body)
+    assert heard.lines == [
+        "a stage: gone; try 2 of 3 follows",
+        "a stage: late; try 3 of 3 follows",
+        "a stage: gone; try 4 of 4 follows",
+    ]
+
+
+class Sharded:
+    """A stage of two parts that follow scripts, as does the joining; nothing goes to a pool."""
+
+    def __init__(self, scripts: dict[str, Script]) -> None:
+        self.scripts = {name: scripts.get(name, Script()) for name in ("first", "second", "joined")}
+        self.task = stage_task(
+            "scripted parts",
+            lambda inputs: {"name": inputs["name"]},
+            kind="rollouts",
+            sharding=Sharding(cut, self.join),
+        )(self.collect)
+
+    def collect(self, name: str, placement: PlacementSection) -> ArtifactRef:
+        self.scripts[name].next()
+        return made(name)
+
+    def join(self, arguments: Arguments, parts: list[ArtifactRef]) -> ArtifactRef:
+        self.scripts["joined"].next()
+        return made("+".join(part.folder for part in parts))
+
+    def run(self, root: Path) -> ArtifactRef:
+        placement = PlacementSection(retries=LIMITS, rollouts=ShardedStagePlacement(pool="nowhere", shards=2))
+
+        @flow
+        async def whole() -> ArtifactRef:
+            use_store(ArtifactStore(str(root), "run"))
+            use_records(await registered_records())
+            return configured(self.task, "all of it", placement)("whole", placement)
+
+        return asyncio.run(whole())
+
+    @property
+    def tries(self) -> Counter[str]:
+        return Counter({name: script.tries for name, script in self.scripts.items()})
+
+
+def cut(arguments: Arguments, count: int) -> list[Part]:
+    placement = PlacementSection(retries=LIMITS)
+    return [Part(f"{name} part", {"name": name, "placement": placement}) for name in ("first", "second")][:count]
+
+
+def made(name: str) -> ArtifactRef:
+    store = current_store()
+    with store.staging() as staged:
+        (staged / "file").write_text(name)
+        return store.commit(staged, name, digest=name, schema_version=1, rows=1, seconds=0.0, metrics={})
+
+
+@pytest.fixture(autouse=True)
+def no_stage_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_REGISTERED", dict(stages._REGISTERED))
+
+
+def test_what_a_part_has_used_up_the_whole_does_not_repeat(server: None, tmp_path: Path) -> None:
+    sharded = Sharded({"first": Script(*[LOST] * 99), "second": Script(BROKEN, LOST)})
+    with pytest.raises(TriesUsedUpError, match="LostStageError: gone"):
+        sharded.run(tmp_path)
+    assert sharded.tries == Counter(first=3, second=3, joined=0)
+
+
+def test_a_part_fails_with_what_would_come_again_as_it_is(server: None, tmp_path: Path) -> None:
+    sharded = Sharded({"second": Script(InputError("rollout", 1, "mend"))})
+    with pytest.raises(InputError, match="rollout: got 1"):
+        sharded.run(tmp_path)
+    assert sharded.tries == Counter(first=1, second=1, joined=0)
+    assert sharded.run(tmp_path).folder == "first+second"
+    # The part that was done is not done again.
+    assert sharded.tries == Counter(first=1, second=2, joined=1)
+
+
+def test_the_whole_is_tried_again_for_faults_of_its_own(server: None, tmp_path: Path) -> None:
+    sharded = Sharded({"first": Script(LOST, LATE, LOST), "joined": Script(BROKEN)})
+    assert sharded.run(tmp_path).folder == "first+second"
+    assert sharded.tries == Counter(first=4, second=1, joined=2)

@@ -1,0 +1,129 @@
+"""The stages as plain functions over one run's folder."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from configs.reward_sections import RewardSection
+from configs.schema import (
+    AdvantagesSection,
+    LoraSection,
+    PictureRolloutSection,
+    PlacementSection,
+    PolicySection,
+    UpdateSection,
+)
+from grpo_core.rewards.looks.jpeg import JpegReward
+from grpo_core.rewards.protocol import Score, ScoringBatch
+from tasks.collect_rollouts import collect_rollouts_task
+from tasks.compute_advantages import compute_advantages_task
+from tasks.curriculum import DrawnPrompt
+from tasks.draws import SCORES_FILE, Draw
+from tasks.model_files import model_digest
+from tasks.models import ModelSpec
+from tasks.plan import RolloutPlan, plan_draw
+from tasks.prompts import Prompt
+from tasks.score_reward import score_reward_task
+from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.store import ArtifactStore, use_store
+from tasks.targets import TargetReference
+from tasks.update_policy import update_policy_task
+from tests.tiny_policy import MODEL
+
+ROLLOUT = PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
+PLACEMENT = PlacementSection(device="cpu")
+MIX = (RewardSection(reward="jpeg", settings={"direction": "compressible"}),)
+UPDATE = UpdateSection(learning_rate=1e-3, minibatch_size=2)
+SECTION = PolicySection(model=str(MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0))
+
+
+def spec() -> ModelSpec:
+    return ModelSpec(section=SECTION, digest=model_digest(str(MODEL)), adapter_seed=3, reference="none")
+
+
+def base() -> PolicyRef:
+    return PolicyRef(version=0, digest=spec().digest)
+
+
+def plan(
+    iteration: int = 1,
+    draw: int = 1,
+    datasets: tuple[str, str] = ("default", "default"),
+    targets: tuple[TargetReference | None, TargetReference | None] = (None, None),
+) -> RolloutPlan:
+    texts = ("a red circle", "a blue cross")
+    prompts = [
+        DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
+        for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
+    ]
+    return plan_draw(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
+
+
+def collect(
+    policy: PolicyRef, drawn: RolloutPlan, rollout: PictureRolloutSection = ROLLOUT, *, with_reference: bool = False
+) -> ArtifactRef:
+    return collect_rollouts_task.fn(policy, drawn, spec(), rollout, with_reference, PLACEMENT)
+
+
+def score(rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX) -> Draw:
+    scored = {
+        section.label: score_reward_task.fn(rollouts, section, f"{folder}/rewards", "iteration 1", PLACEMENT)
+        for section in mix
+    }
+    return Draw(rollouts, scored)
+
+
+def compare(draw: Draw, **settings: Any) -> ArtifactRef:
+    return compare_draws((draw,), **settings)
+
+
+def scores_of(store: ArtifactStore, draw: Draw, label: str = "jpeg") -> pl.DataFrame:
+    return pl.read_parquet(store.local_files(draw.rewards[label]) / SCORES_FILE)
+
+
+def compare_draws(
+    draws: tuple[Draw, ...],
+    folder: str = "iteration_000001",
+    mix: tuple[RewardSection, ...] = MIX,
+    **settings: Any,
+) -> ArtifactRef:
+    return compute_advantages_task.fn(draws, mix, AdvantagesSection(**settings), folder, "iteration 1")
+
+
+def update(
+    policy: PolicyRef,
+    rollouts: ArtifactRef | tuple[ArtifactRef, ...],
+    advantages: ArtifactRef,
+    section: UpdateSection = UPDATE,
+    max_staleness: int = 0,
+) -> PolicyRef:
+    drawn = rollouts if isinstance(rollouts, tuple) else (rollouts,)
+    return update_policy_task.fn(
+        policy, drawn, advantages, spec(), section, 11, max_staleness, "iteration 1", PLACEMENT
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    store = ArtifactStore(str(tmp_path), "run")
+    use_store(store)
+    return store
+
+
+def content(store: ArtifactStore, reference: ArtifactRef) -> dict[str, bytes]:
+    folder = store.local_files(reference)
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def scoring(values: Callable[[str], float | None]) -> Callable[[JpegReward, ScoringBatch], Sequence[Score]]:
+    def score(self: JpegReward, batch: ScoringBatch) -> Sequence[Score]:
+        return [Score(value, value) for value in map(values, batch.sample_ids)]
+
+    return score
+
+
+def table_of(store: ArtifactStore, reference: ArtifactRef) -> pl.DataFrame:
+    return pl.read_parquet(store.local_files(reference) / "*.parquet")

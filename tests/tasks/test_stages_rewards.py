@@ -1,0 +1,130 @@
+"""What the stages make of rewards that are missing, not finite, too few, or of another dataset."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from configs.reward_sections import RewardSection
+from grpo_core.errors import FailedSamplesError, InputError
+from grpo_core.rewards.looks.jpeg import JpegReward
+from grpo_core.rewards.protocol import Score
+from tasks.storage.store import ArtifactStore
+from tasks.targets import TargetReference
+
+from . import stage_calls
+from .stage_calls import (
+    MIX,
+    base,
+    collect,
+    compare,
+    compare_draws,
+    plan,
+    score,
+    scores_of,
+    scoring,
+    table_of,
+    update,
+)
+
+store = stage_calls.store
+
+
+def test_a_picture_that_the_policy_left_broken_is_floored(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By every reward that applies to it; the first prompt has a target to compare with, the second none."""
+    whole = table_of(store, collect(base(), plan()))
+    content = whole["image"][0]["bytes"]
+    (tmp_path / "target.png").write_bytes(content)
+    target = TargetReference(str(tmp_path / "target.png"), hashlib.sha256(content).hexdigest())
+    real = AutoencoderKL.decode
+
+    def without_a_corner(self: AutoencoderKL, *arguments: Any, **options: Any) -> tuple[Tensor]:
+        (pixels,) = real(self, *arguments, **options)
+        pixels[1, :, :16, :8] = torch.nan
+        return (pixels,)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", without_a_corner)
+    rollouts = collect(base(), plan(targets=(target, None)))
+    rows = table_of(store, rollouts)
+    reason = "12.5% of the pixels are no numbers"
+    assert rows["defect"].to_list() == [None, reason] * 2
+    assert whole["defect"].to_list() == [None] * 4
+    assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]
+    mix = (*MIX, RewardSection(reward="ssim"))
+    draw = score(rollouts, mix=mix)
+    jpeg, ssim = (scores_of(store, draw, label) for label in ("jpeg", "ssim"))
+    for scores, applies in ((jpeg, (0, 1, 2, 3)), (ssim, (0, 1))):
+        for row, scored in enumerate(scores.iter_rows(named=True)):
+            assert scored["failure"] is None
+            if row not in applies:
+                assert (scored["value"], scored["raw"]) == (None, None)
+            elif row % 2:
+                assert (scored["value"], scored["raw"]) == (0.0, None)
+            else:
+                assert scored["value"] > 0
+    assert draw.rewards["jpeg"].metrics["rewards/jpeg/null"] == 0.0
+    assert draw.rewards["ssim"].metrics["rewards/ssim/null"] == 2.0
+    advantages = table_of(store, compare_draws((draw,), mix=mix))["advantage"].to_list()
+    assert min(advantages[::2]) > 0 > max(advantages[1::2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_reward_that_is_not_finite_names_its_samples(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    rollouts = collect(base(), plan())
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: value if name.endswith("p0001.s01") else 0.5))
+    with pytest.raises(
+        FailedSamplesError, match=r"reward jpeg: 1 of 4 samples .* \(i000001\.p0001\.s01: .*not a finite"
+    ):
+        score(rollouts)
+    assert store.find("iteration_000001/rewards/jpeg") is None
+
+
+def test_reward_that_gives_too_few_scores_is_refused(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = collect(base(), plan())
+    monkeypatch.setattr(JpegReward, "score", lambda self, batch: [Score(0.5, 0.5)])
+    with pytest.raises(InputError, match=r"reward jpeg: got '1 scores'\. It got 4 samples"):
+        score(rollouts)
+
+
+def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = collect(base(), plan())
+    by_name = {"i000001.p0000.s00": 1.0, "i000001.p0000.s01": 0.0}
+    monkeypatch.setattr(JpegReward, "score", scoring(by_name.get))
+    advantages = compare(score(rollouts))
+    table = pl.read_parquet(store.local_files(advantages) / "advantages.parquet")
+    assert [value is None for value in table["advantage"]] == [False, False, True, True]
+    policy = update(base(), rollouts, advantages)
+    assert policy.checkpoint is not None
+    assert policy.checkpoint.rows == 2
+    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
+    nothing = compare(score(rollouts))
+    with pytest.raises(ValueError, match="every reward of every sample is null"):
+        update(base(), rollouts, nothing)
+    assert store.find("policies/000001") == policy.checkpoint
+
+
+def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: ArtifactStore) -> None:
+    mix = (
+        RewardSection(reward="jpeg", name="a", datasets=("shapes",)),
+        RewardSection(reward="jpeg", name="b", datasets=("signs",), weight=3.0),
+    )
+    rollouts = collect(base(), plan(datasets=("shapes", "signs")))
+    draw = score(rollouts, mix=mix)
+    values = {label: scores_of(store, draw, label)["value"] for label in "ab"}
+    assert [value is None for value in values["a"]] == [False, False, True, True]
+    assert [value is None for value in values["b"]] == [True, True, False, False]
+    advantages = compare_draws((draw,), mix=mix)
+    expected = [*values["a"][:2], *(3.0 * value for value in values["b"][2:])]
+    assert table_of(store, advantages)["reward"].to_list() == pytest.approx(expected)
+    assert {"datasets/shapes/reward", "datasets/signs/reward"} <= set(advantages.metrics)
