@@ -10,7 +10,7 @@ from flows.history import TrainingHistory
 from flows.preparation import Run
 from flows.sampling import draw_groups
 from tasks.draws import Draw
-from tasks.placing.pool_run import stages_given_up_on_interrupt
+from tasks.placing.pool_run import stages_given_up_on_interrupt, stages_withdrawn_on_failure
 from tasks.storage.reference import ArtifactRef, PolicyRef
 
 
@@ -82,7 +82,7 @@ class Drawing:
 def drawing(run: Run, history: TrainingHistory, policy: PolicyRef) -> Iterator[Drawing]:
     """Draw for a run that begins with this policy.
 
-    What is still being drawn when it ends is waited for, and what has not begun is left.
+    What is still being drawn when it ends is waited for; what has not begun, or lies untaken on a pool, is left.
     """
     if run.config.run.staleness == 0:
         yield Drawing(run, history, None, {policy.version: policy})
@@ -91,7 +91,7 @@ def drawing(run: Run, history: TrainingHistory, policy: PolicyRef) -> Iterator[D
     try:
         groups = Drawing(run, history, thread)
         groups.know(policy)
-        with stages_given_up_on_interrupt():
+        with stages_given_up_on_interrupt(), stages_withdrawn_on_failure():
             yield groups
     finally:
         thread.shutdown(wait=True, cancel_futures=True)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import signal
+import time
 from collections.abc import Mapping
 from functools import partial
 from types import FrameType
@@ -32,6 +33,8 @@ STAGES_QUEUE = "stages"
 """Work queue of a pool for its stages; whatever else is deployed to the pool lies in the others."""
 _PLACED = ("rollouts", "rewards", "advantages", "update")
 _SECONDS_BETWEEN_LOOKS = 2.0
+# Each look at the server is a write of its database; who starts a training does not miss these seconds.
+_SECONDS_BETWEEN_RUNS = 5.0
 
 
 class ResidentWorker(ProcessWorker):
@@ -44,24 +47,27 @@ class ResidentWorker(ProcessWorker):
         queues: of the pool, those that it takes from.
         name: on the server.
         looking: held by whichever of the two looks for work.
+        pause: seconds from one look to the next, at least; the setting of Prefect holds for both.
     """
 
     type = KIND
     _display_name = "GRPO"
     _description = "Stages of training runs in a process that keeps its model between them."
 
-    def __init__(self, pool: str, queues: list[str], name: str, looking: anyio.Lock) -> None:
+    def __init__(self, pool: str, queues: list[str], name: str, looking: anyio.Lock, pause: float = 0.0) -> None:
         super().__init__(pool, work_queues=queues, name=name, limit=1)
         self.beside: ResidentWorker | None = None
-        self._looking = looking
+        self._looking, self._pause, self._looked = looking, pause, float("-inf")
         self._taken: FlowRun | None = None
         self._names: dict[UUID, str] = {}
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         """Take up what is due, unless the other one is at something that has the machine to itself."""
         async with self._looking:
-            if self.beside is not None and self.beside.needs_the_machine():
+            early = time.monotonic() - self._looked < self._pause
+            if early or (self.beside is not None and self.beside.needs_the_machine()):
                 return []
+            self._looked = time.monotonic()
             taken = await super().get_and_submit_flow_runs()
             self._taken = taken[-1] if taken else self._taken
             return taken
@@ -149,7 +155,8 @@ async def serve(pool: str) -> None:
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
     name, looking = f"{pool}-{platform.node()}-{os.getpid()}", anyio.Lock()
     stages = ResidentWorker(pool, [STAGES_QUEUE], name, looking)
-    runs = ResidentWorker(pool, [queue for queue in queues if queue != STAGES_QUEUE], f"{name}-runs", looking)
+    others = [queue for queue in queues if queue != STAGES_QUEUE]
+    runs = ResidentWorker(pool, others, f"{name}-runs", looking, _SECONDS_BETWEEN_RUNS)
     stages.beside, runs.beside = runs, stages
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -20,6 +20,15 @@ from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore, use_store
 
 
+CALLS = ".calls"
+"""Folder of a run for what its stages are asked on other machines, and for what they answer."""
+
+
+def call_file(name: str) -> str:
+    """Where the call of this digest lies in its run."""
+    return f"{CALLS}/{name}.json"
+
+
 class StageCall(BaseModel):
     """One stage to be done for a run.
 
@@ -29,6 +38,7 @@ class StageCall(BaseModel):
         run: whose artifacts it reads and writes.
         code: digest of the code that asks; other code would make something else.
         arguments: of the stage's function, as JSON values.
+        withdrawable: whether the run may take it back: it does by removing the call's file, and nothing is then made.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,6 +48,7 @@ class StageCall(BaseModel):
     run: str
     code: str
     arguments: dict[str, Any]
+    withdrawable: bool = False
 
     @property
     def digest(self) -> str:
@@ -81,14 +92,15 @@ class StageOutcome(BaseModel):
         return reference
 
 
-def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore) -> StageCall:
-    """The call that does the stage with these arguments elsewhere."""
+def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdrawable: bool = False) -> StageCall:
+    """The call that does the stage with these arguments elsewhere; on another machine it may be withdrawn."""
     hints = _hints(stage.function)
     return StageCall(
         stage=stage.name,
         storage=described(store),
         run=store.run,
         code=code_digest(),
+        withdrawable=withdrawable,
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
 
@@ -120,6 +132,7 @@ def carry_out(call: StageCall) -> StageOutcome:
             )
             raise InputError("worker", code_digest()[:12], mend)
         stage = stage_named(call.stage)
+        store.asked = call_file(call.digest) if call.withdrawable else None
         reference = stage.function(**arguments_of(call, stage))
     except Exception as error:
         fault = fault_of(error)

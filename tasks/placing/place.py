@@ -35,7 +35,8 @@ def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     if stage.shards(arguments) > 1:
         return in_shards(stage, arguments, submit)
     if where.pool is not None:
-        return carry_out_on_pool(call_of(stage, arguments, store), where.pool, where.timeout, store)
+        call = call_of(stage, arguments, store, withdrawable=True)
+        return carry_out_on_pool(call, where.pool, where.timeout, store)
     if where.timeout is not None:
         call = call_of(stage, arguments, store)
         with borrowed_process(call) as process:

@@ -15,7 +15,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 
 from grpo_core.errors import InputError
-from tasks.placing.call import StageCall, StageOutcome
+from tasks.placing.call import CALLS, StageCall, StageOutcome, call_file
 from tasks.placing.faults import LostStageError
 from tasks.placing.pool_run import follow, is_final
 from tasks.placing.stages import Reference
@@ -23,9 +23,6 @@ from tasks.progress import announce
 from tasks.storage.manifest import opened, sealed
 from tasks.storage.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore
-
-CALLS = ".calls"
-"""Folder of a run for what its stages are asked on other machines, and for what they answer."""
 
 
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
@@ -47,7 +44,7 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
     name = call.digest
     done = _finished_before(store, name)
     if done is None:
-        store.write_file(_call_file(name), sealed(call.model_dump(mode="json")))
+        store.write_file(call_file(name), sealed(call.model_dump(mode="json")))
         with get_client(sync_client=True) as client:
             flow_run = _flow_run(client, call, pool, timeout)
         follow(flow_run, pool, timeout, over=lambda: _has_outcome(store, name))
@@ -66,7 +63,8 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
     """What a worker made for a run that was not there any more to hear of it; its errors are not taken over."""
     outcome = read_outcome(store, name)
     if outcome is None or outcome.error is not None:
-        _forget(store, name)
+        # The call stays: a worker may be at it, and makes nothing of one that was withdrawn.
+        _remove(store, _outcome_file(name))
         return None
     reference = outcome.reference()
     artifact = reference if isinstance(reference, ArtifactRef) else reference.checkpoint
@@ -134,18 +132,22 @@ def read_call(store: ArtifactStore, name: str) -> StageCall:
     Raises:
         ValueError: there is no such call in the run, or not the one that was left there.
     """
-    content = store.read_file(_call_file(name))
+    content = store.read_file(call_file(name))
     if content is None:
         raise ValueError(f"{store.run} has no call {name[:12]}; the run that asked has its answer, or was pruned")
-    call = StageCall.model_validate_json(json.dumps(opened(content)))
+    try:
+        call = StageCall.model_validate_json(json.dumps(opened(content)))
+    except ValueError as error:
+        raise ValueError(f"the call {name[:12]} of {store.run} is damaged ({error})") from error
     if call.digest != name:
         raise ValueError(f"the call {name[:12]} of {store.run} is not the one that was left there")
     return call
 
 
 def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
-    """Tell the run that asked what came of its call."""
-    store.write_file(_outcome_file(name), sealed(outcome.model_dump(mode="json")))
+    """Tell the run that asked what came of its call, if it still asks."""
+    if store.read_file(call_file(name)) is not None:
+        store.write_file(_outcome_file(name), sealed(outcome.model_dump(mode="json")))
 
 
 def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
@@ -164,20 +166,20 @@ def _has_outcome(store: ArtifactStore, name: str) -> bool:
 
 
 def _forget(store: ArtifactStore, name: str) -> None:
-    for file in (_call_file(name), _outcome_file(name)):
-        with contextlib.suppress(FileNotFoundError):
-            store.filesystem.rm_file(store.path(file))
+    for file in (call_file(name), _outcome_file(name)):
+        _remove(store, file)
+
+
+def _remove(store: ArtifactStore, file: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        store.filesystem.rm_file(store.path(file))
 
 
 def clear_calls(store: ArtifactStore) -> None:
-    """Withdraw every call of the run that no worker has begun."""
+    """Withdraw every call of the run; a worker that is at one of them makes nothing of it."""
     folder = store.path(CALLS)
     if store.filesystem.exists(folder):
         store.filesystem.rm(folder, recursive=True)
-
-
-def _call_file(name: str) -> str:
-    return f"{CALLS}/{name}.json"
 
 
 def _outcome_file(name: str) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from types import FrameType
 from uuid import UUID
@@ -35,7 +35,20 @@ SECONDS_OF_GRACE = SECONDS_TO_START + 60.0
 WORKER = "prefect.worker.name"
 
 
-_GIVEN_UP = threading.Event()
+_GIVEN_UP, _FAILED = threading.Event(), threading.Event()
+
+
+@contextlib.contextmanager
+def stages_withdrawn_on_failure() -> Iterator[None]:
+    """Have every stage that no worker has taken yet withdrawn when the run fails, so that the failure can be told.
+
+    What a worker is at is waited for: it is kept for the next start.
+    """
+    try:
+        yield
+    except Exception:
+        _FAILED.set()
+        raise
 
 
 @contextlib.contextmanager
@@ -60,6 +73,7 @@ def stages_given_up_on_signal() -> Iterator[None]:
     asyncio raises nothing at the first one: it cancels a coroutine that is waiting for the stage.
     """
     _GIVEN_UP.clear()
+    _FAILED.clear()
     former = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(former):
         yield
@@ -90,7 +104,8 @@ class _Watch:
         self.begun = self.heard = self.checked = time.monotonic()
         self.taken: float | None = None
         self.running: float | None = None
-        self.told = self.over = False
+        self.over = False
+        self.told: set[str] = set()
         self.last_beat: datetime | None = None
         self.beaten = self.begun
 
@@ -122,10 +137,10 @@ class _Watch:
         now = time.monotonic()
         workers = {worker.name: worker for worker in self.client.read_workers_for_work_pool(self.pool)}
         if self.taken is None:
-            online = any(worker.status == WorkerStatus.ONLINE for worker in workers.values())
-            if not online and not self.told:
-                announce(f"waiting for a worker of pool {self.pool}: none is there; start `grpo worker {self.pool}`")
-                self.told = True
+            reason = self._hindrance(flow_run, workers.values())
+            if reason is not None and reason not in self.told:
+                self.told.add(reason)
+                announce(f"waiting for a worker of pool {self.pool}: {reason}")
             return
         name = str(flow_run.labels.get(WORKER, ""))
         if name and self._is_silent(workers.get(name)):
@@ -141,6 +156,17 @@ class _Watch:
         if self.timeout and self.running and now - self.running > self.timeout + SECONDS_OF_GRACE:
             self.client.set_flow_run_state(self.id, Cancelling(), force=True)
             raise StageTimeoutError(f"not done after {self.timeout:g} s, and its worker did not end it")
+
+    def _hindrance(self, flow_run: FlowRun, workers: Iterable[Worker]) -> str | None:
+        """Why no worker takes it, if that takes a person to mend."""
+        if self.client.read_work_pool(self.pool).is_paused:
+            return f"the pool is paused; `prefect work-pool resume {self.pool}`"
+        queue = flow_run.work_queue_id and self.client.read_work_queue(flow_run.work_queue_id)
+        if queue and queue.is_paused:
+            return f"its queue is paused; `prefect work-queue resume {queue.name} --pool {self.pool}`"
+        if not any(worker.status == WorkerStatus.ONLINE for worker in workers):
+            return f"none is there; start `grpo worker {self.pool}`"
+        return None
 
     def _is_silent(self, worker: Worker | None) -> bool:
         """Whether nothing has been heard of it for long, by the clock of this machine alone.
@@ -182,6 +208,8 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, over: Callabl
                 pause = SHARE_BETWEEN_LOOKS * (time.monotonic() - watch.begun)
                 if _GIVEN_UP.wait(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, pause))):
                     raise StageGivenUpError("the run that asked for it was stopped")
+                if _FAILED.is_set() and watch.taken is None:
+                    raise StageGivenUpError("the run that asked for it failed before a worker took it")
         except (LostStageError, StageTimeoutError):
             raise
         except BaseException:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from tasks.placing.pool import CALLS
+from tasks.placing.call import CALLS
 from tasks.pruning.prunable import modified
 from tasks.storage.files import is_local
 from tasks.storage.staging import locked_file

@@ -34,7 +34,7 @@ def opened(content: bytes) -> dict[str, Any]:
     if isinstance(described, dict) and SEAL not in described and described.get("schema_version") == UNSEALED:
         return described
     if not isinstance(described, dict) or described.pop(SEAL, None) != _digest(described):
-        raise ValueError("the manifest is not as it was written")
+        raise ValueError("it is not as it was written")
     return described
 
 

@@ -33,6 +33,8 @@ class RunFolder:
         """Why things were set aside since this store was opened, for people to be told."""
         self.unread: set[str] = set()
         """Records and artifacts of finished stages that a bucket did not give out when they were asked for."""
+        self.asked: str | None = None
+        """File of the run that asks for what is written; a run that has its answer, or wants another, removed it."""
         self._given_root = root
         self._alone, self._depth = threading.RLock(), 0
 

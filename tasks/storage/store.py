@@ -43,7 +43,11 @@ class ArtifactStore(VerifiedFolder):
 
         Raises:
             StorageError: a bucket does not take it, or others keep writing the same artifact.
+            StaleReferenceError: the run does not ask for it any more.
         """
+        if self.asked is not None and self.read_file(self.asked) is None:
+            reason = "the run has its answer, or goes on with another configuration, and does not ask for it any more"
+            raise StaleReferenceError(f"{self.run}/{folder}: {reason}")
         local = fsspec.filesystem("file")
         described = {
             "digest": digest,

@@ -11,10 +11,11 @@ from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection
 from grpo_core.errors import InputError
 from tasks.draws import Draw
-from tasks.placing.call import StageCall, StageOutcome, arguments_of, call_of, carry_out
+from tasks.placing.call import StageCall, StageOutcome, arguments_of, call_file, call_of, carry_out
 from tasks.placing.faults import Fault, RemoteStageError
+from tasks.placing.pool import leave_outcome, read_outcome
 from tasks.placing.stages import stage_named
-from tasks.storage.reference import ArtifactRef, PolicyRef
+from tasks.storage.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.store import ArtifactStore
 from tests.tasks.placing.test_shards import rollout_arguments
 from tests.tasks.update_jobs import TEXTS, UPDATE
@@ -135,3 +136,23 @@ def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> N
     with pytest.raises(InputError, match=r"policy.model: .* Its files here are"):
         carry_out(call).reference()
     assert store.find("iteration_000001/rollouts") is None
+
+
+def test_nothing_is_made_of_a_call_that_was_withdrawn(store: ArtifactStore) -> None:
+    arguments = rollout_arguments("iteration_000001", HERE)
+    call = call_of(stage_named("collect rollouts"), arguments, store, withdrawable=True)
+    with pytest.raises(StaleReferenceError, match=r"run/iteration_000001/rollouts: the run .* does not ask for it"):
+        carry_out(call).reference()
+    assert store.find("iteration_000001/rollouts") is None
+    store.write_file(call_file(call.digest), b"asked")
+    assert carry_out(call).reference() == store.find("iteration_000001/rollouts")
+
+
+def test_a_call_that_was_withdrawn_gets_no_answer(store: ArtifactStore) -> None:
+    call = call_of(stage_named("score reward"), CALLS[2][1], store, withdrawable=True)
+    outcome = carry_out(call)
+    leave_outcome(store, call.digest, outcome)
+    assert read_outcome(store, call.digest) is None
+    store.write_file(call_file(call.digest), b"asked")
+    leave_outcome(store, call.digest, outcome)
+    assert read_outcome(store, call.digest) == outcome
