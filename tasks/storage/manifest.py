@@ -17,7 +17,7 @@ _BESIDE_THE_REFERENCE = (FILES, FORMER, PRUNED, LEAVING)
 
 
 def sealed(described: Mapping[str, Any]) -> bytes:
-    """The manifest's bytes; `seal` is the sha256 of all the rest.
+    """The bytes of a manifest, or of another small record; `seal` is the sha256 of all the rest.
 
     References say which manifest they mean, but whoever looks a folder up has nothing else to hold it against.
     """
@@ -28,7 +28,7 @@ def opened(content: bytes) -> dict[str, Any]:
     """What `sealed` was given.
 
     Raises:
-        ValueError: it is no manifest, or not as it was written.
+        ValueError: it is no such record, or not as it was written.
     """
     described = json.loads(content)
     if isinstance(described, dict) and SEAL not in described and described.get("schema_version") == UNSEALED:

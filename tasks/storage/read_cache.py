@@ -8,7 +8,6 @@ need not be read again. Readers get hard links: what is removed here stays whole
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 import uuid
@@ -19,6 +18,7 @@ import fsspec
 
 from grpo_core.errors import InputError
 from tasks.storage.files import sha256_of
+from tasks.storage.manifest import opened, sealed
 from tasks.storage.staging import clear_abandoned, locked_file, staging_folder
 
 GIB = 2**30
@@ -61,18 +61,18 @@ class ReadCache:
     def seen(self, place: str, stamp: Mapping[str, str]) -> str | None:
         """The sha256 of the object at this URL, if it is as it was when it was last read or written."""
         try:
-            known = json.loads(self._note(place).read_bytes())
+            known = opened(self._note(place).read_bytes())
         except (OSError, ValueError):
             return None
-        if not isinstance(known, dict) or known.get("place") != place or known.get("stamp") != dict(stamp):
+        if known.get("place") != place or known.get("stamp") != dict(stamp):
             return None
         return str(known.get("sha256"))
 
     def note(self, place: str, stamp: Mapping[str, str], sha256: str) -> None:
         """Remember what the object at this URL holds while it has this size and tag."""
-        content = json.dumps({"place": place, "stamp": dict(stamp), "sha256": sha256})
+        content = sealed({"place": place, "stamp": dict(stamp), "sha256": sha256})
         with contextlib.suppress(OSError), self._staging() as staged:
-            (staged / "note").write_text(content)
+            (staged / "note").write_bytes(content)
             target = self._note(place)
             target.parent.mkdir(parents=True, exist_ok=True)
             (staged / "note").replace(target)

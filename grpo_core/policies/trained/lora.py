@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
+def _no_model_card(output_dir: str) -> None:
+    """In the place of peft's own."""
+
+
 class LoraModel(TrainedModel):
     """Adapters over a frozen base.
 
@@ -59,6 +63,8 @@ class LoraModel(TrainedModel):
             raise ValueError("neither the settings nor the caller say which layers get an adapter")
         adapted = _with_adapters(base, settings, targets, seed)
         adapted.peft_config["default"].base_model_name_or_path = base_name
+        # It says nothing about this policy, and its template is compiled at every save.
+        adapted.create_or_update_model_card = _no_model_card
         super().__init__(adapted, gradient_checkpointing=gradient_checkpointing)
         self._initial = {name: on_cpu(value) for name, value in self._state().items()}
 
@@ -71,8 +77,6 @@ class LoraModel(TrainedModel):
     def save(self, folder: Path) -> None:
         """Write adapter_model.safetensors and adapter_config.json."""
         self.model.save_pretrained(str(folder), save_embedding_layers=False)
-        # peft adds a model card from a template; it says nothing about this policy.
-        (folder / "README.md").unlink(missing_ok=True)
 
     def load(self, folder: Path | None) -> None:
         """Take the adapters of `folder`, or the initial ones."""

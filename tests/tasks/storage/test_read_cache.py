@@ -83,6 +83,16 @@ class TestContents:
         keep(cache, tmp_path, CONTENTS[0])
         assert cache.take(sha256(CONTENTS[0]), tmp_path / "file")
 
+    def test_a_note_in_which_a_byte_flipped_is_not_believed(self, cache: ReadCache) -> None:
+        cache.note("s3://a/b", STAMP, "1" * 64)
+        (path,) = (cache.folder / "seen").rglob("*.json")
+        whole = path.read_bytes()
+        for position in range(len(whole)):
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+            assert cache.seen("s3://a/b", STAMP) is None
+        path.write_bytes(whole)
+        assert cache.seen("s3://a/b", STAMP) == "1" * 64
+
     def test_notes_hold_for_one_place_and_state_alone(self, cache: ReadCache) -> None:
         cache.note("s3://a/b", STAMP, "1")
         assert cache.seen("s3://a/b", STAMP) == "1"
