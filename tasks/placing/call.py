@@ -19,7 +19,6 @@ from tasks.storage.configured import described, open_store_elsewhere
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore, use_store
 
-
 CALLS = ".calls"
 """Folder of a run for what its stages are asked on other machines, and for what they answer."""
 

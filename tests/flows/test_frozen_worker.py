@@ -16,9 +16,9 @@ from prefect.settings import PREFECT_API_URL
 from flows.summary import TrainSummary
 
 from .conftest import REPOSITORY, Runs
-from .test_pools import SECONDS_TO_START, Worker, Workers, alone, joined_tables, workers
+from .pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
-__all__ = ["alone", "workers"]
+__all__ = ["alone", "server", "workers"]
 BEGUN = "collect rollouts on pictures: begun"
 
 pytestmark = pytest.mark.slow
