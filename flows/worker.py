@@ -151,7 +151,7 @@ async def serve(pool: str) -> None:
     """
     async with get_client() as client:
         await _require_pool(client, pool)
-        await register_stages(pool)
+        await register_stages(client, pool)
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
     name, looking = f"{pool}-{platform.node()}-{os.getpid()}", anyio.Lock()
     stages = ResidentWorker(pool, [STAGES_QUEUE], name, looking)
@@ -181,8 +181,11 @@ async def _require_pool(client: PrefectClient, pool: str) -> None:
         raise InputError("POOL", pool, mend)
 
 
-async def register_stages(pool: str) -> None:
+async def register_stages(client: PrefectClient, pool: str) -> None:
     """Deploy the stages to the pool's queue for them, each under the pool's name."""
+    # Of two workers that start at the same moment, one would fail at a deployment that makes the queue.
+    with contextlib.suppress(ObjectAlreadyExists):
+        await client.create_work_queue(STAGES_QUEUE, work_pool_name=pool)
     for stage in STAGE_FLOWS.values():
         deployment = await stage.ato_deployment(
             name=pool, work_pool_name=pool, work_queue_name=STAGES_QUEUE, tags=["grpo"]

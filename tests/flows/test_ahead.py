@@ -20,7 +20,7 @@ SECONDS_TO_FAIL = 60.0
 async def _make_pool() -> None:
     async with get_client() as client:
         await client.create_work_pool(WorkPoolCreate(name=POOL, type=KIND))
-        await register_stages(POOL)
+        await register_stages(client, POOL)
 
 
 def test_a_failed_update_is_told_while_rollouts_wait_for_a_worker(empty: Runs) -> None:
