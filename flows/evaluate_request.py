@@ -17,7 +17,6 @@ from configs.schema import DataSection, RunConfig, UpdateSection
 from configs.section import Section
 from flows.inputs import input_problems, read_prompt_sets
 from flows.inspection import find_run
-from flows.newer_runs import RUN_FILE
 from flows.preparation import plan_heldout
 from flows.rescore_request import stored_config
 from flows.stored_iterations import samplers
@@ -28,6 +27,7 @@ from tasks.curriculum import PromptSet
 from tasks.model_files import model_digest
 from tasks.models import ModelSpec
 from tasks.plan import RolloutPlan
+from tasks.storage.description import RUN_FILE, read_description
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import ArtifactStore
@@ -161,19 +161,12 @@ def _require_changeable(request: EvaluateRequest) -> None:
 
 def _description(store: ArtifactStore) -> Mapping[str, Any]:
     """What run.json says; a run that has lost it can be evaluated still, its configuration says how."""
-    content = store.read_file(RUN_FILE)
-    if content is None:
-        return {}
-    try:
-        described = json.loads(content)
-    except ValueError as error:
-        mend = "It is damaged; start the run again with its own command, which writes it anew."
-        raise InputError(f"{store.run}/{RUN_FILE}", str(error), mend) from error
-    version = described.get("schema_version", SCHEMA_VERSION) if isinstance(described, dict) else None
+    described = read_description(store)
+    version = described.get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         mend = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
         raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", mend)
-    return dict(described)
+    return described
 
 
 def _of_prompts(request: EvaluateRequest) -> list[str]:

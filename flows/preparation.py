@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 
 from configs.core_settings import reference_placement, with_total_steps
+from configs.determining import changed_keys, determining
 from configs.schema import PictureRolloutSection, RunConfig, UpdateSection
 from flows.inputs import read_prompt_sets, require_inputs
-from flows.newer_runs import RUN_FILE, refuse_newer
-from grpo_core.optimizer.schedule import WITH_LENGTH
+from flows.newer_runs import refuse_newer
+from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
 from tasks.code import code_digest, library_versions
 from tasks.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
@@ -23,18 +24,15 @@ from tasks.models import ModelSpec
 from tasks.placing.pool import clear_calls
 from tasks.plan import RolloutPlan, plan_draw, plan_evaluation
 from tasks.storage.configured import open_store
+from tasks.storage.description import CONFIG_FILE, RUN_FILE, read_description, write_description
 from tasks.storage.reference import PolicyRef
 from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.schemas import SCHEMA_VERSION
 from tasks.storage.store import SET_ASIDE, ArtifactStore
 from tasks.stored_scores import provenance_json
 
-CONFIG_FILE = "config.yaml"
-# What may change without making another training run of it.
-_FREE_SECTIONS = ("evaluate", "placement", "storage", "watch")
 # Folders of a run that hold what its policies made, beside its iterations.
 _OF_POLICIES = ("policies", "evaluations", "evaluations_of", "rescored")
-_FREE_OF_REWARDS = ("max_failures", "batch_size", "processes", "pool")
 
 
 @dataclass(frozen=True)
@@ -166,42 +164,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         yield run
 
 
-def _determining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines the policies and rollouts of a run; more iterations only go on with it."""
-    values = {section: content for section, content in config.items() if section not in _FREE_SECTIONS}
-    run = _section(config, "run")
-    # A schedule that ends with the run is another one when the run is longer.
-    update = _section(config, "update")
-    bound = update.get("total_steps") is None and str(update.get("lr_scheduler")) in WITH_LENGTH
-    return {
-        **values,
-        "run": {
-            "seed": run.get("seed"),
-            "staleness": run.get("staleness", 0),
-            **({"iterations": run.get("iterations")} if bound else {}),
-        },
-        # By name, so that a change is told in few words.
-        "rewards": {str(each.get("name") or each.get("reward")): _of_reward(each) for each in _rewards(config)},
-    }
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of a configuration; empty where the file that held it was cut short."""
-    section = config.get(name)
-    return section if isinstance(section, Mapping) else {}
-
-
-def _rewards(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rewards = config.get("rewards")
-    return [each for each in rewards if isinstance(each, Mapping)] if isinstance(rewards, list) else []
-
-
-def _of_reward(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if name not in _FREE_OF_REWARDS}
-
-
 def _lineage(run: Run) -> str:
-    config = _determining(run.config.model_dump(mode="json"))
+    config = determining(run.config.model_dump(mode="json"))
     for section in config["rewards"].values():
         # An address or a path among them may change; what they determine is in the provenance.
         del section["settings"]
@@ -219,7 +183,7 @@ def _lineage(run: Run) -> str:
 def _set_other_lineage_aside(run: Run) -> None:
     """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
     store = run.store
-    described = _mapping(store.read_file(RUN_FILE))
+    described = _described(store)
     paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
     names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
     kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
@@ -236,7 +200,7 @@ def _set_other_lineage_aside(run: Run) -> None:
     former = _mapping(store.read_file(CONFIG_FILE))
     changes: Sequence[str] = ()
     if former is not None:
-        changes = changed_keys(_determining(former), _determining(run.config.model_dump(mode="json")))
+        changes = changed_keys(determining(former), determining(run.config.model_dump(mode="json")))
     unnamed = "the code, model, prompts, or a reward's function or weights changed"
     reason = "the configuration changed: " + "; ".join(changes) if changes else unnamed
     # run.json goes last: while it stands, the next start goes on with setting aside.
@@ -259,8 +223,15 @@ def _evaluation(run: Run) -> str | None:
 
 
 def _former_evaluation(run: Run) -> str | None:
-    described = _mapping(run.store.read_file(RUN_FILE)) or {}
-    return described.get("evaluation")
+    return (_described(run.store) or {}).get("evaluation")
+
+
+def _described(store: ArtifactStore) -> Mapping[str, Any] | None:
+    """What run.json says; None where it is missing or damaged."""
+    try:
+        return read_description(store) or None
+    except InputError:
+        return None
 
 
 def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
@@ -272,23 +243,9 @@ def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def changed_keys(former: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> Sequence[str]:
-    """`section.key was -> is` for every value that differs."""
-    changes: list[str] = []
-    # A damaged file may hold keys of several kinds.
-    for key in sorted({*former, *present}, key=str):
-        was, now = former.get(key), present.get(key)
-        if isinstance(was, Mapping) and isinstance(now, Mapping):
-            changes += changed_keys(was, now, f"{path}{key}.")
-        elif was != now:
-            changes.append(f"{path}{key} {was} -> {now}")
-    return changes
-
-
 def _write_description(run: Run) -> None:
     store = run.store
     config = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    store.write_file(CONFIG_FILE, config.encode())
     described = {
         "name": run.config.run.name,
         "schema_version": SCHEMA_VERSION,
@@ -301,4 +258,4 @@ def _write_description(run: Run) -> None:
         "prompts": sum(len(each.prompts) for each in run.training),
         "heldout_prompts": sum(len(each.prompts) for each in run.heldout),
     }
-    store.write_file(RUN_FILE, json.dumps(described, indent=1).encode())
+    write_description(store, described, config.encode())

@@ -25,6 +25,7 @@ from flows.stored_iterations import (
 )
 from grpo_core.errors import InputError, InputErrors
 from tasks.model_files import model_digest
+from tasks.storage.description import CONFIG_FILE, read_config_file, read_description
 from tasks.storage.reference import ArtifactRef, PolicyRef
 from tasks.storage.store import ArtifactStore
 
@@ -143,7 +144,7 @@ def _require_options(request: ReplayRequest) -> None:
 def _require_own_place(source: ArtifactStore, name: str) -> None:
     if name == source.run:
         raise InputError("--run", name, "It is the source, which is never changed; give the replay another name.")
-    held = source.read_shared(f"{name}/config.yaml")
+    held = source.read_shared(f"{name}/{CONFIG_FILE}")
     if held is not None and not re.search(rb"^replay:", held, re.MULTILINE):
         raise InputError("--run", name, "This is a run that was not replayed; give the replay another name.")
 
@@ -152,9 +153,7 @@ def _configurations(
     request: ReplayRequest, store: ArtifactStore, name: str, *, updates: int
 ) -> tuple[RunConfig, RunConfig]:
     """The source's configuration, and the same as it is asked for."""
-    content = store.read_file("config.yaml")
-    if content is None:
-        raise InputError("RUN", request.source, "It has no config.yaml, so nothing says how its rollouts came to be.")
+    content = read_config_file(store)
     own = {
         "run.name": name,
         "run.iterations": request.policy + updates,
@@ -218,12 +217,7 @@ def _policy_problems(
 
 def _model_of(store: ArtifactStore) -> str | None:
     """Digest of the model that the source began with; None where nothing says it."""
-    try:
-        described: dict[str, str] = json.loads(store.read_file("run.json") or b"{}")
-    except ValueError as error:
-        mend = "It is damaged; start the source again with its own command, which writes it anew."
-        raise InputError(f"{store.run}/run.json", str(error), mend) from error
-    return described.get("model_digest")
+    return read_description(store).get("model_digest")
 
 
 def _advantages_problems(request: ReplayRequest, former: RunConfig, config: RunConfig) -> Iterator[InputError]:

@@ -29,6 +29,7 @@ from flows.stored_iterations import (
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.artifact_reader import ArtifactReader
+from tasks.storage.description import read_config_file
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import ArtifactStore
 from tasks.stored_scores import choose_scores
@@ -197,9 +198,7 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
     Raises:
         InputError, InputErrors: it is not there, or no configuration.
     """
-    content = store.read_file("config.yaml")
-    if content is None:
-        raise InputError("RUN", store.run, "It has no config.yaml, so nothing says how its rollouts came to be.")
+    content = read_config_file(store)
     with tempfile.TemporaryDirectory() as fetched:
         path = Path(fetched) / f"{store.run}.yaml"
         path.write_bytes(content)

@@ -5,7 +5,8 @@ from datetime import datetime
 
 from tasks.pruning.prunable import modified
 from tasks.reports.artifact_reader import ArtifactReader
-from tasks.storage.lineage import RUN_FILE, lineage_of
+from tasks.storage.description import RUN_FILE
+from tasks.storage.lineage import lineage_of
 from tasks.storage.store import SET_ASIDE, ArtifactStore
 
 _REASON_FILE = "reason.json"

@@ -1,5 +1,6 @@
 """A run as it lies on disk -> frozen records, whether it is finished, stopped half-way, or still running."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from tasks.draw_figures import over_draws
 from tasks.figure_names import RUNNING
 from tasks.reports.artifact_reader import ArtifactReader, StoredArtifact
 from tasks.reports.run_records import STAGES, EvaluationView, IterationView, RunView, SetAside, Stages
+from tasks.storage.description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE, opened_description
 from tasks.storage.reference import ArtifactRef
 from tasks.storage.store import SET_ASIDE
 
@@ -25,7 +27,7 @@ _STATE_FILE = "training_state.json"
 def is_run(reader: ArtifactReader) -> bool:
     """Whether the folder looks like a run's."""
     names = reader.names()
-    return "run.json" in names or any(_ITERATION.fullmatch(name) for name in names)
+    return RUN_FILE in names or any(_ITERATION.fullmatch(name) for name in names)
 
 
 def iteration_numbers(reader: ArtifactReader) -> list[int]:
@@ -53,7 +55,8 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
     _keep_whole(reader, [iterations.get(chosen or 0, {})], always=True)
     _keep_whole(reader, [evaluations[version] for version in dict.fromkeys([*scored[:1], *scored[-1:]])], always=True)
     _keep_whole(reader, [*iterations.values(), *evaluations.values()], always=False)
-    version, digest = _last_policy(reader, policies, iterations)
+    described = _read_description(reader)
+    version, digest = _last_policy(reader, policies, iterations, described)
     heldout = tuple(
         EvaluationView(number, _references(stages), _guardrails(reader, f"evaluations/{number:06d}/guardrails"))
         for number, stages in evaluations.items()
@@ -64,7 +67,7 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
         for number, stages in sorted(iterations.items())
         if stages
     )
-    config_text, config = _read_config(reader)
+    config_text, config = _read_config(reader, (described or {}).get(CONFIG_SHA256))
     return RunView(
         name=reader.store.run,
         folder=reader.store.path(),
@@ -143,7 +146,10 @@ def _keep_whole(reader: ArtifactReader, groups: Sequence[Found], *, always: bool
 
 
 def _last_policy(
-    reader: ArtifactReader, policies: Mapping[int, StoredArtifact], iterations: Mapping[int, Found]
+    reader: ArtifactReader,
+    policies: Mapping[int, StoredArtifact],
+    iterations: Mapping[int, Found],
+    described: Mapping[str, Any] | None,
 ) -> tuple[int, str | None]:
     """Version and digest of the last whole policy; of the given model where there is none."""
     for version in sorted(policies, reverse=True):
@@ -151,7 +157,9 @@ def _last_policy(
         if kept and _STATE_FILE in policies[version].files and reader.verify(policies[version], [_STATE_FILE]):
             state = _read_json(reader, f"policies/{version:06d}/{_STATE_FILE}")
             return version, state.get("policy_digest")
-    return 0, _read_json(reader, "run.json").get("model_digest")
+    if described is None:
+        reader.damaged(RUN_FILE, "it is missing")
+    return 0, (described or {}).get("model_digest")
 
 
 def _iteration_view(reader: ArtifactReader, number: int, stages: Found, heldout: float | None) -> IterationView:
@@ -216,19 +224,33 @@ def _compare_with_table(reader: ArtifactReader, number: int, metrics: Mapping[st
         reader.damaged(name, f"{', '.join(differing[:3])} differ from the stages' figures, which are shown")
 
 
-def _read_config(reader: ArtifactReader) -> tuple[str | None, Mapping[str, Any]]:
-    content = reader.read_bytes("config.yaml")
+def _read_description(reader: ArtifactReader) -> Mapping[str, Any] | None:
+    """What run.json says; None where it is missing."""
+    content = reader.read_bytes(RUN_FILE)
     if content is None:
-        reader.damaged("config.yaml", "it is missing")
+        return None
+    try:
+        return opened_description(content)
+    except ValueError as error:
+        reader.damaged(RUN_FILE, str(error))
+        return {}
+
+
+def _read_config(reader: ArtifactReader, sha256: str | None) -> tuple[str | None, Mapping[str, Any]]:
+    content = reader.read_bytes(CONFIG_FILE)
+    if content is None:
+        reader.damaged(CONFIG_FILE, "it is missing")
         return None, {}
+    if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+        reader.damaged(CONFIG_FILE, "it is not what the run wrote")
     try:
         text = content.decode()
         values = yaml.safe_load(text)
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        reader.damaged("config.yaml", f"it is not YAML ({type(error).__name__})")
+        reader.damaged(CONFIG_FILE, f"it is not YAML ({type(error).__name__})")
         return None, {}
     if not isinstance(values, Mapping):
-        reader.damaged("config.yaml", "it holds no sections")
+        reader.damaged(CONFIG_FILE, "it holds no sections")
         return text, {}
     return text, values
 

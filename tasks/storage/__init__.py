@@ -5,7 +5,7 @@ manifest    the file that makes a folder an artifact
 names       what may stand in them as a name
 store       artifacts of a run: run_folder has its paths and small files, whole says what is whole in it,
             committing makes artifacts, succession takes files away from them; configured opens it
-lineage     what made what stands in a run
+description what a run says of itself, in run.json and config.yaml; lineage is what made what stands in it
 artifact_files  their files, read and verified; read_cache keeps copies of those of a bucket
 roots       any fsspec URL as the root of all runs
 staging     folders of running processes; a killed one's are cleared away

@@ -1,11 +1,10 @@
 """Which configuration, model, prompts and code what stands in a run was made with, as the run's description says."""
 
 import contextlib
-import json
 
+from tasks.storage.description import RUN_FILE, opened_description
 from tasks.storage.run_folder import RunFolder
 
-RUN_FILE = "run.json"
 LINEAGE = "lineage"
 _EVALUATIONS = "evaluations/"
 
@@ -19,7 +18,7 @@ def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str 
         file: the description, within the run.
     """
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        described = json.loads(store.read_file(file) or b"{}")
+        described = opened_description(store.read_file(file) or b"{}")
         lineage: str = described[LINEAGE]
         return f"{lineage} {described['evaluation']}" if folder.startswith(_EVALUATIONS) else lineage
     return None

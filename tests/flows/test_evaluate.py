@@ -18,6 +18,7 @@ from flows.evaluate import EvaluateSummary, evaluate
 from flows.evaluate_request import EvaluateRequest
 from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
+from tasks.storage.manifest import opened, sealed
 from tasks.storage.run_lock import locked
 from tasks.storage.store import ArtifactStore
 
@@ -195,7 +196,7 @@ class TestRefused:
     def test_a_run_that_is_not_there_or_of_a_newer_program(self, runs: Runs) -> None:
         assert "Runs in" in refused(runs, run="txet")[0]
         description = runs.path("run.json", run="text")
-        description.write_text(json.dumps({**json.loads(description.read_text()), "schema_version": 99}))
+        description.write_bytes(sealed({**opened(description.read_bytes()), "schema_version": 99}))
         (told,) = refused(runs)
         assert "got 'schema version 99'. This program reads version" in told
 
@@ -214,7 +215,7 @@ class TestRefused:
 
     def test_a_model_that_has_changed(self, runs: Runs) -> None:
         description = runs.path("run.json", run="text")
-        description.write_text(json.dumps({**json.loads(description.read_text()), "model_digest": "0" * 64}))
+        description.write_bytes(sealed({**opened(description.read_bytes()), "model_digest": "0" * 64}))
         assert "Its files have changed since text began (000000000000)" in refused(runs, policy=0)[0]
 
 

@@ -1,7 +1,6 @@
 """A run of a later schema is refused by name, and not a byte of it changes."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from flows.inspection import find_run
 from grpo_core.errors import InputError
+from tasks.storage.manifest import opened, sealed
 
 from .conftest import Runs
 
@@ -21,8 +21,8 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def newer(finished: Runs) -> Runs:
     place = finished.path("run.json")
-    described = json.loads(place.read_text())
-    place.write_text(json.dumps({**described, "schema_version": described["schema_version"] + 1}))
+    described = opened(place.read_bytes())
+    place.write_bytes(sealed({**described, "schema_version": described["schema_version"] + 1}))
     return finished
 
 

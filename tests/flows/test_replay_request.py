@@ -91,8 +91,8 @@ class TestBadInput:
         assert mend in error.mend
 
     def test_another_model_than_the_source_began_with(self, finished: Runs) -> None:
-        described = json.loads(finished.path("run.json").read_text())
-        finished.path("run.json").write_text(json.dumps({**described, "model_digest": "0" * 64}))
+        described = opened(finished.path("run.json").read_bytes())
+        finished.path("run.json").write_bytes(sealed({**described, "model_digest": "0" * 64}))
         (error,) = refused(finished)
         assert error.place == "policy.model"
         assert "000000000000" in error.mend
