@@ -72,7 +72,7 @@ def test_a_worker_killed_in_its_stage_and_another_takes_it(
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=err)
         try:
-            first.wait_for("iteration 1, shard 1 of 2: collect rollouts: begun")
+            first.wait_for("iteration 1, shard 1 of 2: collect rollouts on pictures: begun")
             first.kill()
             workers.start("pictures")
             assert run.wait(SECONDS_TO_START) == 0, (tmp_path / "err").read_text()
