@@ -19,7 +19,7 @@ PLANS = (
     Plan(operation=Operation("rename: files.py:write_whole < committing.py:write_manifest", 1)),
     Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:set_aside", 1)),
     # Scores whole, the record of the second reward not.
-    Plan(operation=Operation("rename: files.py:write_whole < run_folder.py:_write < run_folder.py:write_file", 6)),
+    Plan(operation=Operation("rename: files.py:write_whole < records.py:_keep < records.py:write_path", 3)),
     Plan(operation=Operation("_save_state", 1), alone=True),
     Plan(operation=Operation("write_metrics", 1)),
 )

@@ -15,6 +15,7 @@ from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, PICTURES, UNSCOR
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.stored_iterations import held_versions
+from tasks.storage.description import read_config_file, read_description, write_description
 from tasks.storage.store import ArtifactStore
 
 from . import pruned_runs
@@ -117,8 +118,9 @@ class TestNeeded:
         assert "the next start of the run evaluates it" in kept(done, VERSIONS)["2"]
 
     def test_versions_that_sample_the_next_iterations(self, runs: Runs) -> None:
-        path = runs.path("config.yaml", run=RUN)
-        path.write_text(path.read_text().replace("staleness: 0", "staleness: 1"))
+        store = ArtifactStore(str(runs.root), RUN)
+        config = read_config_file(store).replace(b"staleness: 0", b"staleness: 1")
+        write_description(store, read_description(store), config)
         done = pruned(runs, policies_last=1, dry_run=True)
         assert kept(done, VERSIONS)["3"] == "the next iterations are sampled by it"
 

@@ -189,10 +189,12 @@ def test_what_cannot_be_shared_is_refused(placement: dict[str, object], optimize
     assert caught.value.place == place
 
 
-def test_several_processes_on_the_cpu_are_allowed() -> None:
-    for sharding in ("ddp", "fsdp2"):
-        section = PlacementSection(device="cpu", processes=64, sharding=sharding)
-        refuse_unusable_placement(section, UpdateSection())
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_processes_on_the_cpu_are_as_many_as_its_cores(monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    refuse_unusable_placement(PlacementSection(device="cpu", processes=8, sharding=sharding), UpdateSection())
+    with pytest.raises(InputError, match=r"placement\.processes: got 9\..*this machine has 8"):
+        refuse_unusable_placement(PlacementSection(device="cpu", processes=9, sharding=sharding), UpdateSection())
 
 
 # --- launched: half a minute and more each, nearly all of it the imports of the processes

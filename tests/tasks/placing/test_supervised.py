@@ -93,6 +93,7 @@ def test_a_killed_child_is_told_and_replaced(process: StageProcess, store: Artif
     assert store.find("one/rollouts") is not None
 
 
+@pytest.mark.slow
 def test_a_stage_over_its_time_is_ended_for_real(process: StageProcess, store: ArtifactStore) -> None:
     process.carry_out(asked(store, "before"), None, Heard())
     child = child_of(process)
