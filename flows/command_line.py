@@ -185,7 +185,7 @@ def deploy(
     cron: Annotated[
         str | None, typer.Option(metavar="EXPRESSION", help='when it trains, as "0 2 * * *"; "" ends the schedule')
     ] = None,
-    timezone: Annotated[str, typer.Option(metavar="TZ", help="of --cron")] = "UTC",
+    timezone: Annotated[str | None, typer.Option(metavar="TZ", help="of --cron; by default UTC")] = None,
     pool: Annotated[str, typer.Option(help="work pool whose workers run it")] = "training",
     name: Annotated[str | None, typer.Option(help="of the deployments; by default the run's")] = None,
     with_evaluation: Annotated[bool, typer.Option("--evaluate", help="evaluations of the run too")] = False,

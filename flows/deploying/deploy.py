@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy, Concurrency
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
+from prefect.server.schemas.schedules import CronSchedule as Scheduled
 from prefect.settings import get_current_settings
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -23,6 +24,8 @@ from flows.server.silent_runs import ensure_automations
 from grpo_core.errors import InputError, InputErrors
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
+_CRON_FIELDS = 5
+_ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class DeployRequest:
         name: of the deployments; None for the run's.
         pool: work pool whose workers run them.
         cron: when training starts; None to leave a schedule as it is, empty to end it.
-        timezone: of that, as `Europe/Berlin`.
+        timezone: of that, as `Europe/Berlin`; None for UTC.
         evaluation: whether evaluations of the run are registered too.
         rescorings: files of rewards that its rollouts may be scored with.
     """
@@ -43,7 +46,7 @@ class DeployRequest:
     name: str | None = None
     pool: str = "training"
     cron: str | None = None
-    timezone: str = "UTC"
+    timezone: str | None = None
     evaluation: bool = False
     rescorings: tuple[Path, ...] = ()
 
@@ -92,7 +95,7 @@ async def deploy_run(request: DeployRequest) -> DeployedRun:
     """
     name = request.name or request.config.run.name
     _require_name(name)
-    schedule = read_schedule(request.cron, request.timezone) if request.cron else None
+    schedule = await read_schedule(request.cron, request.timezone)
     wanted = [training(request.config, name)]
     wanted += [evaluation(request.config, name)] if request.evaluation else []
     wanted += [rescoring(request.config, name, file) for file in request.rescorings]
@@ -113,20 +116,34 @@ async def deploy_run(request: DeployRequest) -> DeployedRun:
     )
 
 
-def read_schedule(cron: str, timezone: str) -> CronSchedule:
-    """A cron expression and a time zone.
+async def read_schedule(cron: str | None, timezone: str | None) -> CronSchedule | None:
+    """A cron expression and a time zone; None without an expression.
 
     Raises:
-        InputError: one of them is none.
+        InputError: one of them is none, or there is no such day.
     """
+    if not cron:
+        if timezone is not None:
+            raise InputError("--timezone", timezone, "It says where the clock of --cron hangs; give both.")
+        return None
+    zone = "UTC" if timezone is None else timezone
+    fields = 'Write minute, hour, day of the month, month and day of the week: "0 2 * * *" is every night at two.'
+    # Prefect takes a sixth field, for seconds.
+    if not cron.startswith("@") and len(cron.split()) != _CRON_FIELDS:
+        raise InputError("--cron", cron, fields)
     try:
-        return CronSchedule(cron=cron, timezone=timezone)
+        schedule = CronSchedule(cron=cron, timezone=zone)
     except ValidationError as error:
         if any("timezone" in detail["loc"] for detail in error.errors()):
-            mend = "Write a name of the tz database, as UTC or Europe/Berlin."
-            raise InputError("--timezone", timezone, mend) from error
-        mend = 'Write minute, hour, day of the month, month and day of the week: "0 2 * * *" is every night at two.'
-        raise InputError("--cron", cron, mend) from error
+            raise InputError("--timezone", zone, _ZONES) from error
+        raise InputError("--cron", cron, fields) from error
+    if not zone:
+        raise InputError("--timezone", zone, _ZONES)
+    try:
+        await Scheduled(cron=cron, timezone=zone).get_dates(1)
+    except ValueError as error:
+        raise InputError("--cron", cron, "There is no such day in any year; write one that there is.") from error
+    return schedule
 
 
 def _require_name(name: str) -> None:

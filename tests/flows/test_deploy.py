@@ -104,6 +104,10 @@ class TestRefused:
         [
             (["--cron", "0 2 * *"], "--cron: got '0 2 * *'. Write minute, hour"),
             (["--cron", "0 2 * * *", "--timezone", "Mars"], "--timezone: got 'Mars'. Write a name of the tz database"),
+            (["--cron", "* * * * * *"], "--cron: got '* * * * * *'. Write minute, hour"),
+            (["--cron", "0 2 30 2 *"], "--cron: got '0 2 30 2 *'. There is no such day"),
+            (["--cron", "0 2 * * *", "--timezone", ""], "--timezone: got ''. Write a name of the tz database"),
+            (["--timezone", "Mars/X"], "--timezone: got 'Mars/X'. It says where the clock of --cron hangs"),
             (["--name", "a/b"], "--name: got 'a/b'. Letters, digits"),
             (["--rescore", "nowhere.yaml"], "--rescore: got 'nowhere.yaml'. Give a readable YAML file"),
             (["--rescore", str(MIX), "--rescore", str(MIX)], "which must differ"),
