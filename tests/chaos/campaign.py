@@ -130,7 +130,7 @@ def undisturbed(start: Start, arguments: Arguments, folder: Path) -> tuple[Golde
     order, begun = Order(arguments(runs, "undisturbed"), runs.root, folder), time.monotonic()
     code = killed_or_ended(start, order, Plan())
     seconds = time.monotonic() - begun
-    assert code == 0, order.output.read_text()
+    assert code == 0, f"undisturbed it ended with {code}\n{order.output.read_text()}"
     golden = Golden(runs, "undisturbed", summary_of(order.output)["policy_digest"])
     return golden, Census(seconds, json.loads(order.census.read_text()))
 

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from .processes import ForkServer, Order, Process, kill
 from .trail import read_sight
 
 SECONDS_AT_MOST = 900.0
+SECONDS_TO_START = 240.0
 VICTIMS = ("the training process", "a worker", "a worker's child")
 
 
@@ -38,6 +40,14 @@ class Workers:
     folder: Path
     living: list[Process] = field(default_factory=list)
     started: int = 0
+
+    def wait(self) -> None:
+        """Until all of them serve the pool, which they make."""
+        limit = time.monotonic() + SECONDS_TO_START
+        said = [self.folder / f"{self.pool}-{number:03d}" / "output" for number in range(1, self.started + 1)]
+        while not all(output.exists() and "started!" in output.read_text() for output in said):
+            assert time.monotonic() < limit, [output.read_text() for output in said if output.exists()]
+            time.sleep(0.1)
 
     def add(self) -> None:
         """Start one more."""
@@ -76,6 +86,7 @@ def serving(server: ForkServer, pool: str, count: int, folder: Path) -> Iterator
     try:
         for _ in range(count):
             workers.add()
+        workers.wait()
         yield workers
     finally:
         workers.close()
