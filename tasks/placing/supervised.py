@@ -98,7 +98,7 @@ class StageProcess:
         child, line = self._child, None
         while True:
             # Before the wait: what it said at the end is heard.
-            gone = child is None or child.poll() is not None
+            gone = child is None or _code_of(child) is not None
             left = SECONDS_BETWEEN_LOOKS if limit is None else max(0.0, limit - time.monotonic())
             try:
                 line = self._said.get(timeout=min(left, SECONDS_BETWEEN_LOOKS))
@@ -115,7 +115,7 @@ class StageProcess:
         return heard
 
     def _ready_child(self) -> subprocess.Popen[str]:
-        if self._child is not None and self._child.poll() is None:
+        if self._child is not None and _code_of(self._child) is None:
             return self._child
         self.end()
         self._said = queue.Queue()
@@ -142,10 +142,11 @@ class StageProcess:
         child, errors = self._child, self._errors
         if child is None or errors is None or errors.closed:
             return StageGivenUpError("its process was ended from here")
-        try:
-            code = child.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            return LostStageError("the process that did it does not answer any more")
+        limit = time.monotonic() + SECONDS_TO_END
+        while (code := _code_of(child)) is None:
+            if time.monotonic() > limit:
+                return LostStageError("the process that did it does not answer any more")
+            time.sleep(0.01)
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD_BYTES))
         said = errors.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
@@ -178,13 +179,27 @@ def _started(errors: IO[bytes]) -> subprocess.Popen[str]:
     )
 
 
+def _code_of(child: subprocess.Popen[str]) -> int | None:
+    """Its exit code, negative for a signal, or None while it lives.
+
+    It is not waited for: until `end` has killed what it started, its number must not become another's.
+    """
+    try:
+        found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        # `end` was called meanwhile.
+        return child.wait()
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
 def _kill_family(child: subprocess.Popen[str]) -> None:
     """Kill the child, its group, and what it started in groups of their own, such as the processes of an update."""
+    assert child.returncode is None, "once it was waited for, its number may be another's"
     family: list[psutil.Process] = []
-    # Once it was waited for, its number may be another's.
-    if child.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(child.pid).children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(child.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     for process in family:
