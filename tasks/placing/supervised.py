@@ -196,7 +196,9 @@ def _code_of(child: subprocess.Popen[str]) -> int | None:
 
 def _kill_family(child: subprocess.Popen[str]) -> None:
     """Kill the child, its group, and what it started in groups of their own, such as the processes of an update."""
-    assert child.returncode is None, "once it was waited for, its number may be another's"
+    if child.returncode is not None:
+        # Somebody has waited for it, and its number may be another's by now.
+        return
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(child.pid).children(recursive=True)
