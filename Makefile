@@ -52,10 +52,10 @@ bench-pools: $(STAMP)  ## the tiny run in one process, and on two pools with thr
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.placement
 
 tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again, from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_model
+	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models.glm_image
 
 tiny-text-model: $(STAMP)  ## train the shipped tiny text model again, from its recipe
-	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_text_model
+	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models.text
 
 curves: $(STAMP)  ## the tiny text model here and in TRL: docs/learning_curves.png
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.learning_curves

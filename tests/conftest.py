@@ -24,8 +24,7 @@ from diffusers import GlmImagePipeline  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from grpo_core.policies.glm_image.loading import load_pipeline  # noqa: E402
-
-from .tiny_policy import MODEL  # noqa: E402
+from tests.tiny_policy import MODEL  # noqa: E402
 
 torch.set_num_threads(1)
 # The same examples on every machine, and no deadline: a shared core has slow moments.

@@ -17,8 +17,8 @@ _IMPORTED = [
     "grpo_core.policies.causal_lm.policy",
     "grpo_core.policies.glm_image.policy",
     "grpo_core.update.sharded",
-    "tasks.collect_rollouts",
-    "tasks.update_job",
+    "tasks.rollouts.collect",
+    "tasks.update.job",
     "transformers.models.llama.modeling_llama",
 ]
 

@@ -15,7 +15,7 @@ import boto3
 import fsspec
 import httpx
 
-from tasks.storage import roots
+from tasks.storage.filesystem import roots
 
 _STARTED_WITHIN = 120.0
 _NEVER = 10**9

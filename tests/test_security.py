@@ -22,14 +22,14 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
-from grpo_core.rewards.external.http import Service
 from grpo_core.rewards.picture_files import MAX_PIXELS, decode_stored
-from tasks.error_records import ErrorRecord
-from tasks.input_files import read_input_file
+from grpo_core.rewards.remote.http import Service
+from tasks.execution.error_records import ErrorRecord
+from tasks.prompts.files import read_input_file
 from tasks.reports.pictures import read_pictures
 from tasks.reports.target_reader import TargetReader
-from tasks.storage.schemas import METRICS
-from tasks.storage.tables import read_table
+from tasks.storage.tables.parquet import read_table
+from tasks.storage.tables.schemas import METRICS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODELS = REPOSITORY / "data" / "models"

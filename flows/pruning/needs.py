@@ -9,13 +9,14 @@ import yaml
 
 from configs.loader import check_config
 from configs.schema import RunConfig
-from flows.evaluate_request import OWN, find_stored
-from flows.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
-from flows.stored_iterations import POLICIES, read_range
-from flows.train import is_evaluated
+from flows.evaluation.request import OWN
+from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
+from flows.training.evaluation import is_evaluated
 from grpo_core.errors import InputError, InputErrors
-from tasks.reports.artifact_reader import ArtifactReader
-from tasks.storage.store import MANIFEST_ENDING, ArtifactStore
+from tasks.runs.evaluations import find_stored
+from tasks.runs.iterations import POLICIES, read_range
+from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
 
 BEST = "it has the best held-out reward"
 

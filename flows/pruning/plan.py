@@ -7,19 +7,18 @@ from functools import partial
 from typing import Any
 
 from configs.schema import RunConfig, TextRolloutSection
-from flows.evaluate_request import OTHERS, OWN
+from flows.evaluation.request import OTHERS, OWN
 from flows.pruning.needs import BEST, Needs, find_needs, numbers_in, rewards_of
 from flows.pruning.request import Age, PruneRules
-from flows.scheduled import ScheduledFlow
-from flows.stored_iterations import POLICIES, draw_names
+from flows.pruning.scheduled import ScheduledFlow
 from tasks.pruning.leftovers import abandoned_writes, old_calls
 from tasks.pruning.pictures import picture_bytes, remove_pictures
 from tasks.pruning.prunable import Prunable, State, bytes_of, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
-from tasks.reports.artifact_reader import ArtifactReader
-from tasks.reports.run_view import iteration_numbers
-from tasks.storage.lineage import LINEAGE, lineage_of
-from tasks.storage.store import ArtifactStore
+from tasks.runs.iterations import POLICIES, draw_names, iteration_numbers
+from tasks.storage.artifacts.lineage import LINEAGE, lineage_of
+from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.store import ArtifactStore
 
 VERSIONS, PICTURES, EVALUATIONS = "policy versions", "pictures of iterations", "pictures of evaluations"
 ASIDE, CALLS, WRITES = "set aside", "calls of work pools", "unfinished writes"

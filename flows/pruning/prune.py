@@ -6,15 +6,15 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel
 
-from flows.inspection import find_run
 from flows.pruning.plan import KINDS, RunPlan, plan_run
 from flows.pruning.request import PruneRequest, read_rules
-from flows.rescore_request import stored_config
-from flows.scheduled import read_scheduled
+from flows.pruning.scheduled import read_scheduled
 from grpo_core.errors import InputError, InputErrors
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.run_lock import LOCK, RunLock, locked
-from tasks.storage.store import ArtifactStore
+from tasks.runs.config import stored_config
+from tasks.runs.lookup import find_run
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.locks.run_lock import LOCK, RunLock, locked
 
 _HELD_APART = ("rescored/*", "evaluations/*", "evaluations_of/*/*")
 """Places of a run that other commands hold without holding the run."""

@@ -6,27 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.completions.answer import AnswerReward
-from grpo_core.rewards.completions.box_iou import BoxIouReward
-from grpo_core.rewards.completions.format import FormatReward
 from grpo_core.rewards.embedding.aesthetic import AestheticReward
 from grpo_core.rewards.embedding.clip_score import ClipScoreReward
-from grpo_core.rewards.external.function import FunctionReward
-from grpo_core.rewards.external.remote import RemoteReward
+from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.image_statistics.colour_entropy import ColourEntropyReward
+from grpo_core.rewards.image_statistics.diversity import DiversityReward
+from grpo_core.rewards.image_statistics.edge_density import EdgeDensityReward
+from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.sharpness import SharpnessReward
 from grpo_core.rewards.judges.judge import JudgeReward
 from grpo_core.rewards.judges.preference import HpsV2Reward, PickScoreReward
 from grpo_core.rewards.judges.reward_model import RewardModelReward
-from grpo_core.rewards.likeness.lpips import LpipsReward
-from grpo_core.rewards.likeness.mse import MseReward
-from grpo_core.rewards.likeness.psnr import PsnrReward
-from grpo_core.rewards.likeness.ssim import SsimReward
-from grpo_core.rewards.looks.colour_entropy import ColourEntropyReward
-from grpo_core.rewards.looks.diversity import DiversityReward
-from grpo_core.rewards.looks.edge_density import EdgeDensityReward
-from grpo_core.rewards.looks.jpeg import JpegReward
-from grpo_core.rewards.looks.sharpness import SharpnessReward
+from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
 from grpo_core.rewards.protocol import Reward
-from grpo_core.rewards.reading.text_accuracy import TextAccuracyReward
+from grpo_core.rewards.remote.reward import RemoteReward
+from grpo_core.rewards.similarity.lpips import LpipsReward
+from grpo_core.rewards.similarity.mse import MseReward
+from grpo_core.rewards.similarity.psnr import PsnrReward
+from grpo_core.rewards.similarity.ssim import SsimReward
+from grpo_core.rewards.text.answer import AnswerReward
+from grpo_core.rewards.text.box_iou import BoxIouReward
+from grpo_core.rewards.text.format import FormatReward
 
 _KINDS: tuple[type[Reward], ...] = (
     SsimReward,

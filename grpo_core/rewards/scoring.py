@@ -58,3 +58,8 @@ def provenance_of(reward: Reward) -> dict[str, object]:
         "settings_digest": hashlib.sha256(canonical.encode()).hexdigest(),
         "weights": dict(reward.weight_digests()),
     }
+
+
+def clamp_unit(value: float) -> float:
+    """The value, at least 0 and at most 1."""
+    return min(max(value, 0.0), 1.0)

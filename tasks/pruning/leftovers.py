@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from tasks.placing.call import CALLS
+from tasks.execution.call import CALLS
 from tasks.pruning.prunable import modified
-from tasks.storage.files import is_local
-from tasks.storage.staging import locked_file
-from tasks.storage.store import INCOMING, ArtifactStore
+from tasks.storage.artifacts.store import INCOMING, ArtifactStore
+from tasks.storage.filesystem.files import is_local
+from tasks.storage.filesystem.staging import locked_file
 
 CALLS_ARE_KEPT = timedelta(days=1)
 """Longer than any stage takes; a run that was ended looks for the answer to its calls when it goes on."""

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.pruning.prunable import Prunable
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.store import ArtifactStore
-from tasks.storage.tables import DIGESTS
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.parquet import DIGESTS
 
 IMAGE = "image"
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 
-from tasks.storage.manifest import Manifest
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.artifacts.manifest import Manifest
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
 
 
 class State(Enum):

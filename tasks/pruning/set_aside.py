@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tasks.pruning.prunable import modified
-from tasks.reports.artifact_reader import ArtifactReader
-from tasks.storage.description import RUN_FILE
-from tasks.storage.lineage import lineage_of
-from tasks.storage.store import SET_ASIDE, ArtifactStore
+from tasks.storage.artifacts.lineage import lineage_of
+from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.run_description import RUN_FILE
+from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
 
 _REASON_FILE = "reason.json"
 

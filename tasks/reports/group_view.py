@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from grpo_core.rewards.picture_files import decode_stored
-from tasks.draws import SCORES_FILE
-from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.group_records import Groups, GroupView, SampleView
 from tasks.reports.pictures import shrunk
 from tasks.reports.run_records import Stages
 from tasks.reports.target_reader import TargetReader
+from tasks.storage.artifacts.draw import SCORES_FILE
+from tasks.storage.artifacts.reader import ArtifactReader
 
 LARGE, SMALL = 320, 96
 """Longest side in pixels of the best and worst picture, and of the other siblings; smaller ones stay as they are."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import polars as pl
 
+from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.passages import fenced
 from tasks.reports.pictures import SheetRow, contact_sheet, read_pictures
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import ArtifactStore
-from tasks.targets import TargetReference, load_target
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
 
 CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
 

@@ -9,13 +9,13 @@ from typing import Any
 import polars as pl
 from PIL import Image
 
-from tasks.draws import SCORES_FILE, Draw
 from tasks.reports.curve import curve_svg
 from tasks.reports.passages import in_cell, shortened
 from tasks.reports.pictures import PRUNED, data_uri, read_pictures, thumbnail_uri
 from tasks.reports.run_records import dataset_of
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import ArtifactStore
+from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
 
 SHOWN, SHOWN_GROUPS = 4, 8
 THUMBNAIL = 112

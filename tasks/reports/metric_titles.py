@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tasks.figure_names import GUARDRAILS
+from tasks.metrics.names import GUARDRAILS
 from tasks.reports.run_records import Noun, dataset_of
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tasks.reports.artifact_reader import Damage
-from tasks.storage.reference import ArtifactRef
+from tasks.storage.artifacts.reader import Damage
+from tasks.storage.artifacts.reference import ArtifactRef
 
 Noun = Literal["picture", "completion"]
 

@@ -10,29 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from tasks.draw_figures import over_draws
-from tasks.figure_names import RUNNING
-from tasks.reports.artifact_reader import ArtifactReader, StoredArtifact
+from tasks.metrics.names import RUNNING
+from tasks.metrics.pooled import over_draws
 from tasks.reports.run_records import STAGES, EvaluationView, IterationView, RunView, SetAside, Stages
-from tasks.storage.description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE, opened_description
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import SET_ASIDE
+from tasks.runs.iterations import iteration_numbers
+from tasks.storage.artifacts.reader import ArtifactReader, StoredArtifact
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE, opened_description
+from tasks.storage.artifacts.store import SET_ASIDE
 
-_ITERATION = re.compile(r"iteration_(\d{6,})")
 _DRAW = re.compile(r"draw_(\d{2,})")
 _VERSION = re.compile(r"(\d{6,})\.manifest\.json")
 _STATE_FILE = "training_state.json"
-
-
-def is_run(reader: ArtifactReader) -> bool:
-    """Whether the folder looks like a run's."""
-    names = reader.names()
-    return RUN_FILE in names or any(_ITERATION.fullmatch(name) for name in names)
-
-
-def iteration_numbers(reader: ArtifactReader) -> list[int]:
-    """Iterations that have a folder, in order."""
-    return sorted(int(found[1]) for name in reader.names() if (found := _ITERATION.fullmatch(name)))
 
 
 def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:

@@ -6,7 +6,7 @@ from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.picture_files import open_picture
-from tasks.input_files import read_input_file
+from tasks.prompts.files import read_input_file
 from tasks.reports.pictures import shrunk
 
 

@@ -26,10 +26,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from configs.loader import read_config
 from configs.schema import TextRunConfig
-from flows.train import train
-from grpo_core.rewards.completions.answer import AnswerReward
+from flows.training.train import train
 from grpo_core.rewards.protocol import ScoringBatch
-from tasks.prompts import read_prompts
+from grpo_core.rewards.text.answer import AnswerReward
+from tasks.prompts.read import read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "tiny_text.yaml"

@@ -20,11 +20,11 @@ from rich.table import Table
 from configs.core_settings import advantage_settings, optimizer_settings, reward_term, update_settings
 from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.drawing import drawing
-from flows.history import TrainingHistory
-from flows.preparation import Run, open_run
-from flows.stages import recording
-from flows.train import train_iteration
+from flows.pipeline.run import Run, open_run
+from flows.pipeline.stages import recording
+from flows.training.history import TrainingHistory
+from flows.training.prefetch import drawing
+from flows.training.train import train_iteration
 from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
 from grpo_core.optimizer import PolicyOptimizer
@@ -33,8 +33,8 @@ from grpo_core.rewards.protocol import ScoringBatch
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
 from grpo_core.update import update_policy
-from tasks.plan import RolloutPlan
-from tasks.targets import TargetReference, load_target
+from tasks.prompts.targets import TargetReference, load_target
+from tasks.rollouts.plan import RolloutPlan
 
 LIMIT_SECONDS = 0.3
 

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.checkout import CHECKOUT
-from tasks.placing.pool_run import WORKER
-from tasks.storage.store import ArtifactStore
+from tasks.execution.pool_run import WORKER
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.postgres_server import postgres_server
 from tests.s3_server import s3_server
 
@@ -64,7 +64,7 @@ class Measured:
 
 def program(*arguments: str) -> list[str]:
     """The command line of the project."""
-    return [sys.executable, "-m", "flows.command_line", *arguments]
+    return [sys.executable, "-m", "flows.command_line.main", *arguments]
 
 
 @contextlib.contextmanager

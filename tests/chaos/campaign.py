@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
 
+from tests.chaos.comparison import Golden, require_same, summary_of
+from tests.chaos.places import Place, place_of
+from tests.chaos.processes import Order, Process, kill
+from tests.chaos.trail import Operation, read_sight
 from tests.flows.conftest import Runs
-
-from .comparison import Golden, require_same, summary_of
-from .places import Place, place_of
-from .processes import Order, Process, kill
-from .trail import Operation, read_sight
 
 SECONDS_AT_MOST = 600.0
 _OF_SETTING_ASIDE = 14

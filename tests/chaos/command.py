@@ -21,7 +21,7 @@ def grpo(asked: dict[str, Any], arguments: list[str]) -> None:
     from flows.prefect_settings import apply_settings
 
     apply_settings()
-    from flows.command_line import main
+    from flows.command_line.main import main
     from tests.chaos.trail import Operation, leave_trail
 
     fatal = Operation(*asked["fatal"]) if asked["fatal"] else None

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.campaign import Fall
+from tests.chaos.processes import ForkServer, forking
+from tests.chaos.table import table_of
 from tests.flows.server.grpo_ui import grpo_ui
 from tests.postgres_server import postgres_server
-
-from .campaign import Fall
-from .processes import ForkServer, forking
-from .table import table_of
 
 TABLE = "CHAOS_TABLE"
 """Variable with the file that the table goes to; without it the table is only printed."""

@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass
 
-from .trail import Sight
+from tests.chaos.trail import Sight
 
 _STAGES = (
-    ("flows/sampling.py:collect_rollouts", "collect rollouts"),
-    ("flows/sampling.py:score_rewards", "score rewards"),
-    ("flows/sampling.py:compute_advantages", "compute advantages"),
-    ("flows/train.py:update_policy", "update policy"),
-    ("flows/train.py:report", "report and metrics"),
-    ("flows/preparation.py:open_run", "opening"),
-    ("flows/inputs.py:", "opening"),
-    ("flows/summary.py:", "summary"),
-    ("flows/terminal.py:", "summary"),
-    ("flows/drawing.py:", "between stages"),
-    ("flows/train.py:", "between stages"),
-    ("flows/command_line.py:", "before and after the flow"),
+    ("flows/pipeline/calls.py:collect_rollouts", "collect rollouts"),
+    ("flows/pipeline/calls.py:score_rewards", "score rewards"),
+    ("flows/pipeline/calls.py:compute_advantages", "compute advantages"),
+    ("flows/training/train.py:update_policy", "update policy"),
+    ("flows/training/train.py:report", "report and metrics"),
+    ("flows/pipeline/run.py:open_run", "opening"),
+    ("flows/preflight/inputs.py:", "opening"),
+    ("flows/training/summary.py:", "summary"),
+    ("flows/terminal/progress.py:", "summary"),
+    ("flows/training/prefetch.py:", "between stages"),
+    ("flows/training/train.py:", "between stages"),
+    ("flows/command_line/main.py:", "before and after the flow"),
 )
 # The first that is in a stack counts: what is done for another step stands before it.
 _STEPS = (
@@ -41,14 +41,14 @@ _STEPS = (
     (":save_weights", "write the files"),
     (":_save_state", "write the files"),
     (":local_files", "verify what is read"),
-    ("tasks/collect_rollouts.py:", "the work itself"),
-    ("tasks/score_reward.py:", "the work itself"),
-    ("tasks/scoring_rows.py:", "the work itself"),
-    ("tasks/compute_advantages.py:", "the work itself"),
-    ("tasks/take_advantages.py:", "the work itself"),
-    ("tasks/update_policy.py:_", "the work itself"),
-    ("tasks/update_launch.py:", "the work itself"),
-    ("tasks/placing/", "placing"),
+    ("tasks/rollouts/collect.py:", "the work itself"),
+    ("tasks/rewards/score.py:", "the work itself"),
+    ("tasks/rewards/rows.py:", "the work itself"),
+    ("tasks/advantages/compute.py:", "the work itself"),
+    ("tasks/advantages/copy.py:", "the work itself"),
+    ("tasks/update/policy.py:_", "the work itself"),
+    ("tasks/update/launcher.py:", "the work itself"),
+    ("tasks/execution/", "execution"),
 )
 _OTHERWISE = {
     "opening": "inputs",
@@ -81,7 +81,7 @@ def place_of(sight: Sight) -> Place:
     # What other threads do belongs to a stage alone.
     stacks = [main] if stage in _OTHERWISE else list(sight.stacks)
     step = _step(stacks, _OTHERWISE.get(stage, "Prefect, around it"))
-    evaluated = stage not in _OTHERWISE and any("flows/train.py:evaluate" in function for function in main)
+    evaluated = stage not in _OTHERWISE and any("flows/training/train.py:evaluate" in function for function in main)
     return Place(f"evaluation: {stage}" if evaluated else stage, step)
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tests.chaos.trail import Operation
 from tests.flows.conftest import REPOSITORY
-
-from .trail import Operation
 
 
 class Process(Protocol):

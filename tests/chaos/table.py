@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from .campaign import Fall
+from tests.chaos.campaign import Fall
 
 HOW = ("at a moment", "at an operation")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from . import settings
-from .campaign import Arguments, Campaign, Census, Fall, Plan, random_plans, undisturbed
-from .comparison import Golden
-from .processes import ForkServer, start_afresh
+from tests.chaos import settings
+from tests.chaos.campaign import Arguments, Campaign, Census, Fall, Plan, random_plans, undisturbed
+from tests.chaos.comparison import Golden
+from tests.chaos.processes import ForkServer, start_afresh
 
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))

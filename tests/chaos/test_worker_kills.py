@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from . import settings
-from .campaign import Fall, undisturbed
-from .processes import ForkServer
-from .workers import WorkerCampaign, serving
+from tests.chaos import settings
+from tests.chaos.campaign import Fall, undisturbed
+from tests.chaos.processes import ForkServer
+from tests.chaos.workers import WorkerCampaign, serving
 
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos.campaign import Arguments, Fall
+from tests.chaos.comparison import Golden, require_same
+from tests.chaos.places import place_of
+from tests.chaos.processes import ForkServer, Order, Process, kill
+from tests.chaos.trail import read_sight
 from tests.flows.conftest import Runs
-
-from .campaign import Arguments, Fall
-from .comparison import Golden, require_same
-from .places import place_of
-from .processes import ForkServer, Order, Process, kill
-from .trail import read_sight
 
 SECONDS_AT_MOST = 900.0
 SECONDS_TO_START = 240.0

@@ -13,7 +13,7 @@ from grpo_core.policies.glm_image.memory import estimate_memory
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
 from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
-from grpo_core.rewards.reading.quoted_text import quoted_texts
+from grpo_core.rewards.ocr.quoted_text import quoted_texts
 from grpo_core.rewards.registry import build_reward
 
 ROOT = Path(configs.__file__).parent.parent

@@ -18,7 +18,7 @@ import pytest
 from prefect.testing.utilities import prefect_test_harness
 
 from configs.loader import read_config
-from flows.summary import TrainSummary
+from flows.training.summary import TrainSummary
 from tasks.progress import listen
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ class Runs:
         return self._train(TINY_TEXT, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
 
     def _train(self, file: Path, overrides: list[str]) -> Start:
-        from flows.train import train
+        from flows.training.train import train
 
         config = read_config(file, overrides)
         heard = Heard([], [])

@@ -12,9 +12,8 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, PrefectHTTPStatusError
 
 from configs.loader import read_config
-from flows.deploying.deploy import DeployedRun, DeployRequest, deploy_run
-
-from .conftest import REPOSITORY, TINY
+from flows.deployment.deploy import DeployedRun, DeployRequest, deploy_run
+from tests.flows.conftest import REPOSITORY, TINY
 
 POOL = "deploy-tests"
 MIX = REPOSITORY / "configs" / "rewards" / "mix.yaml"

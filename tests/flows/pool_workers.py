@@ -14,11 +14,10 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.summary import TrainSummary
+from flows.training.summary import TrainSummary
+from tests.flows.conftest import REPOSITORY, Runs
+from tests.flows.server.grpo_ui import grpo_ui
 from tests.postgres_server import postgres_server
-
-from .conftest import REPOSITORY, Runs
-from .server.grpo_ui import grpo_ui
 
 SECONDS_TO_START = 240.0
 
@@ -69,7 +68,7 @@ class Workers:
         begun = []
         for pool in pools:
             log = self.folder / f"{pool}-{len(self.all)}.log"
-            command = [sys.executable, "-m", "flows.command_line", "worker", pool]
+            command = [sys.executable, "-m", "flows.command_line.main", "worker", pool]
             with log.open("wb") as stream:
                 process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream)
             begun.append(Worker(pool, log, process))
@@ -102,7 +101,7 @@ def workers(server: None, tmp_path: Path) -> Iterator[Workers]:
     for worker in workers.all:
         worker.process.wait(60)
     others = [process.info for process in psutil.process_iter(["cmdline", "ppid"])]
-    left = [each for each in others if "tasks.placing.process" in (each["cmdline"] or ())]
+    left = [each for each in others if "tasks.execution.child_main" in (each["cmdline"] or ())]
     assert not [each for each in left if each["ppid"] == 1], "a worker left its child behind"
 
 

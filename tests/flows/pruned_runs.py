@@ -12,8 +12,7 @@ import pytest
 from flows.pruning.prune import PruneSummary, prune
 from flows.pruning.request import PruneRequest
 from grpo_core.errors import InputError, InputErrors
-
-from .conftest import REPOSITORY, Runs, Start
+from tests.flows.conftest import REPOSITORY, Runs, Start
 
 RUN = "pruned"
 EVALUATED = {

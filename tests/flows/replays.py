@@ -13,14 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.replay import ReplaySummary, replay
-from flows.replay_request import ReplayRequest, plan_replay
+from flows.replay.replay import ReplaySummary, replay
+from flows.replay.request import ReplayRequest, plan_replay
 from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import ArtifactStore
-
-from .conftest import Heard, Runs
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.flows.conftest import Heard, Runs
 
 UPDATES = ("iteration 1: update policy", "iteration 2: update policy")
 ADVANTAGES = ("iteration 1: compute advantages", "iteration 2: compute advantages")

@@ -7,11 +7,10 @@ import threading
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 
-from flows.worker import KIND, register_stages
+from flows.workers.worker import KIND, register_stages
 from grpo_core.parity import ParityError
-from tasks.placing import pool_run
-
-from .conftest import Runs
+from tasks.execution import pool_run
+from tests.flows.conftest import Runs
 
 POOL = "nobody-works-here"
 SECONDS_TO_FAIL = 60.0

@@ -6,7 +6,7 @@ import math
 import polars as pl
 import pytest
 
-from .conftest import Runs
+from tests.flows.conftest import Runs
 
 STAGES = ("collect rollouts", "score answer", "compute advantages", "update policy")
 SMALL = {"rollout__prompts_per_iteration": 4, "rollout__prompts_per_batch": 4, "update__minibatch_size": None}

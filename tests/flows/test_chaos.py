@@ -11,8 +11,7 @@ from tests.chaos.comparison import Golden
 from tests.chaos.processes import ForkServer, forking
 from tests.chaos.settings import small_pictures
 from tests.chaos.trail import Operation
-
-from .conftest import Runs, Start
+from tests.flows.conftest import Runs, Start
 
 PLANS = (
     # Files of rollouts in their place, the manifest not; then right in the setting aside of what is there.

@@ -9,14 +9,13 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from configs.loader import read_config
-from flows.command_line import application
-from flows.deploying.deployments import credential_problems
+from flows.command_line.main import application
+from flows.deployment.deployments import credential_problems
 from flows.server.silent_runs import NAME as AUTOMATION
 from flows.server.silent_runs import SILENCE
 from tasks.checkout import CHECKOUT
-
-from .conftest import TINY
-from .deployed import MIX, POOL, deployed, make_pool, on_the_server
+from tests.flows.conftest import TINY
+from tests.flows.deployed import MIX, POOL, deployed, make_pool, on_the_server
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ import pytest
 from configs.loader import read_config
 from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
-from tasks.storage.failures import StorageError
-
-from .conftest import TINY, Runs, Start
+from tasks.storage.filesystem.failures import StorageError
+from tests.flows.conftest import TINY, Runs, Start
 
 Compare = Callable[[Runs, Start], None]
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
@@ -41,7 +40,7 @@ class Doing:
 
 def start(runs: Runs, listener: Doing) -> None:
     """A training that hears of nothing but this listener."""
-    from flows.train import train
+    from flows.training.train import train
 
     config = read_config(TINY, runs.overrides(run__name="run"))
 

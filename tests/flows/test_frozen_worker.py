@@ -13,10 +13,9 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from flows.summary import TrainSummary
-
-from .conftest import REPOSITORY, Runs
-from .pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
+from flows.training.summary import TrainSummary
+from tests.flows.conftest import REPOSITORY, Runs
+from tests.flows.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
 BEGUN = "collect rollouts on pictures: begun"
@@ -53,7 +52,7 @@ def test_a_frozen_worker_is_left_and_wakes_up_beside_the_one_that_took_its_stage
     overrides = [part for each in empty.overrides(run__name="run", **changes) for part in ("--set", each)]
     server = PREFECT_API_URL.value()
     assert server is not None
-    command = [sys.executable, "-m", "flows.command_line", "train", "configs/tiny.yaml", *overrides, "--json"]
+    command = [sys.executable, "-m", "flows.command_line.main", "train", "configs/tiny.yaml", *overrides, "--json"]
     environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_HOME": str(tmp_path / "home")}
     said = tmp_path / "err"
     with (tmp_path / "out").open("wb") as out, said.open("wb") as err:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL
 
-from .conftest import REPOSITORY, TINY, Runs, Start
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 
 Compare = Callable[[Runs, Start], None]
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
@@ -24,7 +24,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from flows.prefect_settings import apply_settings
 apply_settings()
-import flows.terminal
+import flows.terminal.progress
 from tasks.progress import listen
 
 wanted = sys.argv.pop(1)
@@ -42,8 +42,8 @@ def deadly_progress():
     listen(Deadly())
     yield
 
-flows.terminal.training_progress = deadly_progress
-from flows.command_line import main
+flows.terminal.progress.training_progress = deadly_progress
+from flows.command_line.main import main
 main()
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import REPOSITORY, TINY, Runs, Start
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_a_run_goes_on_from_its_folder_alone(undisturbed: tuple[Runs, Start], tm
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     # A server of its own, with a database that has never seen the run.
     environment.pop("PREFECT_API_URL", None)
-    command = [sys.executable, "-m", "flows.command_line", "train", str(TINY), *sets, "--json"]
+    command = [sys.executable, "-m", "flows.command_line.main", "train", str(TINY), *sets, "--json"]
     out, err = tmp_path / "stdout", tmp_path / "stderr"
     with out.open("w") as stdout, err.open("w") as stderr:
         ended = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr, check=False)

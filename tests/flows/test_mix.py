@@ -13,10 +13,9 @@ import torchvision
 import yaml
 from typer.testing import CliRunner
 
-from flows.command_line import application
+from flows.command_line.main import application
 from grpo_core.rewards.registry import REWARDS
-
-from .conftest import REPOSITORY, Runs
+from tests.flows.conftest import REPOSITORY, Runs
 
 WIDTH = 12
 CLIP = {

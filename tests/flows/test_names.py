@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.replay_request import ReplayRequest, plan_replay
-from flows.rescore_request import RescoreRequest, plan_rescore
+from flows.replay.request import ReplayRequest, plan_replay
+from flows.rescoring.request import RescoreRequest, plan_rescore
 from grpo_core.errors import InputError, InputErrors
-
-from .conftest import Runs
-from .test_rescore import SSIM, rewards_file
+from tests.flows.conftest import Runs
+from tests.flows.rescoring.test_rescore import SSIM, rewards_file
 
 OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")
 

@@ -18,11 +18,10 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
-from flows.deploying.deploy import DeployedRun, DeployRequest, deploy_run
-from flows.summary import TrainSummary
-
-from .conftest import REPOSITORY, TINY, Runs
-from .pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
+from flows.deployment.deploy import DeployedRun, DeployRequest, deploy_run
+from flows.training.summary import TrainSummary
+from tests.flows.conftest import REPOSITORY, TINY, Runs
+from tests.flows.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
 
@@ -67,7 +66,7 @@ def test_a_worker_killed_in_its_stage_and_another_takes_it(
     overrides = [part for each in empty.overrides(run__name="run", **changes) for part in ("--set", each)]
     server = PREFECT_API_URL.value()
     assert server is not None
-    command = [sys.executable, "-m", "flows.command_line", "train", "configs/tiny.yaml", *overrides, "--json"]
+    command = [sys.executable, "-m", "flows.command_line.main", "train", "configs/tiny.yaml", *overrides, "--json"]
     environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_HOME": str(tmp_path / "home")}
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=err)
@@ -112,7 +111,7 @@ def test_an_interrupt_ends_a_run_that_waits_and_cancels_what_it_asked_for(
     placed = empty.overrides(run__name="run", placement__rollouts__pool="deserted", **changes)
     server = PREFECT_API_URL.value()
     assert server is not None
-    command = [sys.executable, "-m", "flows.command_line", "train", "configs/tiny.yaml"]
+    command = [sys.executable, "-m", "flows.command_line.main", "train", "configs/tiny.yaml"]
     command += [part for each in placed for part in ("--set", each)]
     environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_HOME": str(tmp_path / "home")}
     with (tmp_path / "err").open("wb") as err:

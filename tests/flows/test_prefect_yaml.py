@@ -14,11 +14,10 @@ from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config, validated
 from configs.rewards_file import read_rewards_file
-from flows.deploying.deploy import job_variables
-from flows.rescore_form import RescoreForm
-
-from .conftest import REPOSITORY, TINY
-from .deployed import on_the_server
+from flows.deployment.deploy import job_variables
+from flows.rescoring.form import RescoreForm
+from tests.flows.conftest import REPOSITORY, TINY
+from tests.flows.deployed import on_the_server
 
 FILE = REPOSITORY / "prefect.yaml"
 
@@ -35,15 +34,17 @@ def flow_at(entrypoint: str) -> Flow[..., Any]:
 
 
 def test_its_training_is_the_shipped_configuration() -> None:
-    read = flow_at("flows.train.train").validate_parameters(described()["flows.train.train"]["parameters"])
+    read = flow_at("flows.training.train.train").validate_parameters(
+        described()["flows.training.train.train"]["parameters"]
+    )
     assert read["config"] == read_config(TINY)
 
 
 def test_its_other_flows_ask_for_what_there_is() -> None:
-    asked = described()["flows.evaluate.evaluate"]["parameters"]
-    request = flow_at("flows.evaluate.evaluate").validate_parameters(asked)["request"]
+    asked = described()["flows.evaluation.evaluate.evaluate"]["parameters"]
+    request = flow_at("flows.evaluation.evaluate.evaluate").validate_parameters(asked)["request"]
     assert (request.run, request.policy) == ("tiny", None)
-    form = validated(RescoreForm, described()["flows.rescore.rescore"]["parameters"]["plan"])
+    form = validated(RescoreForm, described()["flows.rescoring.rescore.rescore"]["parameters"]["plan"])
     assert read_rewards_file(form.rewards, "rewards").rewards
 
 

@@ -10,17 +10,28 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.command_line import application
+from flows.command_line.main import application
 from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, PICTURES, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.stored_iterations import held_versions
-from tasks.storage.description import read_config_file, read_description, write_description
-from tasks.storage.store import ArtifactStore
-
-from . import pruned_runs
-from .conftest import REPOSITORY, Runs, Start
-from .pruned_runs import EVALUATED, ITERATIONS, RUN, best, contents, iteration, kept, pictures, pruned, removed, tree
+from tasks.runs.iterations import held_versions
+from tasks.storage.artifacts.run_description import read_config_file, read_description, write_description
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.flows import pruned_runs
+from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.pruned_runs import (
+    EVALUATED,
+    ITERATIONS,
+    RUN,
+    best,
+    contents,
+    iteration,
+    kept,
+    pictures,
+    pruned,
+    removed,
+    tree,
+)
 
 trained, runs = pruned_runs.trained, pruned_runs.runs
 

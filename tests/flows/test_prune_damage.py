@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.evaluate_request import EvaluateRequest
+from flows.evaluation.request import EvaluateRequest
 from flows.pruning.plan import PICTURES, VERSIONS
 from grpo_core.errors import InputError
-
-from . import pruned_runs
-from .conftest import Runs, Start
-from .pruned_runs import EVALUATED, ITERATIONS, RUN, best, iteration, kept, pictures, pruned, removed
+from tests.flows import pruned_runs
+from tests.flows.conftest import Runs, Start
+from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, best, iteration, kept, pictures, pruned, removed
 
 trained, runs = pruned_runs.trained, pruned_runs.runs
 PRUNES = {"policies_last": 1, "pictures_older_than": "1i"}

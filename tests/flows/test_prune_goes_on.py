@@ -12,16 +12,15 @@ import pytest
 
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.replay import replay
-from flows.replay_request import ReplayRequest, plan_replay
-from flows.stored_iterations import held_versions
+from flows.replay.replay import replay
+from flows.replay.request import ReplayRequest, plan_replay
 from tasks.progress import listen
-from tasks.storage.store import ArtifactStore
+from tasks.runs.iterations import held_versions
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.flows import pruned_runs
+from tests.flows.conftest import REPOSITORY, Heard, Runs, Start
+from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, contents, iteration, pictures, pruned, removed
 from tests.s3_server import forget_clients, s3_server
-
-from . import pruned_runs
-from .conftest import REPOSITORY, Heard, Runs, Start
-from .pruned_runs import EVALUATED, ITERATIONS, RUN, contents, iteration, pictures, pruned, removed
 
 trained, runs = pruned_runs.trained, pruned_runs.runs
 pytestmark = pytest.mark.slow
@@ -65,7 +64,7 @@ from pathlib import Path
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from tasks.pruning import pictures
-from tasks.storage import succession
+from tasks.storage.artifacts import replace as succession
 
 root, run = Path(sys.argv[1]), sys.argv[2]
 ASKED = dict(policies_last=1, pictures_older_than="0i", evaluations=True)

@@ -16,24 +16,23 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
-from flows.command_line import application
-from flows.evaluate_request import EvaluateRequest
-from flows.inspection import inspect_run
+from flows.command_line.main import application
+from flows.evaluation.request import EvaluateRequest
+from flows.inspection.inspect_run import inspect_run
 from flows.pruning.plan import PICTURES, VERSIONS
 from flows.pruning.request import PruneRequest, read_rules
-from flows.replay_request import ReplayRequest, plan_replay
-from flows.rescore import rescore
-from flows.rescore_request import RescoreRequest, plan_rescore
-from flows.reward_analysis import AnalysisRequest, analyse_rewards
-from flows.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
+from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
+from flows.replay.request import ReplayRequest, plan_replay
+from flows.rescoring.request import RescoreRequest, plan_rescore
+from flows.rescoring.rescore import rescore
+from flows.rewards.analysis import AnalysisRequest, analyse_rewards
 from grpo_core.errors import InputErrors
-from tasks.storage.run_lock import locked
-from tasks.storage.store import ArtifactStore
-
-from . import pruned_runs
-from .conftest import Runs, Start
-from .deployed import deployed, make_pool, on_the_server
-from .pruned_runs import (
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.locks.run_lock import locked
+from tests.flows import pruned_runs
+from tests.flows.conftest import Runs, Start
+from tests.flows.deployed import deployed, make_pool, on_the_server
+from tests.flows.pruned_runs import (
     EVALUATED,
     ITERATIONS,
     PSNR,
@@ -223,9 +222,9 @@ def test_rules_have_defaults() -> None:
 
 
 def test_a_flow_of_each_kind_is_known() -> None:
-    from flows.evaluate import evaluate
-    from flows.rescore import rescore as rescore_flow
-    from flows.train import train
+    from flows.evaluation.evaluate import evaluate
+    from flows.rescoring.rescore import rescore as rescore_flow
+    from flows.training.train import train
 
     assert {train.name, evaluate.name, rescore_flow.name} == {TRAIN, EVALUATE, RESCORE}
     assert ScheduledFlow("x", TRAIN, {}).flow == TRAIN

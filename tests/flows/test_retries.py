@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import InputError
-from tasks import collect_rollouts as stage
-
-from .conftest import Runs, Start
+from tasks.rollouts import collect as stage
+from tests.flows.conftest import Runs, Start
 
 Compare = Callable[[Runs, Start], None]
 QUICK: dict[str, object] = {"placement__retries__delay": 0.05}

@@ -13,16 +13,15 @@ from prefect import flow, task
 
 from configs.placement_sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
-from tasks.caching import configured, stage_task
-from tasks.placing import stages
-from tasks.placing.faults import LostStageError, StageTimeoutError, TriesUsedUpError, retry_options
-from tasks.placing.stages import Arguments, Part, Sharding
+from tasks.execution import stages
+from tasks.execution.caching import configured, stage_task
+from tasks.execution.faults import LostStageError, StageTimeoutError, TriesUsedUpError, retry_options
+from tasks.execution.stages import Arguments, Part, Sharding
 from tasks.progress import listen
-from tasks.storage.records import registered_records, use_records
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import ArtifactStore, current_store, use_store
-
-from .conftest import Heard
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
+from tasks.storage.prefect_results.result_storage import registered_records, use_records
+from tests.flows.conftest import Heard
 
 LIMITS = RetrySection(lost=2, timeout=1, storage=1, service=0, delay=0.01)
 LOST, LATE, BROKEN = LostStageError("gone"), StageTimeoutError("late"), ConnectionResetError("hung up")

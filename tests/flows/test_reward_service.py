@@ -14,12 +14,11 @@ import httpx
 import polars as pl
 import pytest
 
-from flows.reward_server import create_app
+from flows.rewards.server import create_app
 from grpo_core.errors import FailedSamplesError
-from grpo_core.rewards.completions.answer import AnswerReward
-
-from .conftest import REPOSITORY, Runs, Start
-from .test_reward_server import serving_app
+from grpo_core.rewards.text.answer import AnswerReward
+from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.rewards.test_server import serving_app
 
 BATCH = 4
 
@@ -118,7 +117,7 @@ def test_a_service_whose_process_is_killed_is_told_and_the_run_ends_the_same_whe
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "flows.command_line", "rewards", "serve", str(file), "--port", str(port)]
+    command = [sys.executable, "-m", "flows.command_line.main", "rewards", "serve", str(file), "--port", str(port)]
 
     def serve() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)

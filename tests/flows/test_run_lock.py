@@ -17,15 +17,14 @@ from prefect.settings import PREFECT_API_URL
 from typer.testing import CliRunner
 
 from configs.loader import read_config
-from flows import train as training
-from flows.command_line import application
+from flows.command_line.main import application
+from flows.training import train as training
 from grpo_core.errors import InputError
 from tasks.progress import listen
-from tasks.storage.run_lock import LockLostError, locked
-from tasks.storage.store import ArtifactStore
-
-from .conftest import REPOSITORY, TINY, Runs, Start
-from .test_rescore import JPEG, SSIM, scored_again
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.locks.run_lock import LockLostError, locked
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
+from tests.flows.rescoring.test_rescore import JPEG, SSIM, scored_again
 
 Compare = Callable[[Runs, Start], None]
 
@@ -35,7 +34,7 @@ import os, signal, sys
 from contextlib import contextmanager
 from flows.prefect_settings import apply_settings
 apply_settings()
-import flows.terminal
+import flows.terminal.progress
 from tasks.progress import listen
 
 wanted = sys.argv.pop(1)
@@ -56,8 +55,8 @@ def pausing_progress():
     listen(Pausing())
     yield
 
-flows.terminal.training_progress = pausing_progress
-from flows.command_line import main
+flows.terminal.progress.training_progress = pausing_progress
+from flows.command_line.main import main
 main()
 """
 

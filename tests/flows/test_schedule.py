@@ -18,10 +18,9 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loader import read_config
-from flows.deploying.deploy import DeployRequest, deploy_run
-
-from .conftest import REPOSITORY, TINY, Runs, Start
-from .server.grpo_ui import GrpoUi, grpo_ui
+from flows.deployment.deploy import DeployRequest, deploy_run
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
+from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 
 POOL = "nightly"
 _PATIENCE_SECONDS = 300.0

@@ -6,12 +6,11 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from flows.reward_server import create_app
+from flows.rewards.server import create_app
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.rewards.completions.answer import AnswerReward
-
-from .conftest import Runs
-from .test_reward_server import serving_app
+from grpo_core.rewards.text.answer import AnswerReward
+from tests.flows.conftest import Runs
+from tests.flows.rewards.test_server import serving_app
 
 TOKEN = "sk-3141592653589793-not-for-files"
 

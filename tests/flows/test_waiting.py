@@ -11,13 +11,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
-from flows.worker import KIND, STAGES_QUEUE, register_stages
-from tasks.placing import pool_run
-from tasks.placing.faults import StageGivenUpError
-from tasks.placing.pool_run import follow
+from flows.workers.worker import KIND, STAGES_QUEUE, register_stages
+from tasks.execution import pool_run
+from tasks.execution.faults import StageGivenUpError
+from tasks.execution.pool_run import follow
 from tasks.progress import listen
-
-from .conftest import Heard
+from tests.flows.conftest import Heard
 
 POOL = "waited-for"
 SECONDS_TO_TELL = 30.0

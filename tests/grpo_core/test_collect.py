@@ -8,9 +8,8 @@ from diffusers import GlmImagePipeline
 
 from grpo_core.collect import GroupRequest, RolloutGroup, collect_rollouts
 from grpo_core.errors import NonFiniteError
+from tests.grpo_core.toy_policy import TablePolicy
 from tests.tiny_policy import PROMPTS, build_policy
-
-from .toy_policy import TablePolicy
 
 
 def request_for(prompt: str, first: int, siblings: int = 3) -> GroupRequest:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from grpo_core.logprobs import entropy_of, gather_logprobs, score_hidden, score_logits, vocabulary_logprobs
 from grpo_core.records import TokenSupport
-
-from .policies.glm_image.live_bytes import PeakBytes, saved_storages
+from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes, saved_storages
 
 
 def log(*probabilities: float) -> Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .reading import Write
+from tests.tasks.reading import Write
 
 
 @pytest.fixture

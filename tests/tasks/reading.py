@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.prompts import Prompt, read_prompts
+from tasks.prompts.read import Prompt, read_prompts
 
 Write = Callable[[str, str | bytes], Path]
 

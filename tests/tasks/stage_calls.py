@@ -16,21 +16,21 @@ from configs.schema import (
     PolicySection,
     UpdateSection,
 )
-from grpo_core.rewards.looks.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.protocol import Score, ScoringBatch
-from tasks.collect_rollouts import collect_rollouts_task
-from tasks.compute_advantages import compute_advantages_task
-from tasks.curriculum import DrawnPrompt
-from tasks.draws import SCORES_FILE, Draw
-from tasks.model_files import model_digest
-from tasks.models import ModelSpec
-from tasks.plan import RolloutPlan, plan_draw
-from tasks.prompts import Prompt
-from tasks.score_reward import score_reward_task
-from tasks.storage.reference import ArtifactRef, PolicyRef
-from tasks.storage.store import ArtifactStore, use_store
-from tasks.targets import TargetReference
-from tasks.update_policy import update_policy_task
+from tasks.advantages.compute import compute_advantages_task
+from tasks.models.files import model_digest
+from tasks.models.resident import ModelSpec
+from tasks.prompts.curriculum import DrawnPrompt
+from tasks.prompts.read import Prompt
+from tasks.prompts.targets import TargetReference
+from tasks.rewards.score import score_reward_task
+from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.plan import RolloutPlan, plan_draw
+from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.update.policy import update_policy_task
 from tests.tiny_policy import MODEL
 
 ROLLOUT = PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)

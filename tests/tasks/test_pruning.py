@@ -24,16 +24,16 @@ from configs.reward_sections import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.checkout import CHECKOUT
-from tasks.placing.pool import CALLS
+from tasks.execution.pool import CALLS
 from tasks.pruning.leftovers import abandoned_writes, old_calls
 from tasks.pruning.pictures import picture_bytes, remove_pictures, strip_pictures
 from tasks.pruning.prunable import State, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
 from tasks.reports.pictures import SheetRow, contact_sheet
-from tasks.scoring_rows import batches_of, score_rows
-from tasks.storage.schemas import PICTURE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
-from tasks.storage.store import ArtifactStore
-from tasks.storage.tables import TableWriter, part_digests
+from tasks.rewards.rows import batches_of, score_rows
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.parquet import TableWriter, part_digests
+from tasks.storage.tables.schemas import PICTURE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
 
 GROUPS, SIBLINGS = 3, 2
 FOLDER = "iteration_000001/rollouts"
@@ -193,7 +193,7 @@ class TestSetAside:
 
 WRITER = """
 import sys, time
-from tasks.storage.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore
 with ArtifactStore(sys.argv[1], "run").staging() as staged:
     (staged / "half").write_bytes(b"half")
     print("writing", flush=True)

@@ -3,10 +3,10 @@
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.pruning.lost_scores import refuse_lost_scores
-from tasks.storage.store import ArtifactStore
-from tests.tasks.storage import artifacts
-from tests.tasks.storage.artifacts import FOLDER, commit
+from tasks.rewards.lost import refuse_lost_scores
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage import made_artifacts as artifacts
+from tests.tasks.storage.made_artifacts import FOLDER, commit
 
 store = artifacts.store
 TABLE = "iteration_000001/rewards/ssim"

@@ -14,11 +14,10 @@ from configs.schema import (
     PolicySection,
     UpdateSection,
 )
-from tasks.storage.reference import PolicyRef, StaleReferenceError
-from tasks.storage.store import ArtifactStore
-
-from . import stage_calls
-from .stage_calls import base, collect, compare, content, plan, score, scores_of, update
+from tasks.storage.artifacts.reference import PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks import stage_calls
+from tests.tasks.stage_calls import base, collect, compare, content, plan, score, scores_of, update
 
 store = stage_calls.store
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from configs.reward_sections import RewardSection
 from grpo_core.errors import FailedSamplesError, InputError
-from grpo_core.rewards.looks.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.protocol import Score
-from tasks.storage.store import ArtifactStore
-from tasks.targets import TargetReference
-
-from . import stage_calls
-from .stage_calls import (
+from tasks.prompts.targets import TargetReference
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks import stage_calls
+from tests.tasks.stage_calls import (
     MIX,
     base,
     collect,

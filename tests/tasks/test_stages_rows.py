@@ -7,11 +7,10 @@ from configs.schema import (
     MismatchSection,
     ReferenceSection,
 )
-from grpo_core.rewards.looks.jpeg import JpegReward
-from tasks.storage.store import ArtifactStore
-
-from . import stage_calls
-from .stage_calls import (
+from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks import stage_calls
+from tests.tasks.stage_calls import (
     ROLLOUT,
     UPDATE,
     base,

@@ -26,17 +26,17 @@ from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TokenBatch, TokenLogprobs
 from grpo_core.update import ALONE
-from tasks.collect_rollouts import collect_rollouts_task
-from tasks.model_files import model_digest
-from tasks.models import ModelSpec
-from tasks.plan import GroupPlan, RolloutPlan
-from tasks.storage.configured import described
-from tasks.storage.reference import ArtifactRef, PolicyRef
-from tasks.storage.schemas import ADVANTAGES, SCHEMA_VERSION
-from tasks.storage.store import ArtifactStore, current_store
-from tasks.storage.tables import write_table
-from tasks.update_job import SharedJob, UpdateJob, UpdateOutcome, carry_out
-from tasks.update_process import JOB_FILE, OUTCOME_FILE, take_part
+from tasks.models.files import model_digest
+from tasks.models.resident import ModelSpec
+from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.storage.artifacts.open_store import described
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out
+from tasks.update.process import JOB_FILE, OUTCOME_FILE, take_part
 from tests.processes import in_processes
 from tests.tiny_policy import MODEL as PICTURE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL

@@ -10,26 +10,10 @@ from torch import nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.component_configs import ComponentConfigs
 from grpo_core.policies.glm_image.folder import refuse_missing_folder
 
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
-
-
-@dataclass(frozen=True)
-class ComponentConfigs:
-    """What each network is built from.
-
-    Attributes:
-        autoregressive: the token model with its vision tower and quantizer.
-        decoder: arguments of GlmImageTransformer2DModel.
-        vae: arguments of AutoencoderKL.
-        text_encoder: the glyph encoder.
-    """
-
-    autoregressive: GlmImageConfig
-    decoder: Mapping[str, object]
-    vae: Mapping[str, object]
-    text_encoder: T5Config
 
 
 @dataclass(frozen=True)

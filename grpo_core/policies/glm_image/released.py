@@ -7,7 +7,7 @@ width is the decoder's `text_embed_dim` and whose size in fp32 is that of the re
 
 from transformers import GlmImageConfig, T5Config
 
-from grpo_core.policies.glm_image.architecture import ComponentConfigs
+from grpo_core.policies.glm_image.component_configs import ComponentConfigs
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from grpo_core.policies.estimate import count_parameters
-from grpo_core.policies.glm_image.architecture import ComponentConfigs, build_on_meta
+from grpo_core.policies.glm_image.architecture import build_on_meta
+from grpo_core.policies.glm_image.component_configs import ComponentConfigs
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS
 
 

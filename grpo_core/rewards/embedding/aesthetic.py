@@ -19,9 +19,9 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.devices import exact_inference
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
 from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
-from grpo_core.rewards.likeness.pairs import clamp_unit
 from grpo_core.rewards.pictures import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
+from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.weights import (
     PublishedWeights,
     WeightFile,

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
 from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
-from grpo_core.rewards.likeness.pairs import clamp_unit
 from grpo_core.rewards.long_prompts import LONG_PROMPTS, check_prompts
 from grpo_core.rewards.pictures import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
+from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_choice, check_positive
 
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from grpo_core.errors import InputError
 from grpo_core.records import Medium
-from grpo_core.rewards.external.http import Service, ServiceFailure, ask_side_by_side
-from grpo_core.rewards.external.wire import encode_png
 from grpo_core.rewards.judges.rubric import ANSWER_FORM, REMINDER, fill_rubric, read_score, rubric_fields
-from grpo_core.rewards.likeness.pairs import clamp_unit
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.remote.http import Service, ServiceFailure, ask_side_by_side
+from grpo_core.rewards.remote.wire import encode_png
+from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_integer
 
 _PREFLIGHT_TIMEOUT_S = 5.0

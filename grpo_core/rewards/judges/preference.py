@@ -24,11 +24,10 @@ from grpo_core.rewards.embedding.clip_architecture import (
     is_config_file,
 )
 from grpo_core.rewards.judges.preference_scorers import PreferenceScorer, load_hpsv2, load_pickscore
-from grpo_core.rewards.likeness.pairs import clamp_unit
 from grpo_core.rewards.long_prompts import LONG_PROMPTS, check_prompts
 from grpo_core.rewards.pictures import to_rgb, to_tensor
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.scoring import not_finite
+from grpo_core.rewards.scoring import clamp_unit, not_finite
 from grpo_core.rewards.settings import check_choice, check_positive
 from grpo_core.rewards.weights import (
     PublishedWeights,

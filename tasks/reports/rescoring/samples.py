@@ -8,11 +8,11 @@ from pathlib import Path
 import polars as pl
 from PIL import Image
 
-from tasks.draws import SCORES_FILE, Draw
 from tasks.reports.pictures import read_pictures
 from tasks.reports.rescoring.compare import AFTER, BEFORE
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import ArtifactStore
+from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
 
 
 @dataclass(frozen=True)

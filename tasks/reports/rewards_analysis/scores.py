@@ -8,9 +8,9 @@ import polars as pl
 
 from configs.reward_sections import RewardSection
 from grpo_core.rewards.registry import build_reward
-from tasks.draws import SCORES_FILE, Draw
-from tasks.scoring_rows import batches_of, score_rows
-from tasks.storage.store import ArtifactStore
+from tasks.rewards.rows import batches_of, score_rows
+from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.storage.artifacts.store import ArtifactStore
 
 _OF_SCORES = ("sample_id", "value", "raw", "failure", "seconds")
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
 from tests.flows.conftest import REPOSITORY, Runs, Start
-from tests.flows.test_rescore import JPEG, scored_again
-
-from .ledger import Flip, table_of
+from tests.flows.flips.ledger import Flip, table_of
+from tests.flows.rescoring.test_rescore import JPEG, scored_again
 
 TABLE = "FLIPS_TABLE"
 """Variable with the file that the table goes to; without it the table is only printed."""

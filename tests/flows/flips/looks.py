@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.code import code_digest
-from tasks.placing.call import StageCall, StageOutcome
-from tasks.placing.pool import CALLS, leave_outcome, read_call, read_outcome
-from tasks.storage.configured import described
-from tasks.storage.manifest import sealed
-from tasks.storage.read_cache import ReadCache
-from tasks.storage.records import FOLDER, StageRecords
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.run_lock import LOCK, locked
-from tasks.storage.store import MANIFEST_ENDING, ArtifactStore, use_store
+from tasks.execution.call import StageCall, StageOutcome
+from tasks.execution.code_digest import code_digest
+from tasks.execution.pool import CALLS, leave_outcome, read_call, read_outcome
+from tasks.storage.artifacts.open_store import described
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore, use_store
+from tasks.storage.filesystem.read_cache import ReadCache
+from tasks.storage.filesystem.seal import sealed
+from tasks.storage.locks.run_lock import LOCK, locked
+from tasks.storage.prefect_results.result_storage import FOLDER, StageRecords
 from tests.flows.conftest import Runs
-
-from .conftest import SETTINGS, Evaluated
-from .damage import rot
-from .ledger import Flip, Outcome, kind_of
+from tests.flows.flips.conftest import SETTINGS, Evaluated
+from tests.flows.flips.damage import rot
+from tests.flows.flips.ledger import Flip, Outcome, kind_of
 
 OF_A_FILE, OF_A_RECORD, OF_OTHERS, ROUNDS = 4, 3, 6, 2
 DESCRIPTIONS = ("run.json", "config.yaml", "iteration_000001/metrics.parquet", "contact_sheet.png")

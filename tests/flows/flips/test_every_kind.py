@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks.storage.records import FOLDER, StageRecords
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.store import ArtifactStore, use_store
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.prefect_results.result_storage import FOLDER, StageRecords
 from tests.flows.conftest import Runs
-
-from . import looks
-from .conftest import SETTINGS, Evaluated
-from .damage import cuts
-from .ledger import Flip, Outcome
+from tests.flows.flips import looks
+from tests.flows.flips.conftest import SETTINGS, Evaluated
+from tests.flows.flips.damage import cuts
+from tests.flows.flips.ledger import Flip, Outcome
 
 AT_LEAST = 200
 KINDS = {

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.flows.conftest import Runs
-
-from .conftest import SETTINGS, Evaluated
-from .damage import rot
-from .ledger import Flip, Outcome, kind_of
+from tests.flows.flips.conftest import SETTINGS, Evaluated
+from tests.flows.flips.damage import rot
+from tests.flows.flips.ledger import Flip, Outcome, kind_of
 
 pytestmark = pytest.mark.slow
 AT_LEAST = 200

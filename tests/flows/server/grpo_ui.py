@@ -45,7 +45,7 @@ class GrpoUi:
     def start(self) -> None:
         """Start it, and wait until it says how it is reached."""
         before = self.said.count("export PREFECT_API_URL") if (self._home / "said").exists() else 0
-        command = [sys.executable, "-m", "flows.command_line", "ui", "--port", str(self.port), *self._arguments]
+        command = [sys.executable, "-m", "flows.command_line.main", "ui", "--port", str(self.port), *self._arguments]
         with (self._home / "said").open("ab") as said:
             self.process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=self.environment, stdout=said, stderr=said, start_new_session=True
@@ -87,6 +87,6 @@ def grpo_ui(home: Path, environment: Mapping[str, str], *arguments: str) -> Iter
 def ui_refused(home: Path, environment: Mapping[str, str], *arguments: str) -> tuple[int, str]:
     """Exit code and message of a start that should come to nothing."""
     ui = GrpoUi(home, environment, *arguments)
-    command = [sys.executable, "-m", "flows.command_line", "ui", "--port", str(ui.port), *arguments]
+    command = [sys.executable, "-m", "flows.command_line.main", "ui", "--port", str(ui.port), *arguments]
     ended = subprocess.run(command, cwd=REPOSITORY, env=ui.environment, capture_output=True, text=True, timeout=120)
     return ended.returncode, ended.stderr

@@ -14,7 +14,7 @@ import yaml
 from prefect.settings import Settings
 from prefect.settings.legacy import _get_settings_fields
 
-from flows.command_line import application
+from flows.command_line.main import application
 from flows.server.access import decide_access
 from flows.server.database import choose_database
 from tests.flows.conftest import REPOSITORY
@@ -66,7 +66,7 @@ def test_the_image_is_of_the_release_that_is_used_here() -> None:
 
 def test_the_command_is_one_of_ours_and_what_it_asks_for_is_granted() -> None:
     python, option, module, name, *arguments = SERVER["command"]
-    assert (python, option, module) == ("python", "-m", "flows.command_line")
+    assert (python, option, module) == ("python", "-m", "flows.command_line.main")
     command = typer.main.get_command(application).get_command(None, name)  # type: ignore[attr-defined, arg-type]
     parsed = command.make_context(name, list(arguments)).params
     secret = interpolated(SERVER["environment"]["PREFECT_SERVER_API_AUTH_STRING"], PREFECT_SERVER_API_AUTH_STRING="u:p")
@@ -89,7 +89,7 @@ def test_the_image_holds_everything_that_the_server_imports() -> None:
     """Prefect and what it needs, and of this project the folders that are mounted."""
     program = """
 import json, sys
-import flows.command_line, flows.server.silent_runs, flows.server.start
+import flows.command_line.main, flows.server.silent_runs, flows.server.start
 import prefect.client.orchestration, prefect.server.api.server
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """

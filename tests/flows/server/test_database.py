@@ -7,9 +7,8 @@ import pytest
 from flows.server import database
 from flows.server.database import VARIABLES, choose_database, prepare_database
 from grpo_core.errors import InputError
+from tests.flows.server.conftest import server_of
 from tests.postgres_server import PASSWORD, PostgresServer
-
-from .conftest import server_of
 
 
 def prepare(url: str) -> str:

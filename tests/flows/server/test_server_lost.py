@@ -18,9 +18,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server.silent_runs import SILENCE
 from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
+from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 from tests.postgres_server import PostgresServer
-
-from .grpo_ui import GrpoUi, grpo_ui
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +85,7 @@ def flow_process(ui: GrpoUi, home: Path, name: str) -> Iterator[subprocess.Popen
 def grpo_train(runs: Runs, ui: GrpoUi, home: Path) -> subprocess.Popen[bytes]:
     home.mkdir()
     overrides = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
-    command = [sys.executable, "-m", "flows.command_line", "train", str(TINY), *overrides, "--json"]
+    command = [sys.executable, "-m", "flows.command_line.main", "train", str(TINY), *overrides, "--json"]
     with (home / "out").open("wb") as out, (home / "err").open("wb") as err:
         return subprocess.Popen(command, cwd=REPOSITORY, env=client_environment(ui, home), stdout=out, stderr=err)
 

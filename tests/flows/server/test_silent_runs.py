@@ -16,9 +16,8 @@ from prefect.events.schemas.automations import Automation
 
 from flows.server.database import prepare_database
 from flows.server.silent_runs import NAME, SILENCE, ensure_automations, grant_patience, silent_runs_automation
-from flows.stage_flows import STAGE_FLOWS
-
-from .conftest import server_of
+from flows.workers.stage_flows import STAGE_FLOWS
+from tests.flows.server.conftest import server_of
 
 
 def test_it_is_about_every_flow_of_ours_and_no_other() -> None:

@@ -19,9 +19,8 @@ from flows.server.reachable import require_server, server_database
 from flows.server.silent_runs import NAME, silent_runs_automation
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
+from tests.flows.server.grpo_ui import GrpoUi, grpo_ui, ui_refused
 from tests.postgres_server import PASSWORD, PostgresServer
-
-from .grpo_ui import GrpoUi, grpo_ui, ui_refused
 
 SECRET = "admin:opens-the-door"
 

@@ -16,9 +16,15 @@ from grpo_core.losses import (
     count_clipped,
     mismatch_weights,
 )
-
-from .batches import count, loss_of, random_inputs, select
-from .trl_oracle import configured, require_equal, trl_loss, trl_sampling_ratio, trl_trainer, with_entropy_mask
+from tests.grpo_core.losses.batches import count, loss_of, random_inputs, select
+from tests.grpo_core.losses.trl_oracle import (
+    configured,
+    require_equal,
+    trl_loss,
+    trl_sampling_ratio,
+    trl_trainer,
+    with_entropy_mask,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_core.errors import InputError
 from grpo_core.losses import MismatchSettings, mismatch_weights
-
-from .batches import random_inputs
+from tests.grpo_core.losses.batches import random_inputs
 
 OLD = torch.tensor([[2.0, 0.25, 9.0], [4.0, 2.0, 1.0]]).log()
 ROLLOUT = torch.zeros(2, 3)

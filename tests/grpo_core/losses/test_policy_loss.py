@@ -19,8 +19,7 @@ from grpo_core.losses import (
     default_importance_level,
     overlong_mask,
 )
-
-from .batches import Loss, count, loss_of, random_inputs
+from tests.grpo_core.losses.batches import Loss, count, loss_of, random_inputs
 
 SEEDS = st.integers(0, 2**32 - 1)
 LOSSES: tuple[Any, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo")

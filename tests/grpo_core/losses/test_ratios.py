@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.losses import importance_ratio, token_log_ratio
-
-from .batches import random_inputs
+from tests.grpo_core.losses.batches import random_inputs
 
 SEEDS = st.integers(0, 2**32 - 1)
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])

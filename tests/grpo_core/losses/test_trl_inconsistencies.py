@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_core.losses import LossSettings
-
-from .batches import loss_of, random_inputs
-from .trl_oracle import configured, require_equal, trl_loss, with_entropy_mask
+from tests.grpo_core.losses.batches import loss_of, random_inputs
+from tests.grpo_core.losses.trl_oracle import configured, require_equal, trl_loss, with_entropy_mask
 
 
 def relative_change(first: Tensor, second: Tensor) -> float:

@@ -27,8 +27,7 @@ from grpo_core.losses import (
     entropy_threshold,
     high_entropy_mask,
 )
-
-from .batches import MAX_COMPLETION_LENGTH, Loss, select
+from tests.grpo_core.losses.batches import MAX_COMPLETION_LENGTH, Loss, select
 
 IDENTITY = SimpleNamespace(
     num_processes=1,

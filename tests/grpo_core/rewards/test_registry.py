@@ -11,8 +11,7 @@ from grpo_core.errors import InputError
 from grpo_core.records import Medium
 from grpo_core.rewards.protocol import Reward, Score
 from grpo_core.rewards.registry import REWARDS, build_reward
-
-from .conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 # What a reward needs to be asked anything; None where that is weights or a server, which tests of its own provide.
 ASKED_WITH: Mapping[str, Mapping[str, object] | None] = {

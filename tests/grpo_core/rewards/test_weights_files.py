@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.likeness.lpips import LpipsReward
+from grpo_core.rewards.similarity.lpips import LpipsReward
 from grpo_core.rewards.weights import (
     PublishedWeights,
     check_source_setting,

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from tasks.draws import SCORES_FILE
-from tasks.storage.reference import ArtifactRef
-from tasks.storage.schemas import (
+from tasks.storage.artifacts.draw import SCORES_FILE
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.parquet import TableWriter, write_table
+from tasks.storage.tables.schemas import (
     ADVANTAGES,
     METRICS,
     PICTURE_ROLLOUTS,
@@ -19,8 +21,6 @@ from tasks.storage.schemas import (
     TEXT_ROLLOUTS,
     UPDATE_STEPS,
 )
-from tasks.storage.store import ArtifactStore
-from tasks.storage.tables import TableWriter, write_table
 
 PROMPTS = ("a red square", "a blue square")
 GROUP_SIZE = 4

@@ -3,11 +3,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.group_records import Groups, GroupView
 from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.run_view import read_run
 from tasks.reports.target_reader import TargetReader
+from tasks.storage.artifacts.reader import ArtifactReader
 from tests.tasks.reports.made_runs import RunMaker, colour, completion, whole_run
 
 

@@ -4,7 +4,7 @@ from typing import Any
 from PIL import Image
 
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
-from tasks.storage.reference import ArtifactRef
+from tasks.storage.artifacts.reference import ArtifactRef
 from tests.tasks.reports.made_runs import RunMaker, colour
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.draws import Draw
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.storage.reference import ArtifactRef
+from tasks.storage.artifacts.draw import Draw
+from tasks.storage.artifacts.reference import ArtifactRef
 from tests.tasks.reports.made_runs import RunMaker
 
 EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"

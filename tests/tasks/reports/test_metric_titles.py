@@ -1,9 +1,9 @@
 from pathlib import Path
 
-from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.metric_titles import _TITLES, metric_title
 from tasks.reports.page import CHARTED
 from tasks.reports.run_view import read_run
+from tasks.storage.artifacts.reader import ArtifactReader
 from tests.tasks.reports.made_runs import whole_run
 
 

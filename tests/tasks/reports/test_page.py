@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.page import pair_heldout, picture_uri, progress, render_page
 from tasks.reports.run_view import read_run
 from tasks.reports.target_reader import TargetReader
+from tasks.storage.artifacts.reader import ArtifactReader
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 EVIL = """<script>alert("1")</script> " onload='x' {{ 7*7 }} </title></pre> &amp; \u202e"""

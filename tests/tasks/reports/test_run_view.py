@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.reports.artifact_reader import ArtifactReader
 from tasks.reports.run_records import STAGES, RunView
 from tasks.reports.run_view import read_run
+from tasks.storage.artifacts.reader import ArtifactReader
 from tests.tasks.reports.made_runs import RunMaker, flip_last_byte, whole_run
 
 

@@ -14,18 +14,18 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.progress import listen
-from tasks.storage.lock_holder import this_process
-from tasks.storage.run_lock import RunLock, locked
-from tasks.storage.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.locks.lock_holder import this_process
+from tasks.storage.locks.run_lock import RunLock, locked
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BUCKET = "memory://bucket/runs"
 # Holds a place of a run and does as it is told, a word a line; says so in a line each.
 HOLDER = """
 import os, subprocess, sys, time
-from tasks.storage import lease
-from tasks.storage.run_lock import locked
-from tasks.storage.store import ArtifactStore
+from tasks.storage.locks import lease
+from tasks.storage.locks.run_lock import locked
+from tasks.storage.artifacts.store import ArtifactStore
 lease.RENEWAL_SECONDS, lease.LEASE_SECONDS = 0.2, float(sys.argv[3])
 with locked(ArtifactStore(sys.argv[1], "run"), sys.argv[2], setting="run.name", value="run") as lock:
     print("held", flush=True)

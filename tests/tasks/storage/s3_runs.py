@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasks.storage.store import SET_ASIDE, ArtifactStore
-
-from .artifacts import FOLDER
+from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
+from tests.tasks.storage.made_artifacts import FOLDER
 
 PART_0 = f"{FOLDER}/part-00000.parquet"
 

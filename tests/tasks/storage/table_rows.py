@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tasks.storage import schemas
-from tasks.storage.tables import write_table
+from tasks.storage.tables import schemas
+from tasks.storage.tables.parquet import write_table
 
 
 def picture(shade: int) -> bytes:

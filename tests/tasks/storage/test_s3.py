@@ -9,18 +9,18 @@ import pytest
 
 from configs.loader import read_config
 from configs.placement_sections import StorageSection
-from flows.inputs import require_inputs
+from flows.preflight.inputs import require_inputs
 from grpo_core.errors import InputError, InputErrors
-from tasks.storage import artifact_files, committing
-from tasks.storage.artifact_files import s3_tag
-from tasks.storage.configured import open_store
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.store import ArtifactStore
+from tasks.storage.artifacts import commit as committing
+from tasks.storage.artifacts import files as artifact_files
+from tasks.storage.artifacts.files import s3_tag
+from tasks.storage.artifacts.open_store import open_store
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.s3_server import S3Server
-
-from . import s3_runs
-from .artifacts import FILES, FOLDER, REPOSITORY, commit
-from .s3_runs import PART_0, read, reasons
+from tests.tasks.storage import s3_runs
+from tests.tasks.storage.made_artifacts import FILES, FOLDER, REPOSITORY, commit
+from tests.tasks.storage.s3_runs import PART_0, read, reasons
 
 store = s3_runs.store
 
@@ -138,7 +138,7 @@ def test_without_its_package_the_extra_is_named() -> None:
     script = (
         "import sys; sys.modules['s3fs'] = None\n"
         "from grpo_core.errors import InputError\n"
-        "from tasks.storage.store import ArtifactStore\n"
+        "from tasks.storage.artifacts.store import ArtifactStore\n"
         "try:\n    ArtifactStore('s3://bucket/runs', 'run')\n"
         "except InputError as error:\n    print(error)\n"
     )

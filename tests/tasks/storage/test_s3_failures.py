@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.placing.faults import Fault, fault_of
-from tasks.storage import roots
-from tasks.storage.codec import decode_reference, encode_reference
-from tasks.storage.failures import StorageError, UnreachableStorageError
-from tasks.storage.records import StageRecords
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.store import ArtifactStore, use_store
+from tasks.execution.faults import Fault, fault_of
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.filesystem import roots
+from tasks.storage.filesystem.failures import StorageError, UnreachableStorageError
+from tasks.storage.prefect_results.result_storage import StageRecords
+from tasks.storage.prefect_results.serializer import decode_reference, encode_reference
 from tests.s3_server import S3Server, forget_clients
-
-from . import s3_runs
-from .artifacts import FILES, FOLDER, commit
-from .s3_runs import read
+from tests.tasks.storage import s3_runs
+from tests.tasks.storage.made_artifacts import FILES, FOLDER, commit
+from tests.tasks.storage.s3_runs import read
 
 store = s3_runs.store
 

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from tasks.storage import committing
-from tasks.storage.store import ArtifactStore
-
-from . import s3_runs
-from .artifacts import FILES, FOLDER, REPOSITORY, commit
-from .s3_runs import PART_0, read, reasons
+from tasks.storage.artifacts import commit as committing
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage import s3_runs
+from tests.tasks.storage.made_artifacts import FILES, FOLDER, REPOSITORY, commit
+from tests.tasks.storage.s3_runs import PART_0, read, reasons
 
 store = s3_runs.store
 
 TWO_WRITERS = """
 import sys
-from tasks.storage import committing
-from tasks.storage.store import ArtifactStore
-from tests.tasks.storage.artifacts import commit
+from tasks.storage.artifacts import commit as committing
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.made_artifacts import commit
 
 root, seconds, rows = sys.argv[1:]
 real = committing._write
@@ -121,8 +120,8 @@ class TestSlowWriter:
 
 SWEEP = """
 import os, signal, sys
-from tasks.storage.store import ArtifactStore
-from tests.tasks.storage.artifacts import FOLDER, commit
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.made_artifacts import FOLDER, commit
 
 root, first, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 CALLS = ("put_file", "pipe_file", "cp_file", "rm_file", "cat_file", "exists", "info", "find", "glob")

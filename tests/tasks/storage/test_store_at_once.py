@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tasks.storage.store import INCOMING, SET_ASIDE, ArtifactStore
-
-from . import artifacts
-from .artifacts import FILES, FOLDER, REPOSITORY, commit, kept, reasons
+from tasks.storage.artifacts.store import INCOMING, SET_ASIDE, ArtifactStore
+from tests.tasks.storage import made_artifacts as artifacts
+from tests.tasks.storage.made_artifacts import FILES, FOLDER, REPOSITORY, commit, kept, reasons
 
 store = artifacts.store
 
 AT_ONCE = """
 import os, sys
-from tasks.storage.store import ArtifactStore
-from tests.tasks.storage.artifacts import commit
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.made_artifacts import commit
 
 root, rows = sys.argv[1], [int(each) for each in sys.argv[2:]]
 children = []
@@ -59,9 +58,9 @@ class TestWritersAtOnce:
 KILL_POINTS = ("staged", "half-moved", "moved", "manifest half-written", "committed")
 KILL = """
 import os, signal, sys
-from tasks.storage import committing as module
-from tasks.storage.store import ArtifactStore
-from tests.tasks.storage.artifacts import commit
+from tasks.storage.artifacts import commit as module
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.made_artifacts import commit
 from tests.tasks.storage.test_store_at_once import KILL_POINTS
 
 def kill(*args, **kwargs):
@@ -121,7 +120,7 @@ class TestKill:
 
     def test_folders_of_living_processes_are_left_alone(self, store: ArtifactStore) -> None:
         script = (
-            "import sys; from tasks.storage.store import ArtifactStore\n"
+            "import sys; from tasks.storage.artifacts.store import ArtifactStore\n"
             "with ArtifactStore(sys.argv[1], 'run').staging() as staged:\n"
             "    (staged / 'other').write_bytes(b'x'); print(staged, flush=True); sys.stdin.read()\n"
         )

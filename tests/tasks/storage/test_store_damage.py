@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.storage.reference import StaleReferenceError
-from tasks.storage.store import ArtifactStore
-
-from . import artifacts
-from .artifacts import FILES, FOLDER, commit, flip, reasons
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage import made_artifacts as artifacts
+from tests.tasks.storage.made_artifacts import FILES, FOLDER, commit, flip, reasons
 
 store = artifacts.store
 

@@ -8,12 +8,11 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from tasks.storage import schemas
-from tasks.storage.tables import write_table
-
-from . import table_rows
-from .table_rows import BREAKDOWNS, advantages, picture, rollouts
-from .test_schemas import PINNED
+from tasks.storage.tables import schemas
+from tasks.storage.tables.parquet import write_table
+from tests.tasks.storage import table_rows
+from tests.tasks.storage.table_rows import BREAKDOWNS, advantages, picture, rollouts
+from tests.tasks.storage.tables.test_schemas import PINNED
 
 folder = table_rows.folder
 

@@ -7,7 +7,8 @@ from diffusers import GlmImagePipeline
 
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import count_parameters
-from grpo_core.policies.glm_image.architecture import ComponentConfigs, find_configs, read_configs
+from grpo_core.policies.glm_image.architecture import find_configs, read_configs
+from grpo_core.policies.glm_image.component_configs import ComponentConfigs
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.released import RELEASED_MODEL
 from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes

@@ -14,7 +14,8 @@ from transformers import DynamicCache, GlmImageForConditionalGeneration
 from grpo_core.logprobs import score_hidden, vocabulary_logprobs
 from grpo_core.policies.estimate import BYTES, GIB, MemoryEstimate
 from grpo_core.policies.glm_image import activations
-from grpo_core.policies.glm_image.architecture import ComponentConfigs, build_on_meta
+from grpo_core.policies.glm_image.architecture import build_on_meta
+from grpo_core.policies.glm_image.component_configs import ComponentConfigs
 from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.memory import estimate_memory
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS
@@ -25,8 +26,7 @@ from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice, train_model
 from grpo_core.records import TokenSupport
 from grpo_core.sampling import Truncation, draw_tokens, truncate
-
-from .live_bytes import PeakBytes, saved_storages
+from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes, saved_storages
 
 RANK, ROWS, PROMPT, TOKENS = 8, 3, 20, 100
 LENGTH = PROMPT + TOKENS - 1

@@ -12,8 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice, train_model
 from grpo_core.policies.trained.choice import Reference
 from grpo_core.policies.trained.reference import exchanged, mix_into
-
-from .tiny_models import disturb, logprobs, same, tiny_llama, values_of
+from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, values_of
 
 LORA = TrainingChoice(LoraSettings(2, 4.0, "all-linear"))
 KINDS = [

@@ -18,8 +18,7 @@ from grpo_core.policies.trained import (
     refuse_unscaled_float16,
     train_model,
 )
-
-from .tiny_models import disturb, logprobs, same, tiny_llama, tiny_opt
+from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, tiny_opt
 
 LORA = LoraSettings(2, 4.0, r".*\.(q_proj|v_proj)")
 

@@ -12,7 +12,7 @@ from grpo_core.rewards.judges.judge import JudgeReward
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.scoring import provenance_of
 from tests.grpo_core.rewards.conftest import make_batch, noise
-from tests.grpo_core.rewards.external.conftest import Asked, Reply, Stub, closed_url, stub
+from tests.grpo_core.rewards.functions.conftest import Asked, Reply, Stub, closed_url, stub
 
 __all__ = ["closed_url", "stub"]
 

@@ -1,0 +1,126 @@
+"""What is registered of one configuration: its training, evaluations and rescorings, each with its parameters."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow
+
+from configs.rewards_file import read_rewards_file
+from configs.schema import RunConfig
+from flows.evaluation.evaluate import evaluate
+from flows.evaluation.request import EvaluateRequest
+from flows.pipeline.forms import form_schema
+from flows.rescoring.form import RescoreForm
+from flows.rescoring.rescore import rescore
+from flows.training.train import train
+from grpo_core.errors import InputError, InputErrors
+from tasks.checkout import CHECKOUT
+
+TAG = "grpo"
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+
+
+@dataclass(frozen=True)
+class Deployable:
+    """A flow with parameters, under a name.
+
+    Attributes:
+        flow: that runs.
+        entrypoint: where a worker imports it from.
+        name: of the deployment, beside the flow's.
+        parameters: that a run has unless it is given others.
+        schema: what these may be.
+        description: for people.
+        alone: whether one run at a time is all that is allowed; a second is cancelled.
+        scheduled: whether the schedule is for it.
+    """
+
+    flow: Flow[..., Any]
+    entrypoint: str
+    name: str
+    parameters: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    description: str
+    alone: bool
+    scheduled: bool
+
+
+def training(config: RunConfig, name: str) -> Deployable:
+    """Runs, or goes on with, the training run; the form is that of its own kind of policy.
+
+    Raises:
+        InputErrors: a credential stands in the configuration.
+    """
+    problems = list(credential_problems(config.model_dump(mode="json")))
+    if problems:
+        raise InputErrors(problems)
+    return Deployable(
+        flow=train,
+        entrypoint="flows.training.train.train",
+        name=name,
+        parameters={"config": config.model_dump(mode="json")},
+        schema=form_schema("config", type(config)),
+        description=f"GRPO training of the run {config.run.name}; a run that was begun goes on where it was.",
+        alone=True,
+        scheduled=True,
+    )
+
+
+def evaluation(config: RunConfig, name: str) -> Deployable:
+    """Held-out scores of a policy version of the run, the last one unless another is asked for."""
+    request = EvaluateRequest(run=config.run.name, root=config.storage.root)
+    return Deployable(
+        flow=evaluate,
+        entrypoint="flows.evaluation.evaluate.evaluate",
+        name=name,
+        parameters={"request": request.model_dump(mode="json")},
+        schema=form_schema("request", EvaluateRequest),
+        description=f"Held-out scores of a policy version of the run {config.run.name}.",
+        alone=False,
+        scheduled=False,
+    )
+
+
+def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
+    """The run's rollouts scored with the rewards of a file, under the file's name.
+
+    Raises:
+        InputErrors: the file is not there, or not of rewards.
+    """
+    read_rewards_file(file, "--rescore")
+    form = RescoreForm(
+        sources=(config.run.name,), rewards=_below_checkout(file), name=file.stem, root=config.storage.root
+    )
+    return Deployable(
+        flow=rescore,
+        entrypoint="flows.rescoring.rescore.rescore",
+        name=f"{name}-{file.stem}",
+        parameters={"plan": form.model_dump(mode="json")},
+        schema=form_schema("plan", RescoreForm),
+        description=f"Stored rollouts of the run {config.run.name}, scored as {file.stem}.",
+        alone=False,
+        scheduled=False,
+    )
+
+
+def _below_checkout(file: Path) -> str:
+    """As a worker finds it, which is at work in its own checkout."""
+    place = Path(os.path.abspath(file))
+    return place.relative_to(CHECKOUT).as_posix() if place.is_relative_to(CHECKOUT) else str(place)
+
+
+def credential_problems(values: Any, place: str = "") -> Iterator[InputError]:
+    """Every address with a user or password in it: parameters are shown to whoever opens the UI."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from credential_problems(value, f"{place}.{key}".lstrip("."))
+    elif isinstance(values, list | tuple):
+        for index, value in enumerate(values):
+            yield from credential_problems(value, f"{place}.{index}")
+    elif isinstance(values, str) and _CREDENTIALS.search(values):
+        mend = "Parameters are shown to whoever opens the UI; leave user and password to the worker's environment."
+        yield InputError(place, _CREDENTIALS.sub("://***@", values), mend)

@@ -1,0 +1,1 @@
+"""`grpo evaluate`: held-out scores of a stored policy version."""

@@ -1,0 +1,261 @@
+"""A configuration -> a run: its inputs checked, its folder opened, its lineage kept apart from any other."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from configs.core_settings import reference_placement, with_total_steps
+from configs.determining import changed_keys, determining
+from configs.schema import PictureRolloutSection, RunConfig, UpdateSection
+from flows.preflight.inputs import read_prompt_sets, require_inputs
+from grpo_core.errors import InputError
+from grpo_core.seeds import derive_seed
+from tasks.execution.code_digest import code_digest, library_versions
+from tasks.execution.pool import clear_calls
+from tasks.models.files import model_digest
+from tasks.models.resident import ModelSpec
+from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
+from tasks.rewards.stored import provenance_json
+from tasks.rollouts.plan import RolloutPlan, plan_draw, plan_evaluation
+from tasks.runs.schema_guard import refuse_newer
+from tasks.storage.artifacts.open_store import open_store
+from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.run_description import CONFIG_FILE, RUN_FILE, read_description, write_description
+from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
+from tasks.storage.locks.run_lock import RunLock, locked
+from tasks.storage.tables.schemas import SCHEMA_VERSION
+
+# Folders of a run that hold what its policies made, beside its iterations.
+_OF_POLICIES = ("policies", "evaluations", "evaluations_of", "rescored")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run whose inputs have been checked and whose folder is open.
+
+    Attributes:
+        config: the resolved configuration.
+        store: the run's folder.
+        lock: this process's hold of it.
+        model: what is trained.
+        training: the prompts that are trained on.
+        heldout: the prompts of the evaluation; empty without one.
+    """
+
+    config: RunConfig
+    store: ArtifactStore
+    lock: RunLock
+    model: ModelSpec
+    training: tuple[PromptSet, ...]
+    heldout: tuple[PromptSet, ...]
+
+    @property
+    def base_policy(self) -> PolicyRef:
+        """Version 0: the model as it was given."""
+        return PolicyRef(version=0, digest=self.model.digest)
+
+    @property
+    def needs_reference_while_sampling(self) -> bool:
+        """Whether the reward holds a KL to the reference."""
+        return self.config.advantages.kl_coef > 0
+
+    @property
+    def update(self) -> UpdateSection:
+        """The update section, the length of its schedule decided."""
+        return with_total_steps(self.config)
+
+    def plan(
+        self,
+        iteration: int,
+        draw: int,
+        count: int,
+        statistics: PromptStatistics | None = None,
+        earlier: Sequence[RolloutPlan] = (),
+    ) -> RolloutPlan:
+        """What a draw of a training iteration samples.
+
+        Args:
+            iteration: from 1.
+            draw: from 1; later ones replace groups that taught nothing.
+            count: prompts.
+            statistics: of earlier iterations, where the curriculum asks for them.
+            earlier: draws of this iteration, whose prompts are avoided while there are others.
+        """
+        config = self.config
+        drawn = draw_prompts(
+            self.training,
+            seed=config.run.seed,
+            iteration=iteration,
+            draw=draw,
+            count=count,
+            curriculum=config.data.curriculum,
+            statistics=statistics,
+            avoided={(group.dataset, group.prompt_id) for plan in earlier for group in plan.groups},
+        )
+        return plan_draw(
+            drawn,
+            seed=config.run.seed,
+            iteration=iteration,
+            draw=draw,
+            group_size=config.rollout.group_size,
+            shared_noise=_shares_noise(config),
+        )
+
+    def evaluation_plan(self, version: int) -> RolloutPlan | None:
+        """What the evaluation of a policy version samples; None without held-out prompts."""
+        return plan_heldout(self.config, self.heldout, version)
+
+
+def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) -> RolloutPlan | None:
+    """What the evaluation of a policy version samples; None without held-out prompts."""
+    if not heldout:
+        return None
+    return plan_evaluation(
+        [
+            DrawnPrompt(each.name, prompt, target)
+            for each in heldout
+            for prompt, target in zip(each.prompts, each.targets, strict=True)
+        ],
+        seed=config.evaluate.seed,
+        version=version,
+        samples_per_prompt=config.evaluate.samples_per_prompt,
+        shared_noise=_shares_noise(config),
+    )
+
+
+def _shares_noise(config: RunConfig) -> bool:
+    return isinstance(config.rollout, PictureRolloutSection) and config.rollout.shared_noise
+
+
+@contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """Check the inputs, then hold and open the run's folder; one with another configuration is set aside.
+
+    Raises:
+        InputErrors: everything that is wrong with the inputs, before anything is written.
+        InputError: another process writes the run.
+    """
+    require_inputs(config)
+    store = open_store(config.storage, config.run.name)
+    training = read_prompt_sets(config, config.data, "data")
+    heldout = read_prompt_sets(config, config.evaluate, "evaluate")
+    model = ModelSpec(
+        section=config.policy,
+        digest=model_digest(config.policy.model),
+        adapter_seed=derive_seed(config.run.seed, "adapter"),
+        reference=reference_placement(config),
+    )
+    prompts = [prompt.text for each in (*training, *heldout) for prompt in each.prompts]
+    family = model.family
+    family.refuse_prompts(config.policy.model, family.settings(config.rollout.model_dump()), prompts)
+    with locked(store, setting="run.name", value=config.run.name) as lock:
+        refuse_newer(store)
+        run = Run(config, store, lock, model, training, heldout)
+        store.clear_abandoned()
+        _set_other_lineage_aside(run)
+        _set_other_evaluations_aside(run)
+        _write_description(run)
+        yield run
+
+
+def _lineage(run: Run) -> str:
+    config = determining(run.config.model_dump(mode="json"))
+    for section in config["rewards"].values():
+        # An address or a path among them may change; what they determine is in the provenance.
+        del section["settings"]
+    described = {
+        "config": config,
+        "scores": [provenance_json(section) for section in run.config.rewards],
+        "model": run.model.digest,
+        "prompts": [[p.prompt_id, dict(p.columns)] for each in run.training for p in each.prompts],
+        "targets": [target and target.sha256 for each in run.training for target in each.targets],
+        "code": code_digest(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _set_other_lineage_aside(run: Run) -> None:
+    """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
+    store = run.store
+    described = _described(store)
+    paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
+    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
+    if described is None:
+        # Nobody says what these are; anything else in the folder may be a person's own.
+        kept = [name for name in kept if name.startswith("iteration_") or name in _OF_POLICIES]
+        if kept:
+            store.set_aside(kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made")
+        return
+    if described.get("lineage") == _lineage(run):
+        return
+    # Whoever takes up what the former configuration asked for finds nothing.
+    clear_calls(store)
+    former = _mapping(store.read_file(CONFIG_FILE))
+    changes: Sequence[str] = ()
+    if former is not None:
+        changes = changed_keys(determining(former), determining(run.config.model_dump(mode="json")))
+    unnamed = "the code, model, prompts, or a reward's function or weights changed"
+    reason = "the configuration changed: " + "; ".join(changes) if changes else unnamed
+    # run.json goes last: while it stands, the next start goes on with setting aside.
+    store.set_aside([*kept, RUN_FILE], reason=reason)
+
+
+def _set_other_evaluations_aside(run: Run) -> None:
+    """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
+    held = run.store.filesystem.exists(run.store.path("evaluations"))
+    if held and run.heldout and _former_evaluation(run) not in (None, _evaluation(run)):
+        run.store.set_aside(["evaluations"], reason="the held-out prompts, their targets, number or seed changed")
+
+
+def _evaluation(run: Run) -> str | None:
+    """Digest of what the evaluation of a policy draws; that of an earlier start where this one draws none."""
+    plan = run.evaluation_plan(0)
+    if plan is None:
+        return _former_evaluation(run)
+    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+
+
+def _former_evaluation(run: Run) -> str | None:
+    return (_described(run.store) or {}).get("evaluation")
+
+
+def _described(store: ArtifactStore) -> Mapping[str, Any] | None:
+    """What run.json says; None where it is missing or damaged."""
+    try:
+        return read_description(store) or None
+    except InputError:
+        return None
+
+
+def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
+    """A small YAML or JSON file's keys and values; None where it is missing or damaged."""
+    try:
+        values = yaml.safe_load(content or b"")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _write_description(run: Run) -> None:
+    store = run.store
+    config = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    described = {
+        "name": run.config.run.name,
+        "schema_version": SCHEMA_VERSION,
+        "lineage": _lineage(run),
+        "evaluation": _evaluation(run),
+        "model": run.config.policy.model,
+        "model_digest": run.model.digest,
+        "code": code_digest(),
+        "versions": {"python": platform.python_version(), **library_versions()},
+        "prompts": sum(len(each.prompts) for each in run.training),
+        "heldout_prompts": sum(len(each.prompts) for each in run.heldout),
+    }
+    write_description(store, described, config.encode())

@@ -1,0 +1,1 @@
+"""`grpo replay`: train a policy from stored rollouts."""

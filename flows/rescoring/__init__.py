@@ -1,0 +1,1 @@
+"""`grpo rescore`: score stored rollouts with other rewards."""

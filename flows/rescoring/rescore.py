@@ -1,0 +1,218 @@
+"""The rescoring flow: stored rollouts meet other rewards or weights; nothing is sampled, and no policy changes."""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import polars as pl
+from PIL import Image
+from prefect import flow
+from prefect.artifacts import acreate_table_artifact
+from pydantic import BaseModel
+
+from configs.rewards_file import RewardsFile
+from flows.pipeline.forms import Form
+from flows.pipeline.stages import named, recording, score_side_by_side
+from flows.rescoring.form import RescoreForm, read_form
+from flows.rescoring.request import REWARDS_FILE, RescoredRun, RescorePlan
+from tasks.advantages.compute import compute_advantages_task
+from tasks.progress import announce
+from tasks.reports.page_file import write_page
+from tasks.reports.rescoring.compare import compare
+from tasks.reports.rescoring.moved import moved_most
+from tasks.reports.rescoring.page import rescoring_page
+from tasks.reports.rescoring.records import RescoringComparison
+from tasks.reports.rescoring.samples import RescoredIteration, read_outputs, read_rescored
+from tasks.reports.rescoring.table import HEADINGS, reward_rows
+from tasks.rewards.stored import failed_scores
+from tasks.runs.iterations import RESCORED, StoredIteration
+from tasks.storage.artifacts.draw import Draw
+from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.locks.run_lock import locked
+
+SUMMARY_FILE, PAGE_FILE = "report.json", "report.html"
+
+
+class RescoreSummary(BaseModel):
+    """The end of a rescoring.
+
+    Attributes:
+        name: of the rescoring.
+        runs: that were scored again.
+        iterations: of all runs.
+        samples: of these.
+        computed: samples that each reward was computed for; a reward whose scores were all stored has 0.
+        failed: samples that a reward could not score.
+        seconds: `total`, `scores`, `advantages` and `report`.
+        report: the pages, one a run, and where else one was asked for.
+        comparison: what changed.
+    """
+
+    name: str
+    runs: list[str]
+    iterations: int
+    samples: int
+    computed: dict[str, int]
+    failed: dict[str, int]
+    seconds: dict[str, float]
+    report: list[str]
+    comparison: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """What a rescoring found.
+
+    Attributes:
+        summary: of what was done.
+        comparison: what changed.
+        moved: the samples whose rank moved most.
+    """
+
+    summary: RescoreSummary
+    comparison: RescoringComparison
+    moved: pl.DataFrame
+
+
+@flow(name="grpo rescore", flow_run_name="{plan.name}")
+async def rescore(plan: Annotated[RescorePlan, Form(RescoreForm, read_form)]) -> Rescoring:
+    """Score stored rollouts, compute their advantages anew, and tell what changed."""
+    started = time.perf_counter()
+    spent: dict[str, float] = {"scores": 0.0, "advantages": 0.0}
+    done: dict[str, list[RescoredIteration]] = {}
+    with ExitStack() as held:
+        place = f"{RESCORED}/{plan.name}"
+        locks = [held.enter_context(locked(run.store, place, setting="--name", value=plan.name)) for run in plan.runs]
+        for run, lock in zip(plan.runs, locks, strict=True):
+            async with recording(run.store, lock):
+                done[run.store.run] = rescore_run(plan.name, run, spent)
+        begun = time.perf_counter()
+        comparison, moved, pages = report(plan, done)
+    await publish(plan.name, comparison)
+    spent = {"total": time.perf_counter() - started, **spent, "report": time.perf_counter() - begun}
+    return Rescoring(summarize(plan, done, spent, pages, comparison), comparison, moved)
+
+
+def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[RescoredIteration]:
+    """Every iteration of one run, in order: running moments go from one to the next."""
+    open_place(name, run)
+    done: list[RescoredIteration] = []
+    for stored in run.iterations:
+        begun = time.perf_counter()
+        draws = tuple(score_missing(name, run, stored, index) for index in range(len(stored.draws)))
+        between = time.perf_counter()
+        advantages = compute_advantages(name, run, stored, draws, done[-1].advantages if done else None)
+        spent["scores"] += between - begun
+        spent["advantages"] += time.perf_counter() - between
+        done.append(RescoredIteration(stored.number, stored.draws, stored.advantages, draws, advantages))
+    announce(f"{run.store.run}: {len(done)} iterations scored as {name}")
+    return done
+
+
+def open_place(name: str, run: RescoredRun) -> None:
+    """Say what the scores are of; advantages that other rewards made under the same name are set aside."""
+    store, place = run.store, f"{RESCORED}/{name}"
+    asked = RewardsFile(rewards=run.rewards, advantages=run.advantages)
+    content = asked.model_dump_json(indent=1).encode()
+    if store.read_file(f"{place}/{REWARDS_FILE}") == content:
+        return
+    reader = ArtifactReader(store)
+    held = {each: reader.names(f"{place}/{each}") for each in reader.names(place) if each.startswith("iteration_")}
+    # The manifest first: without it the table counts for nothing.
+    parts = ("advantages.manifest.json", "advantages")
+    stale = [f"{place}/{each}/{part}" for each, names in held.items() for part in parts if part in names]
+    if stale:
+        store.set_aside(stale, reason=f"the rewards of the rescoring {name} changed")
+    store.write_file(f"{place}/{REWARDS_FILE}", content)
+
+
+def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: int) -> Draw:
+    """A draw with the scores that are asked for: stored ones where they are, else computed, side by side."""
+    draw, needed = stored.draws[index], run.needed[stored.number][index]
+    place = draw.rollouts.folder.rsplit("/", 1)[0]
+    missing = [each for each in needed if each.stored is None]
+    computed = score_side_by_side(
+        draw.rollouts,
+        [each.section for each in missing],
+        f"{RESCORED}/{name}/{place}/rewards",
+        f"iteration {stored.number}" if index == 0 else f"iteration {stored.number}, draw {index + 1}",
+        run.config.placement,
+        earlier={each.section.label: each.earlier for each in missing},
+    )
+    known = {each.section.label: each.stored for each in needed if each.stored is not None}
+    return Draw(draw.rollouts, {each.section.label: {**known, **computed}[each.section.label] for each in needed})
+
+
+def compute_advantages(
+    name: str, run: RescoredRun, stored: StoredIteration, draws: tuple[Draw, ...], earlier: ArtifactRef | None
+) -> ArtifactRef:
+    """One table over the samples of all draws of an iteration."""
+    title = f"iteration {stored.number}"
+    stage = named(compute_advantages_task, title, run.config.placement)
+    folder = f"{RESCORED}/{name}/iteration_{stored.number:06d}"
+    return stage(draws, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
+
+
+def report(
+    plan: RescorePlan, done: Mapping[str, list[RescoredIteration]]
+) -> tuple[RescoringComparison, pl.DataFrame, list[str]]:
+    """What changed, over all runs together; kept beside the scores of each, and where else it was asked for."""
+    stores = {run.store.run: run.store for run in plan.runs}
+    samples = pl.concat([read_rescored(stores[name], each) for name, each in done.items()], how="diagonal")
+    comparison, moved = compare(samples), moved_most(samples)
+    outputs: dict[tuple[str, str], Image.Image | str] = {}
+    for name, each in done.items():
+        outputs |= read_outputs(stores[name], each, moved)
+    page = rescoring_page(comparison, moved, outputs, f"{', '.join(done)}: scored again as {plan.name}")
+    pages = []
+    for store in stores.values():
+        place = f"{RESCORED}/{plan.name}"
+        store.write_file(f"{place}/{SUMMARY_FILE}", json.dumps(comparison.summary(), indent=1).encode())
+        store.write_file(f"{place}/{PAGE_FILE}", page.encode())
+        pages.append(store.path(f"{place}/{PAGE_FILE}"))
+    if plan.html is not None:
+        write_page(plan.html, page)
+        pages.append(str(plan.html))
+    return comparison, moved, pages
+
+
+async def publish(name: str, comparison: RescoringComparison) -> None:
+    """Leave the comparison in Prefect's UI."""
+    rows = [dict(zip(HEADINGS, row, strict=True)) for row in reward_rows(comparison)]
+    key = f"grpo-rescore-{name}".lower().replace(".", "-").replace("_", "-")
+    await acreate_table_artifact(rows, key=key, description=f"{', '.join(comparison.runs)}: scored again as {name}")
+
+
+def summarize(
+    plan: RescorePlan,
+    done: Mapping[str, list[RescoredIteration]],
+    seconds: dict[str, float],
+    pages: list[str],
+    comparison: RescoringComparison,
+) -> RescoreSummary:
+    """Gather the figures."""
+    labels = [section.label for section in plan.runs[0].rewards]
+    computed, failed = dict.fromkeys(labels, 0), dict.fromkeys(labels, 0)
+    for run in plan.runs:
+        for each in done[run.store.run]:
+            for draw, needed in zip(each.draws, run.needed[each.iteration], strict=True):
+                for one in needed:
+                    scores = draw.rewards[one.section.label]
+                    standing = max((each.rows - failed_scores(each) for each in one.earlier), default=0)
+                    computed[one.section.label] += 0 if one.stored else scores.rows - standing
+                    failed[one.section.label] += failed_scores(scores)
+    return RescoreSummary(
+        name=plan.name,
+        runs=list(done),
+        iterations=sum(map(len, done.values())),
+        samples=comparison.samples,
+        computed=computed,
+        failed=failed,
+        seconds=seconds,
+        report=pages,
+        comparison=comparison.summary(),
+    )

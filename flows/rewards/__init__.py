@@ -1,0 +1,1 @@
+"""`grpo rewards`: analyse stored scores and serve rewards over HTTP."""

@@ -1,0 +1,173 @@
+"""What `grpo rewards analyse` does: a run's scores looked over, some of them made again, pages and plots written."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from pydantic import BaseModel
+
+from configs.core_settings import hacking_rule
+from configs.reward_sections import RewardSection
+from configs.rewards_file import RewardsFile
+from configs.schema import RunConfig
+from flows.rescoring.needed_scores import needed_scores
+from flows.rescoring.request import REWARDS_FILE
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.rewards.hacking import HackingSign, hacking_signs
+from grpo_core.rewards.registry import build_reward
+from tasks.reports.page_file import require_page_place, write_page
+from tasks.reports.rewards_analysis.analyse import analyse
+from tasks.reports.rewards_analysis.page import analysis_page
+from tasks.reports.rewards_analysis.plots import draw_plots
+from tasks.reports.rewards_analysis.records import RewardAnalysis
+from tasks.reports.rewards_analysis.scores import read_scores, score_again
+from tasks.reports.rewards_analysis.watch_plot import draw_watch
+from tasks.reports.run_view import read_run
+from tasks.runs.config import stored_config
+from tasks.runs.iterations import RESCORED, STORED, read_iterations, read_range
+from tasks.runs.lookup import find_run
+from tasks.storage.artifacts.draw import Draw
+from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.store import ArtifactStore
+
+FOLDER = "analysis"
+REPEATED = 32
+"""Samples that are scored once more to see whether the same picture gets the same score."""
+
+
+@dataclass(frozen=True)
+class AnalysisRequest:
+    """The options as they were given.
+
+    Attributes:
+        source: a run under the root, or the path of its folder.
+        root: where runs are kept.
+        iterations: `A-B` or `A`; None for all.
+        rescored: name of a rescoring whose scores are looked at; None for those that were trained on.
+        repeats: samples that are scored once more; 0 for none.
+        html: file for the page beside the one in the run; None for no other.
+    """
+
+    source: str
+    root: str = "runs"
+    iterations: str | None = None
+    rescored: str | None = None
+    repeats: int = REPEATED
+    html: Path | None = None
+
+
+class AnalysisSummary(BaseModel):
+    """What `--json` prints.
+
+    Attributes:
+        run: whose scores were looked at.
+        folder: where page, plots and figures are.
+        watch: guardrails that have fallen while the held-out reward rose, in words.
+        not_repeated: rewards that could not be asked again, and why.
+        analysis: every figure.
+    """
+
+    run: str
+    folder: str
+    watch: list[str]
+    not_repeated: dict[str, str]
+    analysis: dict[str, Any]
+
+
+def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAnalysis]:
+    """Look a run's scores over, and keep what was found in its `analysis` folder.
+
+    Raises:
+        InputError, InputErrors: with the option, the value and the mend.
+    """
+    if request.html is not None:
+        require_page_place(request.html)
+    if request.repeats < 0:
+        raise InputError("--repeats", request.repeats, "Give a whole number of samples; 0 scores none again.")
+    store = find_run(request.source, request.root)
+    config = stored_config(store)
+    sections, draws = _scored_draws(store, config, request)
+    repeats, not_repeated = _score_again(store, sections, draws, request.repeats)
+    analysis = analyse(read_scores(store, draws), repeats)
+    signs, watch = _watch(store, config)
+    plots = {**draw_plots(analysis), **watch}
+    title = f"{store.run}: rewards" + (f" of the rescoring {request.rescored}" if request.rescored else "")
+    page = analysis_page(analysis, plots, title)
+    store.write_file(f"{FOLDER}/report.html", page.encode())
+    store.write_file(f"{FOLDER}/report.json", json.dumps(analysis.summary(), indent=1).encode())
+    for name, content in plots.items():
+        store.write_file(f"{FOLDER}/{name}", content)
+    if request.html is not None:
+        write_page(request.html, page)
+    summary = AnalysisSummary(
+        run=store.run,
+        folder=store.path(FOLDER),
+        watch=[str(sign) for sign in signs],
+        not_repeated=not_repeated,
+        analysis=analysis.summary(),
+    )
+    return summary, analysis
+
+
+def _scored_draws(
+    store: ArtifactStore, config: RunConfig, request: AnalysisRequest
+) -> tuple[tuple[RewardSection, ...], dict[int, tuple[Draw, ...]]]:
+    """The rewards, and each iteration's draws with their scores."""
+    chosen = None if request.iterations is None else read_range(request.iterations)
+    stored = read_iterations(store, chosen, request.rescored or STORED)
+    if request.rescored is None:
+        return config.rewards, {each.number: each.draws for each in stored}
+    content = store.read_file(f"{RESCORED}/{request.rescored}/{REWARDS_FILE}")
+    if content is None:
+        mend = "It does not say with which rewards it was made; run grpo rescore again."
+        raise InputError("--rescored", request.rescored, mend)
+    rewards = RewardsFile.model_validate_json(content).rewards
+    draws: dict[int, tuple[Draw, ...]] = {}
+    for each in stored:
+        found = needed_scores(store, each, rewards)
+        if missing := {one.section.label for draw in found for one in draw if one.stored is None}:
+            mend = f"Scores of {', '.join(sorted(missing))} are missing in iteration {each.number}; run it again."
+            raise InputError("--rescored", request.rescored, mend)
+        draws[each.number] = tuple(
+            replace(draw, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
+            for draw, needed in zip(each.draws, found, strict=True)
+        )
+    return rewards, draws
+
+
+def _score_again(
+    store: ArtifactStore, sections: Sequence[RewardSection], draws: Mapping[int, Sequence[Draw]], samples: int
+) -> tuple[pl.DataFrame | None, dict[str, str]]:
+    """The last iteration's first samples once more, by every reward that can be asked here."""
+    able, unable = [], {}
+    for section in sections:
+        problems = build_reward(section.reward, section.settings).preflight()
+        if problems:
+            unable[section.label] = problems[0]
+        else:
+            able.append(section)
+    if not samples or not able:
+        return None, unable
+    last = max((each for each in draws if store.pruned_reason(draws[each][0].rollouts) is None), default=None)
+    if last is None:
+        gone = "the pictures were removed by `grpo prune`"
+        return None, {**unable, **{section.label: gone for section in able}}
+    return score_again(store, last, draws[last][0], able, samples), unable
+
+
+def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
+    """Signs of hacking by the run's own rule, and the picture of it; nothing where no guardrail was scored."""
+    evaluated = [each for each in read_run(ArtifactReader(store)).evaluations if each.guardrails]
+    if not evaluated:
+        return (), {}
+    versions, rewards = [each.version for each in evaluated], [each.reward for each in evaluated]
+    labels = dict.fromkeys(label for each in evaluated for label in each.guardrails)
+    levels = {label: [each.guardrails.get(label) for each in evaluated] for label in labels}
+    try:
+        signs = hacking_signs(versions, rewards, levels, hacking_rule(config.watch))
+    except InputError as error:
+        raise InputErrors([error]) from error
+    return signs, {"watch.png": draw_watch(versions, rewards, levels)}

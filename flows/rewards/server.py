@@ -1,0 +1,269 @@
+"""A server that gives the project's own rewards to others, over the protocol of docs/remote_rewards.md."""
+
+import hashlib
+import hmac
+import json
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Mapping
+
+import anyio
+import anyio.to_thread
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.rewards.pictures import fits_reward, shown_bounds, shown_size
+from grpo_core.rewards.protocol import Reward, ScoringBatch
+from grpo_core.rewards.remote import wire
+from grpo_core.rewards.remote.http import Service
+from grpo_core.rewards.scoring import provenance_of, score_samples
+
+MAX_BODY_BYTES = 256 * 1024 * 1024
+MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
+"""Of all pictures of a request together: 256 of 1024x1024."""
+
+MAX_REQUESTS = 16
+"""Requests that are held at a time; further ones are sent away with status 429."""
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOGGER = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    """A request that is not served.
+
+    Args:
+        status: of the answer.
+        reason: for its body.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        self.status, self.reason = status, reason
+        super().__init__(reason)
+
+
+class RewardService:
+    """What the server does with a request.
+
+    Args:
+        rewards: by the name that they are asked for.
+        token: that a request must bear; None to ask for none.
+        concurrency: batches scored at a time, each in a thread.
+        max_requests: requests held at a time.
+        max_body_bytes: largest body of a request.
+        max_pixels: of all pictures of a request together; bytes do not bound them, as a black picture has hardly any.
+
+    Raises:
+        InputError: a weight file is missing or not the right one.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        token: str | None,
+        concurrency: int,
+        max_requests: int,
+        max_body_bytes: int,
+        max_pixels: int,
+    ) -> None:
+        self._rewards = dict(rewards)
+        self._described = {name: describe_reward(name, reward) for name, reward in rewards.items()}
+        self._token = token
+        self._threads = anyio.CapacityLimiter(concurrency)
+        self._max_requests, self._max_body_bytes, self._max_pixels = max_requests, max_body_bytes, max_pixels
+        self._held = 0
+
+    async def describe(self, request: Request) -> JSONResponse:
+        """Answer GET /v1/describe."""
+        try:
+            self._check_token(request)
+        except _Refused as refused:
+            return _refusal(refused)
+        rewards = [reward.model_dump() for reward in self._described.values()]
+        return JSONResponse({"protocol": wire.PROTOCOL, "rewards": rewards})
+
+    async def score(self, request: Request) -> JSONResponse:
+        """Answer POST /v1/score."""
+        if self._held >= self._max_requests:
+            return _refusal(_Refused(429, f"{self._held} requests are waiting already"), {"Retry-After": "1"})
+        self._held += 1
+        try:
+            self._check_token(request)
+            body = await self._body(request)
+            # An answer that nobody waits for is not worth the room of its thread.
+            content = await anyio.to_thread.run_sync(self._answer, body, limiter=self._threads, abandon_on_cancel=True)
+            return JSONResponse(content)
+        except _Refused as refused:
+            return _refusal(refused)
+        except Exception as error:
+            _LOGGER.exception("a batch could not be scored")
+            return _refusal(_Refused(500, f"the reward raised {type(error).__name__}; the server's log says more"))
+        finally:
+            self._held -= 1
+
+    def _check_token(self, request: Request) -> None:
+        if self._token is None:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+            raise _Refused(401, "this server asks for a bearer token, and the request has none or another")
+
+    async def _body(self, request: Request) -> bytes:
+        # A page in a browser can post plain text to any address, but JSON only with the server's consent.
+        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+            raise _Refused(415, "send Content-Type: application/json")
+        declared = request.headers.get("Content-Length", "0")
+        content = bytearray()
+        too_large = _Refused(413, f"the request is larger than {self._max_body_bytes} bytes")
+        if not declared.isdigit() or int(declared) > self._max_body_bytes:
+            raise too_large
+        async for part in request.stream():
+            content += part
+            if len(content) > self._max_body_bytes:
+                raise too_large
+        return bytes(content)
+
+    def _answer(self, body: bytes) -> dict[str, object]:
+        try:
+            asked = wire.ScoreRequest.model_validate_json(body)
+        except ValidationError as error:
+            raise _Refused(422, wire.first_fault(error)) from error
+        if asked.reward not in self._rewards:
+            raise _Refused(404, f"no reward {asked.reward!r}; this server has {', '.join(sorted(self._rewards))}")
+        reward, described = self._rewards[asked.reward], self._described[asked.reward]
+        try:
+            pixels = wire.declared_pixels(asked)
+            if pixels > self._max_pixels:
+                raise _Refused(413, f"the pictures have {pixels} pixels together, more than {self._max_pixels}")
+            batch = wire.read_batch(asked)
+            _refuse_unfit(reward, batch)
+            scores = score_samples(reward, batch)
+        except InputError as error:
+            raise _Refused(422, str(error)) from error
+        return wire.write_answer(described, batch.sample_ids, scores)
+
+
+def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
+    """What the server tells of a reward; the version follows from everything that its provenance names.
+
+    Raises:
+        InputError: a weight file is missing or not the right one.
+    """
+    provenance = provenance_of(reward)
+    canonical = json.dumps(provenance, sort_keys=True, allow_nan=False)
+    return wire.RewardDescription(
+        name=name,
+        version=f"{reward.version}+{hashlib.sha256(canonical.encode()).hexdigest()[:16]}",
+        media=list(reward.media),
+        needs_target=reward.needs_target,
+        needs_group=reward.needs_group,
+        needs_column=reward.needs_column,
+        min_side=reward.min_side,
+        max_aspect=None if math.isinf(reward.max_aspect) else reward.max_aspect,
+        provenance=provenance,
+    )
+
+
+def create_app(
+    rewards: Mapping[str, Reward],
+    token: str | None = None,
+    *,
+    concurrency: int = 2,
+    max_requests: int = MAX_REQUESTS,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_pixels: int = MAX_REQUEST_PIXELS,
+) -> FastAPI:
+    """The application; its arguments are those of :class:`RewardService`.
+
+    Raises:
+        InputError: a weight file is missing or not the right one.
+    """
+    service = RewardService(rewards, token, concurrency, max_requests, max_body_bytes, max_pixels)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_route(wire.DESCRIBE_PATH, service.describe, methods=["GET"])
+    app.add_route(wire.SCORE_PATH, service.score, methods=["POST"])
+    return app
+
+
+def serve(
+    rewards: Mapping[str, Reward],
+    host: str = "127.0.0.1",
+    port: int = 8600,
+    token_env: str | None = None,
+    *,
+    concurrency: int = 2,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; what is being scored then is finished, for up to ten seconds.
+
+    Args:
+        rewards: by the name that they are asked for.
+        host: to listen on; beyond this machine only with a token.
+        port: 0 for any that is free.
+        token_env: environment variable that holds the token; None to ask for none.
+        concurrency: batches scored at a time.
+        tell: is called with one line, the server's address, when requests are accepted.
+
+    Raises:
+        InputErrors: rewards that are not ready, each problem with its mend.
+        InputError: no token where one is due; an address that cannot be listened on.
+    """
+    problems = [
+        InputError(f"rewards.{name}", "not ready", p) for name, reward in rewards.items() for p in reward.preflight()
+    ]
+    if problems:
+        raise InputErrors(problems)
+    if token_env is None and host not in _LOOPBACK:
+        mend = "Other machines can reach this address. Name the environment variable of a token, or use 127.0.0.1."
+        raise InputError("host", host, mend)
+    token = Service("server", "", token_env=token_env).token()
+    app = create_app(rewards, token, concurrency=concurrency)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10, lifespan="off")
+    with _listening(host, port) as listener:
+        tell(f"serving {', '.join(rewards)} on {_address(listener)}")
+        _run(uvicorn.Server(config), listener)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise InputError("host and port", f"{host}:{port}", f"Choose others: {error}.") from error
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _run(server: uvicorn.Server, listener: socket.socket) -> None:
+    # When uvicorn has ended it raises the signal that ended it once more, for the handlers that stood before its own.
+    signals = (signal.SIGTERM, signal.SIGINT)
+    former = {number: signal.signal(number, lambda *_: None) for number in signals}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
+    kind = "text" if batch.completions else "picture"
+    if kind not in reward.media:
+        raise _Refused(422, f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s")
+    if reward.needs_group and not batch.group_ids:
+        raise _Refused(422, "this reward compares siblings, and these samples come without group_id")
+    for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
+        if not fits_reward(image, reward.min_side, reward.max_aspect):
+            needs = shown_bounds(reward.min_side, reward.max_aspect)
+            raise _Refused(422, f"sample {sample_id} has {shown_size(image)} pixels; this reward needs {needs}")
+
+
+def _refusal(refused: _Refused, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": refused.reason}, refused.status, headers)

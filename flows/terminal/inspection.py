@@ -1,0 +1,222 @@
+"""A run in the terminal: tables, sparklines, texts, and small pictures where the terminal has the colours for them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from PIL import Image
+from rich import box
+from rich.color import Color
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from flows.inspection.inspect_run import Inspection, change, heading
+from flows.terminal.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, plain, sparkline
+from tasks.reports.group_records import GroupView, SampleView
+from tasks.reports.metric_titles import metric_title
+from tasks.reports.page import CHARTED, counted, metric_rows, number, progress, reward_means, signed, stage_shares
+from tasks.reports.passages import shortened
+from tasks.reports.pictures import PRUNED
+
+WIDE = 100
+MOST_ROWS = 24
+THUMBNAIL = 16
+"""Characters across a picture; each character is two pixels, one above the other."""
+
+LETTERS = 400
+"""Of a text; the page has the whole of it."""
+
+
+def report(inspection: Inspection, html: Path | None, *, to_stderr: bool) -> None:
+    """Show a run on the console; of one that was written as a page, the summary and where the page is."""
+    console = Console(stderr=to_stderr)
+    if html is None:
+        show_inspection(inspection, console)
+        return
+    show_warnings(inspection.warnings, console)
+    show_heading(inspection, console)
+    console.print(plain(f"page written to {html}"), soft_wrap=True)
+
+
+def show_inspection(inspection: Inspection, console: Console) -> None:
+    """Print everything: summary, curves, samples, figures, what was set aside."""
+    run = inspection.run
+    show_warnings(inspection.warnings, console)
+    show_heading(inspection, console)
+    console.print(_curves(inspection, console))
+    if inspection.heldout is not None and inspection.heldout.pairs:
+        console.print(_heldout(inspection, console))
+    if inspection.groups.shown:
+        console.print(_groups(inspection, console))
+    if run.shown is not None:
+        console.print(_figures(inspection))
+    if run.set_aside:
+        table = Table(title="Set aside", title_justify="left", box=box.SIMPLE_HEAD)
+        for name in ("why", "what", "where"):
+            table.add_column(name, overflow="fold")
+        for aside in run.set_aside:
+            table.add_row(plain(aside.reason), plain(", ".join(aside.paths)), plain(aside.place))
+        console.print(table)
+    console.print(_configuration(inspection))
+
+
+def show_warnings(warnings: Sequence[str], console: Console) -> None:
+    """What is damaged or missing, where it cannot be overlooked."""
+    if warnings:
+        text = Text("\n").join(plain(warning) for warning in warnings)
+        console.print(Panel(text, title="warning: not everything could be shown", border_style="yellow"))
+
+
+def show_heading(inspection: Inspection, console: Console) -> None:
+    """How far the run is, its figures, and its time by stage."""
+    run = inspection.run
+    table = Table(title=plain(f"{run.name}: {progress(run)}"), show_header=False, title_justify="left", box=box.SIMPLE)
+    for name, value in heading(inspection.summary(None)):
+        table.add_row(name, plain(value))
+    for stage, seconds, share in stage_shares(run):
+        table.add_row(f"seconds, {stage}", f"{seconds:.1f} ({share:.0%})")
+    table.add_row("kept in", plain(run.folder))
+    console.print(table)
+
+
+def _curves(inspection: Inspection, console: Console) -> Table:
+    run = inspection.run
+    wide = console.width >= WIDE
+    table = Table(title="Curves", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("over iterations", overflow="fold", min_width=26)
+    table.add_column("", no_wrap=True)
+    for name in ("first", "last", *(("least", "most") if wide else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    series = {name: run.series(name) for name in ["reward", *reward_means(run), *CHARTED]}
+    by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
+    drawn = {"reward": series.pop("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **series}
+    blocks = UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
+    for name, points in drawn.items():
+        values = [value for _, value in points]
+        if values:
+            figures = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
+            line = sparkline(values, SPARK_WIDTH if wide else SPARK_WIDTH - 8, blocks)
+            table.add_row(plain(metric_title(name, run.noun).title), line, *(f"{value:.4g}" for value in figures))
+    return table
+
+
+def _heldout(inspection: Inspection, console: Console) -> Table:
+    heldout = inspection.heldout
+    assert heldout is not None
+    seeds = "same seeds" if heldout.same_seeds else "other seeds"
+    title = f"Held-out prompts, policy {heldout.first} and policy {heldout.last}, {seeds}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=_has_colours(console))
+    table.add_column("prompt", overflow="fold", ratio=1)
+    table.add_column("reward", no_wrap=True)
+    texts, pictures = inspection.run.noun == "completion", _has_colours(console)
+    if texts or pictures:
+        table.add_column("before", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
+        table.add_column("after", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
+    for pair in heldout.pairs[:MOST_ROWS]:
+        asked = plain(shortened(pair.before.prompt, LETTERS)) if texts else plain(pair.before.prompt)
+        cells: list[RenderableType] = [asked, change(pair.before.reward, pair.after.reward)]
+        if texts or pictures:
+            cells += [_output(pair.before.samples[0]), _output(pair.after.samples[0])]
+        table.add_row(*cells)
+    table.caption = _left_out(len(heldout.pairs), heldout.total)
+    return table
+
+
+def _groups(inspection: Inspection, console: Console) -> Table:
+    groups, shown = inspection.groups, inspection.run.shown
+    assert shown is not None
+    table = Table(
+        title=f"Iteration {shown.iteration}: best and worst {inspection.run.noun} a prompt",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.show_lines = True
+    table.add_column("prompt", overflow="fold", ratio=2)
+    table.add_column("best", overflow="fold", ratio=3)
+    table.add_column("worst", overflow="fold", ratio=3)
+    for group in groups.shown[:MOST_ROWS]:
+        table.add_row(_about(group, groups.datasets), *(_cell(sample, console) for sample in _ends(group)))
+    replaced = counted(groups) if groups.draws > 1 or groups.dropped else None
+    table.caption = "\n".join(filter(None, (replaced, _left_out(len(groups.shown), groups.total)))) or None
+    return table
+
+
+def _ends(group: GroupView) -> Iterator[SampleView | None]:
+    yield group.best or group.samples[0]
+    yield group.worst
+
+
+def _about(group: GroupView, datasets: Sequence[str]) -> Text:
+    texts = isinstance(group.samples[0].output, str)
+    about = Text.assemble(plain(shortened(group.prompt, LETTERS) if texts else group.prompt))
+    if len(datasets) > 1:
+        about.append_text(Text("\n")).append_text(plain(group.dataset))
+    about.append("\nmean " + number(group.reward), "dim")
+    return about.append(", left out of the update", "dim") if group.dropped else about
+
+
+def _cell(sample: SampleView | None, console: Console) -> RenderableType:
+    if sample is None:
+        return ""
+    lines = [plain(sample.sample_id), Text(f"reward {number(sample.reward)}, advantage {signed(sample.advantage)}")]
+    lines += [plain(f"{label} {number(value)}") for label, value in sample.breakdown.items()]
+    cut = "" if sample.finished else ", cut there"
+    lines.append(Text(f"log-prob {sample.logprob:.1f} over {sample.length} tokens{cut}", style="dim"))
+    if isinstance(sample.output, str):
+        return Group(_output(sample), *lines)
+    return Group(*lines, *((_output(sample),) if _has_colours(console) else ()))
+
+
+def _output(sample: SampleView) -> Text:
+    if isinstance(sample.output, str):
+        shown = plain(shortened(sample.output, LETTERS) or "(empty)")
+        shown.stylize("bold")
+        return shown
+    return thumbnail(sample.output) if sample.output is not None else Text(PRUNED, style="dim")
+
+
+def _left_out(read: int, total: int) -> str | None:
+    shown = min(read, MOST_ROWS)
+    return f"{shown} of {total} prompts; --html FILE shows more" if shown < total else None
+
+
+def _figures(inspection: Inspection) -> Table:
+    shown = inspection.run.shown
+    assert shown is not None
+    table = Table(title=f"Iteration {shown.iteration}: every figure", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("figure", overflow="fold")
+    table.add_column("name in metrics.parquet", overflow="fold", style="dim")
+    table.add_column("value", justify="right", no_wrap=True)
+    for title, _, name, value in metric_rows(shown, inspection.run.noun):
+        table.add_row(plain(title), plain(name), f"{value:.6g}")
+    return table
+
+
+def _configuration(inspection: Inspection) -> RenderableType:
+    text = inspection.run.config_text
+    return Panel(plain(text.rstrip()), title="config.yaml", title_align="left") if text is not None else ""
+
+
+def _has_colours(console: Console) -> bool:
+    return console.is_terminal and console.color_system in ("256", "truecolor")
+
+
+def thumbnail(image: Image.Image, across: int = THUMBNAIL) -> Text:
+    """A picture in half blocks: the upper pixel is the character's colour, the lower one its background."""
+    down = max(2, 2 * round(across * image.height / image.width / 2))
+    small = image.resize((across, down), Image.Resampling.BOX)
+    text = Text(no_wrap=True)
+    for y in range(0, down, 2):
+        for x in range(across):
+            upper, lower = (Color.from_rgb(*_pixel(small, x, y + offset)) for offset in (0, 1))
+            text.append("▀", Style(color=upper, bgcolor=lower))
+        text.append("\n" if y + 2 < down else "")
+    return text
+
+
+def _pixel(image: Image.Image, x: int, y: int) -> tuple[int, int, int]:
+    value = image.getpixel((x, y))
+    assert isinstance(value, tuple), "pictures are RGB"
+    return int(value[0]), int(value[1]), int(value[2])

@@ -1,0 +1,90 @@
+"""What a person sees of a training run in the terminal: bars on the way, a summary at the end."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from tasks.progress import listen
+
+_console = Console(stderr=True)
+
+
+class _Rate(ProgressColumn):
+    """Units a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.1f}/s" if speed else "", style="cyan")
+
+
+@contextmanager
+def training_progress() -> Iterator[None]:
+    """Show how far each stage is: a bar in a terminal, a line when a stage ends elsewhere."""
+    if not _console.is_terminal:
+        listen(_Lines())
+        yield
+        return
+    columns = (
+        TextColumn("{task.description:<44}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_console) as bars:
+        listen(_Bars(bars))
+        yield
+
+
+class _Bars:
+    """A bar for each stage that is at work; those that are done make room when another begins."""
+
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.tasks: dict[str, TaskID] = {}
+        # Rewards that are scored side by side tell from threads of their own.
+        self.telling = threading.Lock()
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        with self.telling:
+            if stage not in self.tasks:
+                ended = {task.id for task in self.bars.tasks if task.finished}
+                for name in [name for name, task in self.tasks.items() if task in ended]:
+                    self.bars.remove_task(self.tasks.pop(name))
+                self.tasks[stage] = self.bars.add_task(stage, total=total)
+            self.bars.update(self.tasks[stage], completed=done, total=total)
+
+    def announce(self, line: str) -> None:
+        self.bars.console.print(line, markup=False, highlight=False)
+
+
+class _Lines:
+    """A line when a stage ends, for logs."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        begun = self.begun.setdefault(stage, time.perf_counter())
+        if done == total:
+            self.announce(f"{stage}: {done}/{total} in {time.perf_counter() - begun:.1f} s")
+
+    def announce(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)

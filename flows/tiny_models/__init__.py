@@ -1,0 +1,1 @@
+"""Train the shipped tiny models again from their recipes."""

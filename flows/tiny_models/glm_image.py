@@ -1,0 +1,98 @@
+"""Makes the shipped tiny GLM-Image again from its recipe: token model, decoder, files, measurements, prompt files.
+
+`python -m flows.tiny_models.glm_image`; the same recipe gives the same weights on the same machine.
+"""
+
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from diffusers import GlmImagePipeline
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+
+from data.prompt_files import HELDOUT_FILE, TRAIN_FILE, choose_scenes, write_prompt_file
+from data.recipe_file import write_recipe
+from data.shapes import split_scenes
+from data.tiny_glm_image import (
+    LIBRARIES,
+    AutoregressiveMetrics,
+    DecoderMetrics,
+    TinyRecipe,
+    build_pipeline,
+    evaluate_tiny_model,
+    save_tiny_model,
+    train_autoregressive,
+    train_decoder,
+)
+from flows.terminal.progress import training_progress
+from tasks.checkout import CHECKOUT
+from tasks.progress import progress_of
+
+DATA = CHECKOUT / "data"
+MODEL = DATA / "models" / "tiny-glm-image"
+TEMPERATURES = (1.0, 0.7)
+
+
+@task(name="train token model", cache_policy=NO_CACHE)
+def train_token_model(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> AutoregressiveMetrics:
+    """Cross-entropy on the tokens of captioned pictures; changes the pipeline in place."""
+    tell = progress_of("train token model", recipe.autoregressive_steps)
+    return train_autoregressive(pipeline, recipe, lambda step, steps, loss: tell(step, steps))
+
+
+@task(name="train decoder", cache_policy=NO_CACHE)
+def train_picture_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
+    """Flow matching from tokens to pixels; changes the pipeline in place."""
+    tell = progress_of("train decoder", recipe.decoder_steps)
+    return train_decoder(pipeline, recipe, lambda step, steps, loss: tell(step, steps))
+
+
+@task(name="measure and save", cache_policy=NO_CACHE)
+def measure_and_save(pipeline: GlmImagePipeline, recipe: TinyRecipe, measured: dict[str, object], folder: Path) -> None:
+    """Save, load again as a user would, measure on held-out captions, and write the recipe beside it."""
+    _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
+    save_tiny_model(pipeline, folder)
+    reports = [asdict(evaluate_tiny_model(folder, unseen, temperature=warm)) for warm in TEMPERATURES]
+    write_recipe(folder, recipe, {**measured, "heldout": reports}, libraries=LIBRARIES)
+
+
+@task(name="write prompt files", cache_policy=NO_CACHE)
+def write_prompt_files(recipe: TinyRecipe) -> None:
+    """Prompts and target pictures for training by rewards; the held-out ones were never seen before."""
+    seen, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
+    for name, scenes, count in (
+        (TRAIN_FILE, seen, recipe.train_prompts),
+        (HELDOUT_FILE, unseen, recipe.heldout_prompts),
+    ):
+        write_prompt_file(choose_scenes(scenes, count, recipe.seed), DATA / "prompts" / name, DATA / "targets")
+
+
+@flow(name="tiny model", validate_parameters=False)
+def make_tiny_model(recipe: TinyRecipe, folder: Path) -> None:
+    """Build, train, save, measure. The former model stays until the new one is whole."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    pipeline = build_pipeline(recipe)
+    token_model = train_token_model(pipeline, recipe)
+    decoder = train_picture_decoder(pipeline, recipe)
+    measured: dict[str, object] = {
+        "train_seconds": round(time.perf_counter() - started),
+        "token_model": asdict(token_model),
+        "decoder": asdict(decoder),
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "model"
+        measure_and_save(pipeline, recipe, measured, fresh)
+        if folder.exists():
+            folder.rename(Path(scratch) / "former")
+        fresh.rename(folder)
+    write_prompt_files(recipe)
+
+
+if __name__ == "__main__":
+    with training_progress():
+        make_tiny_model(TinyRecipe(), MODEL)

@@ -1,0 +1,1 @@
+"""`grpo train`: the loop, prefetched rollouts, evaluation, guardrails, reports, summary."""

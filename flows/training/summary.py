@@ -1,0 +1,61 @@
+"""What a finished run tells: rewards first and last, time by stage, where to look."""
+
+from configs.schema import TextRolloutSection
+from flows.pipeline.run import Run
+from flows.pipeline.run_summary import RunFigures
+from flows.training.guardrails import write_watch_plot
+from flows.training.history import TrainingHistory
+from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
+from tasks.storage.artifacts.reference import PolicyRef
+
+
+class TrainSummary(RunFigures):
+    """The end of a run; `seconds.total` is this start's wall time, the stages' are as measured when each ran.
+
+    Attributes:
+        contact_sheet: picture of the held-out prompts before and after, where the policy draws and there are any.
+        heldout_texts: page of the same, where it writes.
+        watch: picture of the held-out reward beside its guardrails, where there are any.
+        hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
+        stopped_early: the watch ended the run.
+        set_aside: what this start moved out of the way, and why.
+    """
+
+    contact_sheet: str | None
+    heldout_texts: str | None
+    watch: str | None
+    hacking: list[str]
+    stopped_early: bool
+    set_aside: list[str]
+
+
+def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: float) -> TrainSummary:
+    """Gather the figures, and keep the held-out samples of before and after."""
+    iterations, heldout = history.iterations, history.heldout
+    rewards = [record.metrics["reward"] for record in iterations if "reward" in record.metrics]
+    by_stage = {"total": seconds}
+    for record in iterations:
+        for name, value in record.metrics.items():
+            if name.startswith("seconds/"):
+                stage = name.removeprefix("seconds/")
+                by_stage[stage] = by_stage.get(stage, 0.0) + value
+    versions = sorted(heldout)
+    ends = (heldout[versions[0]], heldout[versions[-1]]) if versions else None
+    title, texts = f"{run.config.run.name}: held-out prompts", isinstance(run.config.rollout, TextRolloutSection)
+    return TrainSummary(
+        run=run.config.run.name,
+        iterations=policy.version,
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        heldout_before=heldout[versions[0]].metrics.get("reward") if versions else None,
+        heldout_after=heldout[versions[-1]].metrics.get("reward") if versions else None,
+        policy_digest=policy.digest,
+        seconds=by_stage,
+        folder=run.store.path(),
+        contact_sheet=write_contact_sheet(run.store, *ends, title) if ends and not texts else None,
+        heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
+        watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
+        hacking=[str(sign) for sign in history.signs],
+        stopped_early=history.stopped_by(run.config, policy.version),
+        set_aside=run.store.reasons,
+    )

@@ -1,0 +1,172 @@
+"""Any reward function written for TRL's trainers, asynchronous or not, unchanged.
+
+It is called as TRL 1.16's GRPOTrainer does (``_calculate_rewards``): everything by keyword, one list entry a sample.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from grpo_core.errors import InputError
+from grpo_core.records import Medium
+from grpo_core.rewards.functions import trl_call
+from grpo_core.rewards.functions.loading import REFERENCE, UserFunction, load_function
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
+from grpo_core.rewards.settings import check_choice
+
+_PLACE = "rewards.function.function"
+
+
+@dataclass(frozen=True)
+class FunctionReward(Reward):
+    """Value and raw are what the function returned, unbounded; None says that it has nothing to say of a sample.
+
+    Keywords of the call: ``prompts``; ``completions``, texts, or pictures (RGB copies) where samples are pictures, and
+    then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``completion_ids``, None
+    where the tokens are not known; every column of the prompt file; ``trainer_state`` None, since stored samples are
+    scored again without a trainer; ``log_extra`` and ``log_metric``, which write to the log.
+
+    Attributes:
+        function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
+        arguments: keyword arguments, for the factory or, where it is none, for every call.
+        factory: whether `function` gives the reward function when called with `arguments`
+            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes none of
+            prompts, completions and completion_ids.
+        conversational: whether prompts and completions are lists of messages, as TRL gives them when its data set's
+            are. By default they are when the function annotates ``completions`` with lists of lists.
+        by_group: whether the function compares siblings; it then gets one whole group a call.
+        with_targets: whether the function compares with target pictures.
+        on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
+        revision: any text; to be changed when something has changed that the function's file imports.
+    """
+
+    function: str = ""
+    arguments: Mapping[str, object] | None = None
+    factory: bool | None = None
+    conversational: bool | None = None
+    by_group: bool = False
+    with_targets: bool = False
+    on_error: str | None = "raise"
+    revision: str | None = None
+
+    name: ClassVar[str] = "function"
+    media: ClassVar[tuple[Medium, ...]] = ("picture", "text")
+    needs_tokens: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.function, str) or not REFERENCE.fullmatch(self.function):
+            mend = "Set package.module:function, or path/to/file.py:function."
+            raise InputError(_PLACE, self.function, mend)
+        _check_arguments(self.arguments)
+        for setting, choices in (("factory", (True, False, None)), ("conversational", (True, False, None))):
+            if not any(getattr(self, setting) is choice for choice in choices):
+                raise InputError(f"rewards.function.{setting}", getattr(self, setting), "Set true, false or null.")
+        for setting in ("by_group", "with_targets"):
+            if not isinstance(getattr(self, setting), bool):
+                raise InputError(f"rewards.function.{setting}", getattr(self, setting), "Set true or false.")
+        check_choice("rewards.function.on_error", self.on_error or "null", ("raise", "null"))
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise InputError("rewards.function.revision", self.revision, "Set a text, in quotes.")
+
+    @property
+    def version(self) -> str:
+        """The function's source file belongs to it."""
+        return f"1+{self._load().sha256[:16]}"
+
+    @property
+    def needs_group(self) -> bool:
+        """Where the function compares siblings."""
+        return self.by_group
+
+    @property
+    def needs_target(self) -> bool:
+        """Where the function compares with targets."""
+        return self.with_targets
+
+    @property
+    def needs_column(self) -> str | None:
+        """The function's first parameter without a default that no call gives by itself; None while it cannot load."""
+        try:
+            columns = trl_call.needed_columns(self._load())
+        except InputError:
+            return None  # told by the preflight
+        return columns[0] if columns else None
+
+    def settings(self) -> Mapping[str, object]:
+        """All of them; a file by its name, as its content is in the version."""
+        module, _, name = self.function.rpartition(":")
+        return {
+            "function": f"{Path(module).name if module.endswith('.py') else module}:{name}",
+            "arguments": dict(self.arguments or {}),
+            "factory": self.factory,
+            "conversational": self.conversational,
+            "by_group": self.by_group,
+            "with_targets": self.with_targets,
+            "on_error": self.on_error or "null",
+            "revision": self.revision,
+        }
+
+    def preflight(self) -> Sequence[str]:
+        """A module or function that is not there or cannot be imported, or that refuses the keywords of a call."""
+        try:
+            function = self._load()
+        except InputError as error:
+            return [str(error)]
+        refused = trl_call.refused_keywords(function)
+        if not refused:
+            return []
+        mend = f"It does not take the keyword(s) {', '.join(refused)}. Let it take **kwargs, as TRL asks too."
+        return [str(InputError(f"{_PLACE}, {function.place}", self.function, mend))]
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """One score a sample; of one call each group, or of one call for all.
+
+        Raises:
+            InputError: the function cannot be loaded, raised (unless `on_error` is null), or returned something else
+                than one number or None a sample.
+        """
+        function = self._load()
+        if not self.by_group:
+            return self._score_rows(function, batch)
+        if not batch.group_ids:
+            raise InputError("rewards.function.by_group", True, "These samples come without groups. Set it to false.")
+        groups = itertools.groupby(range(len(batch)), key=lambda row: batch.group_ids[row])
+        return [score for _, rows in groups for score in self._score_rows(function, batch.select(list(rows)))]
+
+    def _load(self) -> UserFunction:
+        return load_function(_PLACE, self.function, json.dumps(dict(self.arguments or {})), self.factory)
+
+    def _score_rows(self, function: UserFunction, batch: ScoringBatch) -> list[Score]:
+        messages = trl_call.takes_messages(function) if self.conversational is None else self.conversational
+        keywords = trl_call.call_keywords(function, batch, messages, self.with_targets)
+        try:
+            returned = trl_call.call(function, keywords)
+        except (Exception, SystemExit) as error:  # whatever a user's function raises is told with its place
+            if self.on_error == "raise":
+                raise self._raised(function, error) from error
+            if len(batch) > 1 and not self.by_group:
+                return [score for row in range(len(batch)) for score in self._score_rows(function, batch.select([row]))]
+            at = Path(function.raised_at(error)).name
+            return [Score.failed(f"the function raised {type(error).__name__}: {error} ({at})")] * len(batch)
+        return trl_call.read_scores(function, returned, batch.sample_ids)
+
+    def _raised(self, function: UserFunction, error: BaseException) -> InputError:
+        mend = (
+            "Mend the function; or, if it wants messages and got texts, or the other way round, set `conversational` "
+            "(true or false); or set `on_error: null` to go on without scores for the samples on which it raises. "
+            "trainer_state is None in every call."
+        )
+        place = f"the reward function {self.function}, {function.raised_at(error)}"
+        return InputError(place, f"{type(error).__name__}: {error}", mend)
+
+
+def _check_arguments(arguments: object) -> None:
+    try:
+        plain = arguments is None or (isinstance(arguments, Mapping) and bool(json.dumps(arguments, allow_nan=False)))
+    except (TypeError, ValueError):
+        plain = False
+    if not plain:
+        raise InputError("rewards.function.arguments", arguments, "Set names with numbers, texts, lists or null.")

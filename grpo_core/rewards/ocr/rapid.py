@@ -1,0 +1,166 @@
+"""Reading with RapidOCR: PaddleOCR's PP-OCRv6 for Chinese and English on ONNX Runtime, models from its own wheel."""
+
+import base64
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.ocr.engine import Line, ReadingError, in_reading_order
+from grpo_core.rewards.weights import file_sha256
+
+MODELS: Mapping[str, str] = {
+    "detection": "PP-OCRv6_det_small.onnx",
+    "recognition": "PP-OCRv6_rec_small.onnx",
+    "direction": "ch_ppocr_mobile_v2.0_cls_mobile.onnx",
+}
+"""The model files of the wheel by what they do."""
+
+_PLACE = "rewards.text_accuracy.engine"
+_MEND = "Install it again as it is published: pip install --force-reinstall --no-deps rapidocr==3.10.0"
+_MIN_TEXT_SCORE = 0.5
+
+
+@dataclass(frozen=True)
+class RapidEngine:
+    """Reads Chinese and English. Nothing is downloaded; one copy of the models a process and settings, one thread.
+
+    Attributes:
+        turn_lines: whether lines that stand on their head are turned and read; otherwise they are passed over. Left as
+            they are, many of them would be read all the same.
+        limit_side_len: a picture with a smaller short side is enlarged to it for finding the lines.
+        max_side_len: a picture with a larger long side is shrunk to it before anything else.
+    """
+
+    turn_lines: bool
+    limit_side_len: int
+    max_side_len: int
+
+    @property
+    def version(self) -> str:
+        """Both libraries': another ONNX Runtime computes other last digits."""
+        return "+".join(f"{name}-{metadata.version(name)}" for name in ("rapidocr", "onnxruntime"))
+
+    def model_digests(self) -> Mapping[str, str]:
+        """Those of the models.
+
+        Raises:
+            InputError: a file is missing, or not the one that was installed.
+        """
+        return {role: file_sha256(str(_find_model_file(name))) for role, name in MODELS.items()}
+
+    def find_problems(self) -> Sequence[str]:
+        """Model files that are missing or changed."""
+        try:
+            self.model_digests()
+        except InputError as error:
+            return [str(error)]
+        return []
+
+    def read(self, picture: Image.Image) -> tuple[str, ...]:
+        """The lines of an RGB picture, those read with a confidence of a half or more.
+
+        Raises:
+            ReadingError: the library broke down.
+            InputError: a model file is missing or changed.
+        """
+        models = tuple(str(_find_model_file(name)) for name in MODELS.values())
+        with _READING:
+            reader = _load_reader(self, models)
+            try:
+                found = reader(picture)
+            # Besides its own errors come those of OpenCV, NumPy and Shapely, which have no other base in common.
+            except Exception as error:
+                last_line = (str(error).strip().splitlines() or [""])[-1]
+                raise ReadingError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
+        texts, boxes = getattr(found, "txts", None), found.boxes
+        if texts is None or boxes is None:
+            return ()
+        edges = [(box[:, 0].min(), box[:, 1].min(), box[:, 1].max()) for box in boxes]
+        lines = [Line(text, *map(float, edge)) for text, edge in zip(texts, edges, strict=True)]
+        return in_reading_order(lines)
+
+
+_TURNS = str.maketrans("6MWdpbqnu9mw", "9WMpdqbun6wm")
+_ALIKE = str.maketrans("osxzlI0|", "OSXZ11O1")
+_READ_BOTH_WAYS = frozenset("HINOSXZ18osxzl0|69MWmwdpbqnu ")
+
+
+def reads_both_ways(upright: str, turned: str) -> bool:
+    """Whether two readings are those of one writing and of the same turned by half: NOON and NOON, up and dn.
+
+    Nothing but the writing's surroundings could tell which way it stands.
+    """
+    if not set(upright) <= _READ_BOTH_WAYS:
+        return False
+    back = turned[::-1].translate(_TURNS)
+    return back.translate(_ALIKE) == upright.translate(_ALIKE)
+
+
+_READING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=4)
+def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
+    # Imported where it is used: OpenCV and ONNX Runtime take longer than reading a configuration.
+    import numpy as np
+    from rapidocr import RapidOCR
+
+    class Reader(RapidOCR):
+        """Decides for itself which lines stand on their head, and what becomes of them."""
+
+        def cls_and_rotate(self, img: list[Any]) -> tuple[list[Any], Any]:
+            _, directions = super().cls_and_rotate(list(img))
+            labels = [label for label, _ in directions.cls_res]
+            lines = [self._right(line) if label == "180" else line for line, label in zip(img, labels, strict=True)]
+            return lines, directions
+
+        def _right(self, line: Any) -> Any:
+            # The classifier alone takes blurred upright lines, too, for ones on their head.
+            turned = np.ascontiguousarray(np.rot90(line, 2))
+            read = self.recognize_txt([line, turned])
+            upright_score, turned_score = read.scores
+            if turned_score <= upright_score or reads_both_ways(*read.txts):
+                return line
+            # Nothing is read in a blank.
+            return turned if engine.turn_lines else np.full_like(line, 255)
+
+    # Paths of the models, because the library looks for a download where it is left to find them itself.
+    files = {f"{part}.model_path": path for part, path in zip(("Det", "Rec", "Cls"), models, strict=True)}
+    return Reader(
+        params={
+            **files,
+            "Global.log_level": "error",
+            "Global.text_score": _MIN_TEXT_SCORE,
+            "Global.use_cls": True,
+            "Global.max_side_len": engine.max_side_len,
+            "Det.limit_side_len": engine.limit_side_len,
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+        }
+    )
+
+
+@functools.lru_cache(maxsize=len(MODELS))
+def _find_model_file(name: str) -> Path:
+    """A model file that has the digest with which the wheel lists it.
+
+    Raises:
+        InputError: it is not there, or another.
+    """
+    listed = [entry for entry in metadata.files("rapidocr") or () if entry.name == name]
+    path = Path(str(listed[0].locate())) if listed else None
+    if path is None or not path.is_file():
+        raise InputError(_PLACE, "rapidocr", f"Its model file {name} is missing. {_MEND}")
+    recorded = listed[0].hash
+    if recorded is not None:
+        expected = base64.urlsafe_b64decode(recorded.value + "=" * (-len(recorded.value) % 4)).hex()
+        if file_sha256(str(path)) != expected:
+            raise InputError(_PLACE, "rapidocr", f"Its model file {path} is not the one installed. {_MEND}")
+    return path

@@ -1,0 +1,150 @@
+"""Reading with Tesseract: a second engine, to tell better writing from writing that suits the first."""
+
+import functools
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.ocr.engine import Line, ReadingError, in_reading_order
+from grpo_core.rewards.weights import file_sha256
+
+TIMEOUT_SECONDS = 60
+"""After which a picture is given up; Tesseract takes about a tenth of a second for one."""
+
+_PLACE = "rewards.text_accuracy.engine"
+_PACKAGE_MEND = "Install it: pip install 'grpo-staged[tesseract]', or set rapidocr."
+_BINARY_MEND = "Install Tesseract (Debian: apt-get install tesseract-ocr), or set rapidocr."
+# Sparse text: a picture is no page, and the analysis of a page's layout takes writing in a scene for an illustration.
+_CONFIG = "--psm 11"
+_MIN_CONFIDENCE = 50
+
+
+@dataclass(frozen=True)
+class TesseractEngine:
+    """Reads the languages that are installed with it, each picture in a process of its own.
+
+    Tesseract computes with as many threads as the environment variable OMP_THREAD_LIMIT allows.
+
+    Attributes:
+        languages: Tesseract's names, joined by a plus: ``eng``, ``eng+chi_sim``.
+    """
+
+    languages: str
+
+    @property
+    def version(self) -> str:
+        """The program's own.
+
+        Raises:
+            InputError: it is not installed.
+        """
+        return f"tesseract-{_ask_version()}"
+
+    def model_digests(self) -> Mapping[str, str]:
+        """Those of the languages' data.
+
+        Raises:
+            InputError: Tesseract or a language is not installed.
+        """
+        folder, installed = _ask_languages()
+        for language in self._languages():
+            if language not in installed:
+                mend = (
+                    f"Tesseract has {', '.join(installed) or 'no languages'} in {folder}. Install this one (Debian: "
+                    f"apt-get install tesseract-ocr-{language.replace('_', '-')}), or set others."
+                )
+                raise InputError("rewards.text_accuracy.languages", language, mend)
+        return {language: file_sha256(str(folder / f"{language}.traineddata")) for language in self._languages()}
+
+    def find_problems(self) -> Sequence[str]:
+        """The Python package, the program or a language that is not installed."""
+        problems = []
+        if find_spec("pytesseract") is None:
+            problems.append(
+                str(InputError(_PLACE, "tesseract", f"The package pytesseract is missing. {_PACKAGE_MEND}"))
+            )
+        try:
+            self.model_digests()
+        except InputError as error:
+            problems.append(str(error))
+        return problems
+
+    def read(self, picture: Image.Image) -> tuple[str, ...]:
+        """The lines of an RGB picture, of each the words read with a confidence of a half or more.
+
+        Raises:
+            ReadingError: Tesseract broke down, or took longer than TIMEOUT_SECONDS.
+            InputError: the package, the program or a language is not installed.
+        """
+        try:
+            import pytesseract
+        except ImportError as error:
+            mend = f"The package pytesseract is missing. {_PACKAGE_MEND}"
+            raise InputError(_PLACE, "tesseract", mend) from error
+        # The package hands the picture over in the format of the file it came from, which may be a lossy one.
+        bare = Image.frombytes("RGB", picture.size, picture.tobytes())
+        try:
+            words = pytesseract.image_to_data(
+                bare, lang=self.languages, config=_CONFIG, timeout=TIMEOUT_SECONDS, output_type=pytesseract.Output.DICT
+            )
+        except pytesseract.TesseractNotFoundError as error:
+            raise InputError(_PLACE, "tesseract", f"The program is not installed. {_BINARY_MEND}") from error
+        # The package raises RuntimeErrors where the program fails or is late, OSErrors where it cannot be started.
+        except (RuntimeError, OSError) as error:
+            self.model_digests()
+            raise ReadingError(f"tesseract broke down over it ({type(error).__name__}: {error})") from error
+        return in_reading_order(_join_words(words))
+
+    def _languages(self) -> tuple[str, ...]:
+        return tuple(self.languages.split("+"))
+
+
+def _join_words(words: Mapping[str, Sequence[Any]]) -> list[Line]:
+    """Tesseract's lines out of its table of words, which has a list for each column."""
+    lines: dict[tuple[int, int, int], Line] = {}
+    for row, text in enumerate(words["text"]):
+        if not text.strip() or words["conf"][row] < _MIN_CONFIDENCE:
+            continue
+        left, top = words["left"][row], words["top"][row]
+        word = Line(text.strip(), left, top, top + words["height"][row])
+        place = words["block_num"][row], words["par_num"][row], words["line_num"][row]
+        lines[place] = _append(lines[place], word) if place in lines else word
+    return list(lines.values())
+
+
+def _append(line: Line, word: Line) -> Line:
+    edges = min(line.left, word.left), min(line.top, word.top), max(line.bottom, word.bottom)
+    return Line(f"{line.text} {word.text}", *edges)
+
+
+@functools.cache
+def _ask_version() -> str:
+    match = re.match(r"tesseract v?(\S+)", _ask("--version"))
+    return match[1] if match else "unknown"
+
+
+@functools.cache
+def _ask_languages() -> tuple[Path, tuple[str, ...]]:
+    """The folder of the languages' data and the names of the languages in it."""
+    heading, *names = _ask("--list-langs").splitlines() or [""]
+    folder = re.search(r'"(.*)"', heading)
+    return Path(folder[1] if folder else "."), tuple(name.strip() for name in names if name.strip())
+
+
+def _ask(question: str) -> str:
+    """What the program prints.
+
+    Raises:
+        InputError: it is not installed, or fails.
+    """
+    try:
+        return subprocess.run(["tesseract", question], capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InputError(_PLACE, "tesseract", f"The program cannot be run ({error}). {_BINARY_MEND}") from error

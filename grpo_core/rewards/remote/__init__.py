@@ -1,0 +1,1 @@
+"""Rewards that another process computes, over HTTP."""

@@ -1,0 +1,210 @@
+"""Scores of a server that speaks the protocol of docs/remote_rewards.md."""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ValidationError
+
+from grpo_core.errors import InputError
+from grpo_core.records import Medium
+from grpo_core.rewards.pictures import fits_reward, shown_bounds, shown_size
+from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
+from grpo_core.rewards.remote import wire
+from grpo_core.rewards.remote.http import Service, ServiceFailure, ask_side_by_side
+from grpo_core.rewards.settings import check_integer
+
+_PREFLIGHT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class RemoteReward(Reward):
+    """Value and raw as the server gives them; samples that it gave no answer for in all attempts have a failure.
+
+    Attributes:
+        url: address of the server.
+        reward: name of the reward there.
+        reward_version: that the reward must have there. Without one the server is asked for it once a process, and
+            must answer whenever the run is started.
+        timeout_s: of one attempt, in seconds.
+        attempts: for each request, the first included.
+        backoff_s: pause before the second attempt, doubled with each further one.
+        batch_size: samples a request.
+        concurrency: requests at a time.
+        by_group: whether a request holds one whole group; for rewards that compare siblings.
+        with_targets: whether target pictures are sent along; for rewards that compare with them.
+        token_env: environment variable that holds the bearer token.
+    """
+
+    url: str = ""
+    reward: str = ""
+    reward_version: str | None = None
+    timeout_s: float = 60.0
+    attempts: int = 5
+    backoff_s: float = 0.5
+    batch_size: int = 8
+    concurrency: int = 2
+    by_group: bool = False
+    with_targets: bool = False
+    token_env: str | None = None
+
+    name: ClassVar[str] = "remote"
+    version: ClassVar[str] = "1"
+    media: ClassVar[tuple[Medium, ...]] = ("picture", "text")
+    needs_tokens: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._service().check()
+        if not isinstance(self.reward, str) or not self.reward:
+            raise InputError("rewards.remote.reward", self.reward, "Set the name of a reward that the server has.")
+        if self.reward_version is not None and (not isinstance(self.reward_version, str) or not self.reward_version):
+            mend = "Set the version that the server tells, as text in quotes, or null."
+            raise InputError("rewards.remote.reward_version", self.reward_version, mend)
+        check_integer("rewards.remote.batch_size", self.batch_size, 1, 4096)
+        check_integer("rewards.remote.concurrency", self.concurrency, 1, 64)
+        for setting, value in (("by_group", self.by_group), ("with_targets", self.with_targets)):
+            if not isinstance(value, bool):
+                raise InputError(f"rewards.remote.{setting}", value, "Set true or false.")
+
+    @property
+    def needs_group(self) -> bool:
+        """Where a request holds a group."""
+        return self.by_group
+
+    @property
+    def needs_target(self) -> bool:
+        """Where targets are sent along."""
+        return self.with_targets
+
+    def settings(self) -> Mapping[str, object]:
+        """The reward and its version at the server; asks for the version where none is set.
+
+        Raises:
+            InputError: the server does not answer or has no such reward.
+        """
+        version = self.reward_version
+        if version is None:
+            try:
+                version = _describe(self._service(), self.reward).version
+            except ServiceFailure as failure:
+                mend = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
+                raise InputError("rewards.remote.url", self.url, mend) from failure
+        return {"reward": self.reward, "reward_version": version} | {
+            "by_group": self.by_group,
+            "with_targets": self.with_targets,
+        }
+
+    def preflight(self) -> Sequence[str]:
+        """A server that does not answer at once, has no such reward, or another version of it."""
+        try:
+            described = _describe(self._service(attempts=1, timeout_s=_PREFLIGHT_TIMEOUT_S), self.reward)
+            self._check_fit(described)
+        except ServiceFailure as failure:
+            mend = f"{failure.reason}. Start the server there, or correct the address."
+            return [str(InputError("rewards.remote.url", self.url, mend))]
+        except InputError as error:
+            return [str(error)]
+        return []
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """One score a sample.
+
+        Raises:
+            InputError: the server refuses the request or answers something else than the protocol says; another
+                version of the reward; samples of another kind or size than it scores.
+        """
+        if self.by_group and not batch.group_ids:
+            raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
+        try:
+            described = _describe(self._service(), self.reward)
+        except ServiceFailure as failure:
+            return [Score.failed(failure.reason)] * len(batch)
+        self._check_fit(described)
+        self._check_samples(described, batch)
+
+        def ask(rows: Sequence[int]) -> list[Score]:
+            return self._ask(batch.select(rows), described)
+
+        answers = ask_side_by_side(ask, self._requests(batch), self.concurrency)
+        return [score for answer in answers for score in answer]
+
+    def _requests(self, batch: ScoringBatch) -> list[list[int]]:
+        rows = range(len(batch))
+        if self.by_group:
+            return [list(group) for _, group in itertools.groupby(rows, key=lambda row: batch.group_ids[row])]
+        return [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
+
+    def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
+        service = self._service()
+        body = wire.write_request(self.reward, batch, self.with_targets)
+        try:
+            answer = wire.ScoreAnswer.model_validate(service.post(wire.SCORE_PATH, body))
+            if answer.reward != self.reward:
+                raise ValueError(f"scores of the reward {answer.reward!r}")
+            self._check_version(answer.version, described.version)
+            return wire.read_scores(answer, batch.sample_ids)
+        except ServiceFailure as failure:
+            return [Score.failed(failure.reason)] * len(batch)
+        except InputError:
+            raise
+        except ValueError as error:
+            raise _not_protocol(self.url + wire.SCORE_PATH, error) from error
+
+    def _check_fit(self, described: wire.RewardDescription) -> None:
+        self._check_version(described.version)
+        if described.needs_group and not self.by_group:
+            mend = f"The reward {self.reward} compares siblings. Set it to true."
+            raise InputError("rewards.remote.by_group", False, mend)
+        if described.needs_target and not self.with_targets:
+            mend = f"The reward {self.reward} compares with target pictures. Set it to true."
+            raise InputError("rewards.remote.with_targets", False, mend)
+
+    def _check_samples(self, described: wire.RewardDescription, batch: ScoringBatch) -> None:
+        kind: Medium = "picture" if batch.images else "text"
+        if len(batch) and kind not in described.media:
+            mend = f"It scores {' and '.join(described.media)}s, and these samples are {kind}s. Set another one."
+            raise InputError("rewards.remote.reward", self.reward, mend)
+        bounds = described.min_side, math.inf if described.max_aspect is None else described.max_aspect
+        for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
+            if not fits_reward(image, *bounds):
+                mend = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
+                raise InputError(f"rewards.remote, sample {sample_id}", f"picture of {shown_size(image)}", mend)
+
+    def _check_version(self, told: str, described: str | None = None) -> None:
+        expected = self.reward_version or described
+        if expected is not None and told != expected:
+            mend = (
+                f"The server at {self.url} has version {told} of {self.reward}. Set that, or start the other version."
+            )
+            raise InputError("rewards.remote.reward_version", expected, mend)
+
+    def _service(self, attempts: int | None = None, timeout_s: float | None = None) -> Service:
+        url = self.url.rstrip("/") if isinstance(self.url, str) else self.url
+        patience = (timeout_s or self.timeout_s, attempts or self.attempts, self.backoff_s)
+        return Service("remote", url, *patience, self.token_env)
+
+
+@functools.lru_cache(maxsize=64)
+def _describe(service: Service, reward: str) -> wire.RewardDescription:
+    """What the server says of the reward; asked once a process, failures again."""
+    url = service.url + wire.DESCRIBE_PATH
+    try:
+        description = wire.Description.model_validate(service.get(wire.DESCRIBE_PATH))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise _not_protocol(url, error) from error
+    found = {known.name: known for known in description.rewards}
+    if reward not in found:
+        mend = f"The server at {service.url} has {', '.join(sorted(found)) or 'no rewards'}. Set one of them."
+        raise InputError("rewards.remote.reward", reward, mend)
+    return found[reward]
+
+
+def _not_protocol(url: str, error: ValueError) -> InputError:
+    fault = wire.first_fault(error) if isinstance(error, ValidationError) else str(error)
+    mend = f"Only a server of protocol {wire.PROTOCOL} will do; docs/remote_rewards.md describes it."
+    return InputError(url, fault, mend)

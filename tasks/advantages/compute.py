@@ -1,0 +1,245 @@
+"""Stage 3: scores of siblings -> one reward and one advantage a sample."""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from configs.core_settings import advantage_settings, reward_term
+from configs.placement_sections import PlacementSection
+from configs.reward_sections import RewardSection
+from configs.schema import AdvantagesSection
+from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
+from tasks.advantages.running_moments import running_figures, running_moments, told_moments
+from tasks.execution.caching import stage_task
+from tasks.progress import progress_of
+from tasks.rollouts.rows import padded
+from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
+
+STAGE = "compute advantages"
+HERE = PlacementSection()
+# They say how scores come to be, and the scores are given.
+_OF_SCORING = {"reward", "settings", "max_failures", "batch_size", "processes", "pool"}
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    mix: Sequence[RewardSection] = inputs["mix"]
+    earlier: ArtifactRef | None = inputs["earlier"]
+    return {
+        "draws": [
+            [draw.rollouts.digest, *(draw.rewards[section.label].digest for section in mix)] for draw in inputs["draws"]
+        ],
+        "mix": [[section.label, section.model_dump(mode="json", exclude=_OF_SCORING)] for section in mix],
+        "advantages": inputs["advantages"].model_dump(mode="json"),
+        "running": running_figures(earlier, mix),
+        # A rescoring keeps its own tables, the same advantages or not.
+        "place": inputs["folder"],
+    }
+
+
+@stage_task(STAGE, _describe, kind="advantages")
+def compute_advantages_task(
+    draws: tuple[Draw, ...],
+    mix: tuple[RewardSection, ...],
+    advantages: AdvantagesSection,
+    folder: str,
+    title: str,
+    earlier: ArtifactRef | None = None,
+    placement: PlacementSection = HERE,
+) -> ArtifactRef:
+    """Combine the rewards of each sample of every draw and compare it with its siblings.
+
+    Args:
+        draws: rollouts and their scores.
+        mix: the rewards, with what each counts.
+        advantages: how they become advantages.
+        folder: where the table is kept.
+        title: of the iteration or evaluation.
+        earlier: advantages of the iteration before, which hold the running moments so far; None at the first.
+        placement: where it is done.
+    """
+    started = time.perf_counter()
+    store = current_store()
+    settings = advantage_settings(advantages)
+    rows = sum(draw.rollouts.rows for draw in draws)
+    tell = progress_of(f"{title}: {STAGE}", rows)
+    with store.staging() as staged:
+        samples = _read_samples(store, draws, mix, settings)
+        result = compute_advantages(
+            samples.values,
+            [reward_term(section) for section in mix],
+            settings,
+            penalties=samples.penalties,
+            applies=samples.applies,
+            running=running_moments(earlier, mix),
+        )
+        digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, result, mix))
+        tell(rows, rows)
+        return store.commit(
+            staged,
+            f"{folder}/advantages",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=rows,
+            seconds=time.perf_counter() - started,
+            metrics={**_metrics(result, samples), **told_moments(result.running, mix), "draws": float(len(draws))},
+        )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Scores laid out by group and sibling.
+
+    Attributes:
+        table: a row a group, in the order of the rollouts; lists of siblings.
+        values: NaN where a reward is null.
+        applies: whether a reward is meant for the group's dataset.
+        penalties: KL to the reference in nats, one a sample; None where the reward holds no KL.
+    """
+
+    table: pl.DataFrame
+    values: Float[Tensor, "groups siblings rewards"]
+    applies: Bool[Tensor, "groups rewards"]
+    penalties: Float[Tensor, "groups siblings"] | None
+
+
+def _read_samples(
+    store: ArtifactStore, draws: Sequence[Draw], mix: Sequence[RewardSection], settings: AdvantageSettings
+) -> _Samples:
+    with tempfile.TemporaryDirectory() as fetched:
+        parts = []
+        for number, draw in enumerate(draws):
+            place = Path(fetched) / str(number)
+            drawn = store.local_files(draw.rollouts, place / "rollouts")
+            scored = {
+                label: store.local_files(reference, place / f"rewards-{index}")
+                for index, (label, reference) in enumerate(draw.rewards.items())
+            }
+            parts.append(_read_draw(drawn, scored, mix, settings))
+    groups = pl.concat(parts).group_by("group_id", maintain_order=True).agg(pl.all())
+    sizes = {len(ids) for ids in groups["sample_id"]}
+    assert len(sizes) == 1, f"groups of one size, got {sizes}"
+    prompts = zip(groups["dataset"].list.first(), groups["columns"].list.first(), strict=True)
+    routed = [[section.scores_prompt(name, json.loads(columns)) for section in mix] for name, columns in prompts]
+    values = [torch.tensor(_with_nan(groups[_column(section)].to_list()), dtype=torch.float64) for section in mix]
+    return _Samples(
+        table=groups,
+        values=torch.stack(values, -1),
+        applies=torch.tensor(routed),
+        penalties=torch.tensor(groups["kl_penalty"].to_list(), dtype=torch.float64) if settings.kl_coef > 0 else None,
+    )
+
+
+def _column(section: RewardSection) -> str:
+    return f"reward:{section.label}"
+
+
+def _read_draw(
+    rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
+) -> pl.DataFrame:
+    files = sorted(rollouts.glob("*.parquet"))
+    table = pl.read_parquet(files, columns=["sample_id", "group_id", "prompt_id", "dataset", "columns"])
+    for section in mix:
+        scores = pl.read_parquet(rewards[section.label] / SCORES_FILE, columns=["sample_id", "value"])
+        table = table.join(
+            scores.rename({"value": _column(section)}),
+            on="sample_id",
+            how="left",
+            validate="1:1",
+            maintain_order="left",
+        )
+    if settings.kl_coef > 0:
+        table = table.with_columns(pl.Series("kl_penalty", _penalties(files, settings)))
+    return table
+
+
+def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float]:
+    stored = pl.read_parquet(list(files), columns=["scored_logprobs", "ref_logprobs", "loss_mask"])
+    if stored["ref_logprobs"].null_count():
+        raise ValueError(
+            "advantages.kl_coef needs the reference's log-probs, and these rollouts were collected without; collect "
+            "them with this configuration, or set advantages.kl_coef to 0"
+        )
+    penalties = kl_penalty(
+        padded(stored["scored_logprobs"].to_list(), torch.float32),
+        padded(stored["ref_logprobs"].to_list(), torch.float32),
+        padded(stored["loss_mask"].to_list(), torch.bool),
+        estimator=settings.kl_estimator,
+    )
+    return [float(value) for value in penalties]
+
+
+def _with_nan(values: list[list[float | None]]) -> list[list[float]]:
+    return [[math.nan if value is None else value for value in row] for row in values]
+
+
+def _columns(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, Any]:
+    flat = samples.table.select("sample_id", "group_id", "prompt_id", "dataset")
+    siblings = samples.values.shape[1]
+
+    def each(values: Tensor) -> Tensor:
+        return values.repeat_interleave(siblings)
+
+    one_each = flat.explode("sample_id", "prompt_id", "dataset")
+    return {
+        **{name: one_each[name].to_list() for name in ("sample_id", "group_id", "prompt_id", "dataset")},
+        "reward": _with_null(result.rewards.flatten()),
+        "kl_penalty": [None] * one_each.height
+        if samples.penalties is None
+        else _with_null(samples.penalties.flatten()),
+        "advantage": _with_null(result.advantages.flatten()),
+        "group_mean": _with_null(each(result.means)),
+        "group_std": _with_null(each(result.stds)),
+        "dropped": each(result.dropped).tolist(),
+        "imputed": result.imputed.sum(-1).flatten().tolist(),
+        "reward_breakdown": _breakdown(samples, result, mix),
+    }
+
+
+def _breakdown(
+    samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]
+) -> list[list[dict[str, object]]]:
+    """Of each sample, each reward's value and what was counted."""
+    values = [_with_null(column) for column in samples.values.flatten(0, 1).unbind(-1)]
+    scaled = [_with_null(column) for column in result.scaled.flatten(0, 1).unbind(-1)]
+    labels = [section.label for section in mix]
+    return [
+        [
+            {"reward": label, "value": value, "scaled": counted}
+            for label, value, counted in zip(labels, row, counted_row, strict=True)
+        ]
+        for row, counted_row in zip(zip(*values, strict=True), zip(*scaled, strict=True), strict=True)
+    ]
+
+
+def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
+    metrics = reward_metrics(result)
+    metrics["reward_std_within_groups"] = float(result.stds.double().mean())
+    if samples.penalties is not None:
+        metrics["kl_penalty"] = float(samples.penalties.mean())
+    datasets = [names[0] for names in samples.table["dataset"].to_list()]
+    if len(set(datasets)) < 2:
+        return metrics
+    for name in sorted(set(datasets)):
+        chosen = torch.tensor([dataset == name for dataset in datasets])
+        rewards = result.rewards[chosen][result.present[chosen]]
+        if len(rewards):
+            metrics[f"datasets/{name}/reward"] = float(rewards.double().mean())
+    return metrics

@@ -1,0 +1,37 @@
+"""Advantages of another run's samples, kept in this run beside the policy that they train."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.execution.caching import stage_task
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import current_store
+
+STAGE = "take advantages"
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    # The place is named: another replay may keep the same table in another iteration's folder.
+    return {"advantages": inputs["advantages"].digest, "folder": inputs["folder"]}
+
+
+@stage_task(STAGE, _describe)
+def take_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
+    """Copy the table, verified; its values and figures stay as they are, its seconds were spent elsewhere."""
+    store = current_store()
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        source = store.local_files(advantages, Path(fetched) / "advantages")
+        for path in sorted(source.glob("*.parquet")):
+            shutil.copyfile(path, staged / path.name)
+        return store.commit(
+            staged,
+            f"{folder}/advantages",
+            digest=advantages.digest,
+            schema_version=advantages.schema_version,
+            rows=advantages.rows,
+            seconds=0.0,
+            metrics=advantages.metrics,
+        )

@@ -1,0 +1,1 @@
+"""The metrics of an iteration, gathered from its artifacts."""

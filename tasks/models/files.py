@@ -1,0 +1,60 @@
+"""What a model's files are, by content: of a folder, or of a hub snapshot."""
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from grpo_core.errors import InputError
+
+_DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
+
+
+@lru_cache(maxsize=4)
+def model_digest(model: str) -> str:
+    """Digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
+
+    A hub name whose files are not on this machine is downloaded, unless the hub is switched off.
+
+    Raises:
+        InputError: the hub's files are neither here nor to be had.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return _snapshot(model).name
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in _DETERMINING:
+            add_file(digest, path.relative_to(folder).as_posix(), path)
+    return digest.hexdigest()
+
+
+def _snapshot(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        mend = f"Its files are not on this machine and cannot be had now: `hf download {model}`, or give a folder."
+        raise InputError("policy.model", model, mend) from error
+
+
+def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
+    """Add a file's name and content to a digest."""
+    with path.open("rb") as stream:
+        digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+
+
+WEIGHT_FILES = ("adapter_model*.safetensors", "model*.safetensors")
+
+
+REFERENCE_FOLDER = "reference"
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 over the weight files of a policy's folder."""
+    digest = hashlib.sha256()
+    for pattern in WEIGHT_FILES:
+        for path in sorted(folder.glob(pattern)):
+            add_file(digest, path.name, path)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Prompt files, data sets, the curriculum and target images."""

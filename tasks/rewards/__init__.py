@@ -1,0 +1,1 @@
+"""Stage 2: one task scores stored rollouts with one reward."""

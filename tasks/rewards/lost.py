@@ -1,0 +1,52 @@
+"""Scores that were damaged after the pictures that they were made of had been removed: nothing makes them again."""
+
+import contextlib
+import json
+
+from grpo_core.errors import InputError
+from tasks.execution.shards import SHARDS
+from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
+
+
+def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str) -> None:
+    """Say what became of a table of scores that is to be made a second time without pictures.
+
+    Args:
+        store: the run.
+        rollouts: what is to be scored.
+        folder: of the table, or of a shard of it.
+
+    Raises:
+        InputError: it was there, and is set aside; the command line ends with exit code 2.
+    """
+    pruned = store.pruned_reason(rollouts)
+    table = _joined(folder)
+    aside = _set_aside(store, table) if pruned is not None else None
+    if pruned is None or aside is None:
+        return
+    place, reason = aside
+    mend = (
+        f"It is set aside in {store.path(place)} ({reason}) and cannot be made again: the pictures of {rollouts.uri} "
+        f"were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. Put "
+        f"{store.path(table)} and {store.manifest_path(store.path(table))} back from a copy and start again, or start "
+        "under another --run name, which begins anew. Other iterations are untouched."
+    )
+    raise InputError(f"{store.run}/{table}", "damaged", mend)
+
+
+def _joined(folder: str) -> str:
+    """The place of the whole table, where this is the place of a shard."""
+    place, found, rest = folder.partition(f"/{SHARDS}/")
+    return f"{place}/{rest.partition('/')[2]}" if found else folder
+
+
+def _set_aside(store: ArtifactStore, table: str) -> tuple[str, str] | None:
+    """Where the table was put last, and why; None where it alone never was."""
+    for name in sorted(ArtifactReader(store).names(SET_ASIDE), reverse=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            told = json.loads(store.read_file(f"{SET_ASIDE}/{name}/reason.json") or b"{}")
+            if table in told["paths"] or store.manifest_path(table) in told["paths"]:
+                return f"{SET_ASIDE}/{name}", str(told["reason"])
+    return None

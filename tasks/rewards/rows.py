@@ -1,0 +1,122 @@
+"""Stored rows -> scores. Imports no more than that needs: processes that score are started with it."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from PIL import Image
+
+from configs.reward_sections import RewardSection
+from grpo_core.errors import InputError
+from grpo_core.rewards.picture_files import decode_stored
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.scoring import score_samples
+from tasks.prompts.targets import TargetReference, load_target
+
+Row = Mapping[str, Any]
+
+_READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
+_READ_OF_TOKENS = ("token_ids",)
+_READ_OF_PICTURES = ("target_uri", "target_sha256", "image", "defect")
+_READ_OF_TEXTS = ("completion",)
+_READ_AT_ONCE = 32
+
+_PRUNED = (
+    "It was removed by `grpo prune`, so no reward can score the sample any more. Leave out the rewards and guardrails "
+    "that have no stored scores of these samples; those that have them go on as before."
+)
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """What a reward said of one sample.
+
+    Attributes:
+        sample_id: the sample.
+        score: what it said.
+        seconds: of the batch that it was scored in, shared equally.
+    """
+
+    sample_id: str
+    score: Score
+    seconds: float
+
+
+def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: bool) -> Iterator[list[Row]]:
+    """The wanted samples of a collection in their order, siblings together, at least `size` at once but at the end."""
+    waiting: list[Row] = []
+    for row in _rows_of(source, _READ_OF_TOKENS if with_tokens else ()):
+        if row["sample_id"] not in wanted:
+            continue
+        if len(waiting) >= size and row["group_id"] != waiting[-1]["group_id"]:
+            yield waiting
+            waiting = []
+        waiting.append(row)
+    if waiting:
+        yield waiting
+
+
+def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
+    for path in sorted(source.glob("*.parquet")):
+        file = pq.ParquetFile(path)
+        own = _READ_OF_PICTURES if "image" in file.schema_arrow.names else _READ_OF_TEXTS
+        for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own, *more]):
+            yield from record.to_pylist()
+
+
+def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[ScoredRow]:
+    """Score the rows that the reward is meant for; to the others it does not apply."""
+    begun = time.perf_counter()
+    others = [json.loads(row["columns"]) for row in rows]
+    wanted = [
+        index
+        for index, (row, columns) in enumerate(zip(rows, others, strict=True))
+        if section.scores_prompt(row["dataset"], columns)
+    ]
+    chosen = [rows[index] for index in wanted]
+    batch = _scoring_batch(chosen, [others[index] for index in wanted])
+    scores = [_floored(score, row) for score, row in zip(score_samples(reward, batch), chosen, strict=True)]
+    share = (time.perf_counter() - begun) / max(1, len(wanted))
+    by_index = dict(zip(wanted, scores, strict=True))
+    return [
+        ScoredRow(row["sample_id"], by_index.get(index, NOT_APPLICABLE), share if index in by_index else 0.0)
+        for index, row in enumerate(rows)
+    ]
+
+
+def _floored(score: Score, row: Row) -> Score:
+    """A picture that the policy left broken has the lowest value of every reward that applies to it."""
+    broken = row.get("defect") is not None and score != NOT_APPLICABLE
+    return Score(0.0, None) if broken else score
+
+
+def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> ScoringBatch:
+    names = sorted({name for columns in others for name in columns})
+    outputs = _pictures(rows) if rows and "image" in rows[0] else {"completions": [row["completion"] for row in rows]}
+    return ScoringBatch(
+        sample_ids=[row["sample_id"] for row in rows],
+        prompts=[row["prompt"] for row in rows],
+        columns={name: [columns.get(name) for columns in others] for name in names},
+        group_ids=[row["group_id"] for row in rows],
+        token_ids=[row["token_ids"] for row in rows] if rows and "token_ids" in rows[0] else (),
+        **outputs,
+    )
+
+
+def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
+    targets: dict[str, Image.Image] = {}
+    for row in rows:
+        if row["image"] is None:
+            raise InputError(f"sample {row['sample_id']}", "no picture", _PRUNED)
+        uri = row["target_uri"]
+        if uri is not None and uri not in targets:
+            targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
+    return {
+        # Decoded here, where its time counts as the batch's.
+        "images": [decode_stored(row["image"]["bytes"], row["sample_id"]) for row in rows],
+        "targets": [targets.get(row["target_uri"]) for row in rows],
+    }

@@ -1,0 +1,241 @@
+"""Stage 2: stored pictures or texts -> what one reward thinks of each. Weights are not applied here."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from configs.placement_sections import PlacementSection
+from configs.reward_sections import RewardSection
+from grpo_core.errors import FailedSamplesError
+from grpo_core.rewards.protocol import Reward, Score
+from grpo_core.rewards.registry import build_reward
+from tasks.execution.caching import stage_task
+from tasks.execution.shards import shard_folder, unsharded
+from tasks.execution.stages import Arguments, Part, Sharding
+from tasks.models.resident import configure_torch
+from tasks.progress import progress_of
+from tasks.rewards.lost import refuse_lost_scores
+from tasks.rewards.process_pool import score_side_by_side
+from tasks.rewards.rows import ScoredRow, batches_of, score_rows
+from tasks.rewards.stored import provenance_json
+from tasks.storage.artifacts.draw import SCORES_FILE
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION
+
+STAGE = "score reward"
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    section: RewardSection = inputs["section"]
+    return {
+        "rollouts": inputs["rollouts"].digest,
+        "scores": provenance_json(section),
+        # A rescoring keeps its own tables, the same scores or not.
+        "place": [inputs["folder"], section.label],
+        **({} if inputs.get("part") is None else {"part": inputs["part"]}),
+    }
+
+
+def _cut(arguments: Arguments, shards: int) -> list[Part]:
+    """As many parts as there are shards; one may be empty, since nobody has counted the groups."""
+    title = arguments["title"]
+    place, _, last = arguments["folder"].rpartition("/")
+    parts = []
+    for index in range(shards):
+        change = {
+            "folder": f"{shard_folder(place, index, shards)}/{last}",
+            "title": f"{title}, shard {index + 1} of {shards}",
+            "placement": unsharded(arguments),
+            "part": (index, shards),
+        }
+        name = f"{change['title']}: score {arguments['section'].label}"
+        parts.append(Part(name, {**arguments, **change}))
+    return parts
+
+
+def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
+    """The shards' rows in one table.
+
+    Raises:
+        FailedSamplesError: together more samples could not be scored than is allowed.
+    """
+    started = time.perf_counter()
+    store, section = current_store(), arguments["section"]
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        source = store.local_files(arguments["rollouts"], Path(fetched) / "rollouts")
+        folders = [store.local_files(part, Path(fetched) / str(number)) for number, part in enumerate(parts)]
+        table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
+        _require_enough(section, table, _meant_for(section, _samples(source)))
+        digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
+        return store.commit(
+            staged,
+            f"{arguments['folder']}/{section.label}",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=table.height,
+            # Shards are scored side by side.
+            seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
+            metrics=_statistics(section.label, [Score(*row) for row in table.select("value", "raw", "failure").rows()]),
+        )
+
+
+def _require_enough(section: RewardSection, table: pl.DataFrame, meant: int) -> None:
+    failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
+    if len(failures) > section.max_failures * meant:
+        failed = [f"{sample_id}: {failure}" for sample_id, failure in failures]
+        raise FailedSamplesError(section.label, failed, meant, section.max_failures)
+
+
+@stage_task(STAGE, _describe, kind="rewards", sharding=Sharding(_cut, _join))
+def score_reward_task(
+    rollouts: ArtifactRef,
+    section: RewardSection,
+    folder: str,
+    title: str,
+    placement: PlacementSection,
+    earlier: tuple[ArtifactRef, ...] = (),
+    part: tuple[int, int] | None = None,
+) -> ArtifactRef:
+    """Score every stored sample that the reward is meant for.
+
+    Args:
+        rollouts: the samples.
+        section: the reward.
+        folder: its table is kept in a folder of the reward's label below this one.
+        title: of the iteration or evaluation.
+        placement: threads of this process.
+        earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
+        part: which shard of the groups, from 0, and of how many; None: all groups.
+
+    Raises:
+        InputError: the samples' pictures were removed.
+        FailedSamplesError: more samples could not be scored than is allowed.
+    """
+    started = time.perf_counter()
+    configure_torch(placement)
+    store, reward = current_store(), build_reward(section.reward, section.settings)
+    provenance = provenance_json(section)
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        known = _known_scores(store, earlier, provenance, Path(fetched))
+        source = store.local_files(rollouts, Path(fetched) / "rollouts")
+        everything = _samples(source)
+        samples = _shard(everything, part)
+        wanted = _unknown(samples, known, whole_groups=reward.needs_group)
+        if wanted:
+            refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
+        tell = progress_of(f"{title}: score {section.label}", len(wanted))
+        scored = _score(reward, section, source, wanted, _meant_for(section, everything), tell)
+        rows = [scored.get(name) or known[name] for name in samples["sample_id"]]
+        digest = write_table(staged / SCORES_FILE, REWARDS, _columns(rows, provenance))
+        return store.commit(
+            staged,
+            f"{folder}/{section.label}",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=len(rows),
+            seconds=time.perf_counter() - started,
+            metrics=_statistics(section.label, [row.score for row in rows]),
+        )
+
+
+def _known_scores(
+    store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path
+) -> dict[str, ScoredRow]:
+    """Scores that stand; what could not be scored before is tried again."""
+    known: dict[str, ScoredRow] = {}
+    for index, reference in enumerate(earlier):
+        folder = store.local_files(reference, fetched / f"earlier-{index}")
+        table = pl.read_parquet(folder / SCORES_FILE)
+        standing = table.filter(pl.col("failure").is_null() & (pl.col("provenance") == provenance))
+        for row in standing.iter_rows(named=True):
+            known[row["sample_id"]] = ScoredRow(row["sample_id"], Score(row["value"], row["raw"]), row["seconds"])
+    return known
+
+
+def _samples(source: Path) -> pl.DataFrame:
+    columns = ["sample_id", "group_id", "dataset", "columns"]
+    return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
+
+
+def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
+    if part is None:
+        return samples
+    index, count = part
+    groups = samples["group_id"].unique(maintain_order=True)
+    first, last = index * len(groups) // count, (index + 1) * len(groups) // count
+    return samples.filter(pl.col("group_id").is_in(groups[first:last].to_list()))
+
+
+def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, whole_groups: bool) -> frozenset[str]:
+    """The samples to score; with their siblings, where a score depends on those."""
+    unknown = samples.filter(~pl.col("sample_id").is_in(list(known)))
+    if whole_groups:
+        unknown = samples.filter(pl.col("group_id").is_in(unknown["group_id"].to_list()))
+    return frozenset(unknown["sample_id"])
+
+
+def _meant_for(section: RewardSection, samples: pl.DataFrame) -> int:
+    """How many samples the reward is meant for, scored before or not: what failures are a share of, in all shards."""
+    prompts = samples.group_by("dataset", "columns").len()
+    rows = prompts.select("dataset", "columns", "len").iter_rows()
+    return sum(count for dataset, columns, count in rows if section.scores_prompt(dataset, json.loads(columns)))
+
+
+def _score(
+    reward: Reward,
+    section: RewardSection,
+    source: Path,
+    wanted: frozenset[str],
+    meant: int,
+    tell: Callable[[int, int], None],
+) -> dict[str, ScoredRow]:
+    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
+
+    Raises:
+        FailedSamplesError: of the samples that the reward is meant for, more than section.max_failures could not be
+            scored.
+    """
+    scored: dict[str, ScoredRow] = {}
+    failed: list[str] = []
+    batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
+    if section.processes:
+        results = score_side_by_side(section, batches)
+    else:
+        results = (score_rows(reward, section, batch) for batch in batches)
+    for rows in results:
+        scored |= {row.sample_id: row for row in rows}
+        failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
+        if len(failed) > section.max_failures * meant:
+            raise FailedSamplesError(section.label, failed, meant, section.max_failures)
+        tell(len(scored), len(wanted))
+    return scored
+
+
+def _columns(rows: Sequence[ScoredRow], provenance: str) -> dict[str, Sequence[Any]]:
+    return {
+        "sample_id": [row.sample_id for row in rows],
+        "value": [row.score.value for row in rows],
+        "raw": [row.score.raw for row in rows],
+        "failure": [row.score.failure for row in rows],
+        "seconds": [row.seconds for row in rows],
+        "provenance": [provenance] * len(rows),
+    }
+
+
+def _statistics(label: str, scores: Sequence[Score]) -> dict[str, float]:
+    known = [score.value for score in scores if score.value is not None]
+    failed = sum(score.failure is not None for score in scores)
+    statistics_of = {f"rewards/{label}/null": float(len(scores) - len(known)), f"rewards/{label}/failed": float(failed)}
+    if known:
+        statistics_of[f"rewards/{label}/mean"] = statistics.fmean(known)
+    if len(known) > 1:
+        statistics_of[f"rewards/{label}/std"] = statistics.stdev(known)
+    return statistics_of

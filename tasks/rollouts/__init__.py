@@ -1,0 +1,1 @@
+"""Stage 1: a policy samples a plan and keeps every rollout."""

@@ -1,0 +1,170 @@
+"""Stage 1: a policy and a plan -> pictures or texts, their tokens, and the log-probs they were sampled with."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.placement_sections import PlacementSection
+from configs.schema import PictureRolloutSection, TextRolloutSection
+from grpo_core.collect import collect_rollouts
+from tasks.execution.caching import stage_task
+from tasks.execution.out_of_memory import halved_once
+from tasks.execution.shards import shard_folder, unsharded
+from tasks.execution.stages import Arguments, Part, Sharding
+from tasks.models.resident import ModelSpec, policy_at
+from tasks.progress import progress_of
+from tasks.rollouts.plan import RolloutPlan
+from tasks.rollouts.rows import SCHEMAS, rollout_columns
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import current_store
+from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests
+from tasks.storage.tables.schemas import SCHEMA_VERSION
+
+STAGE = "collect rollouts"
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    model, policy = inputs["model"], inputs["policy"]
+    return {
+        "policy": policy.digest,
+        "version": policy.version,
+        # The digest is of the adapters' matrices; how far they count is said beside them, once there are any.
+        "lora": model.section.model_dump(mode="json")["lora"] if policy.version else None,
+        "model": model.digest,
+        "dtype": model.section.dtype,
+        "autocast": model.section.autocast,
+        "plan": inputs["plan"].model_dump(mode="json"),
+        "rollout": inputs["rollout"].model_dump(mode="json"),
+        "with_reference": inputs["with_reference"],
+        "reference": policy.reference_digest if inputs["with_reference"] else None,
+    }
+
+
+def _cut(arguments: Arguments, shards: int) -> list[Part]:
+    """Whole batches stay together: what is sampled beside a row decides its last bits."""
+    plan: RolloutPlan = arguments["plan"]
+    size = arguments["rollout"].prompts_per_batch
+    batches = [plan.groups[start : start + size] for start in range(0, len(plan.groups), size)]
+    count = min(shards, len(batches))
+    parts = []
+    for index in range(count):
+        mine = batches[index * len(batches) // count : (index + 1) * len(batches) // count]
+        change = {
+            "folder": shard_folder(plan.folder, index, count),
+            "title": f"{plan.title}, shard {index + 1} of {count}",
+            "groups": tuple(group for batch in mine for group in batch),
+        }
+        part = plan.model_copy(update=change)
+        parts.append(Part(f"{part.title}: {STAGE}", {**arguments, "plan": part, "placement": unsharded(arguments)}))
+    return parts
+
+
+def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
+    """The shards' files under one manifest; what they hold is not read again."""
+    started = time.perf_counter()
+    store, plan = current_store(), arguments["plan"]
+    digests: list[str] = []
+    with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
+        for number, part in enumerate(parts):
+            for path in sorted(store.local_files(part, Path(fetched) / str(number)).glob("*.parquet")):
+                digests += part_digests(path)
+                _take(path, staged / f"part-{number:05d}.parquet")
+        return store.commit(
+            staged,
+            f"{plan.folder}/rollouts",
+            digest=joint_digest(digests),
+            schema_version=SCHEMA_VERSION,
+            rows=sum(part.rows for part in parts),
+            # Shards are sampled side by side.
+            seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
+            metrics=_joint_metrics(parts),
+        )
+
+
+def _take(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except OSError:
+        # Another file system, or one without links.
+        shutil.copyfile(path, target)
+
+
+def _joint_metrics(parts: Sequence[ArtifactRef]) -> dict[str, float]:
+    rows = sum(part.rows for part in parts)
+    clipped = sum(round(part.metrics["completions/clipped_ratio"] * part.rows) for part in parts)
+    return {
+        "num_tokens": (tokens := sum(part.metrics["num_tokens"] for part in parts)),
+        "completions/mean_length": tokens / rows,
+        "completions/min_length": min(part.metrics["completions/min_length"] for part in parts),
+        "completions/max_length": max(part.metrics["completions/max_length"] for part in parts),
+        "completions/clipped_ratio": clipped / rows,
+    }
+
+
+@stage_task(STAGE, _describe, kind="rollouts", sharding=Sharding(_cut, _join))
+def collect_rollouts_task(
+    policy: PolicyRef,
+    plan: RolloutPlan,
+    model: ModelSpec,
+    rollout: PictureRolloutSection | TextRolloutSection,
+    with_reference: bool,
+    placement: PlacementSection,
+) -> ArtifactRef:
+    """Sample every group of the plan and keep every rollout."""
+    return halved_once(
+        f"{plan.title}: {STAGE}",
+        "rollout.prompts_per_batch",
+        rollout.prompts_per_batch,
+        lambda size: _collect(policy, plan, model, rollout, with_reference, placement, size),
+    )
+
+
+def _collect(
+    policy: PolicyRef,
+    plan: RolloutPlan,
+    model: ModelSpec,
+    rollout: PictureRolloutSection | TextRolloutSection,
+    with_reference: bool,
+    placement: PlacementSection,
+    prompts_per_batch: int,
+) -> ArtifactRef:
+    started = time.perf_counter()
+    store = current_store()
+    tell = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
+    settings = model.family.settings(rollout.model_dump())
+    sampler = policy_at(policy, model, settings, placement)
+    requests = [plan.request(group) for group in plan.groups]
+    lengths: list[int] = []
+    cut = 0
+    with store.staging() as staged:
+        writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.medium])
+        groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
+        for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
+            writer.write(rollout_columns(group, planned, policy, settings, sampler.max_length))
+            lengths += group.tokens.loss_mask.sum(-1).tolist()
+            cut += int((~group.finished).sum())
+            tell(done * plan.group_size, len(requests) * plan.group_size)
+        digest = writer.close()
+        return store.commit(
+            staged,
+            f"{plan.folder}/rollouts",
+            digest=digest,
+            schema_version=SCHEMA_VERSION,
+            rows=writer.rows,
+            seconds=time.perf_counter() - started,
+            metrics=_metrics(lengths, cut),
+        )
+
+
+def _metrics(lengths: Sequence[int], cut: int) -> dict[str, float]:
+    return {
+        "num_tokens": float(sum(lengths)),
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": cut / len(lengths),
+    }

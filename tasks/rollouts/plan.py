@@ -1,0 +1,112 @@
+"""Which prompts are drawn, with which names and seeds: for an iteration of training, or for an evaluation."""
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from grpo_core.collect import GroupRequest
+from grpo_core.seeds import derive_seed
+from tasks.prompts.curriculum import DrawnPrompt
+
+
+class GroupPlan(BaseModel):
+    """One prompt occurrence; its siblings are a group.
+
+    Attributes:
+        group_id: unique in the run.
+        prompt_id: the prompt's stable name.
+        dataset: the prompt set that it comes from.
+        prompt: its text.
+        columns: the prompt file's other columns.
+        target_uri: picture that the prompt ought to give, if there is one.
+        target_sha256: of that file.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    group_id: str
+    prompt_id: str
+    dataset: str
+    prompt: str
+    columns: dict[str, object]
+    target_uri: str | None
+    target_sha256: str | None
+
+
+class RolloutPlan(BaseModel):
+    """Everything that one collection of rollouts draws.
+
+    Attributes:
+        folder: where in the run its stages are kept.
+        title: what people call it.
+        seed: every sample's seed is derived from it and the sample's place.
+        group_size: siblings a group.
+        shared_noise: siblings share the decoder's noise.
+        groups: in order.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    folder: str
+    title: str
+    seed: int
+    group_size: int
+    shared_noise: bool
+    groups: tuple[GroupPlan, ...]
+
+    def request(self, group: GroupPlan) -> GroupRequest:
+        """Names and seeds of a group's samples."""
+        siblings = range(self.group_size)
+        noise = [0 if self.shared_noise else sibling for sibling in siblings]
+        return GroupRequest(
+            prompt=group.prompt,
+            sample_ids=tuple(f"{group.group_id}.s{sibling:02d}" for sibling in siblings),
+            seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, sibling) for sibling in siblings),
+            noise_seeds=tuple(derive_seed(self.seed, "noise", group.group_id, index) for index in noise),
+        )
+
+
+def _group(group_id: str, drawn: DrawnPrompt) -> GroupPlan:
+    prompt, target = drawn.prompt, drawn.target
+    return GroupPlan(
+        group_id=group_id,
+        prompt_id=prompt.prompt_id,
+        dataset=drawn.dataset,
+        prompt=prompt.text,
+        columns=dict(prompt.columns),
+        target_uri=target.uri if target else None,
+        target_sha256=target.sha256 if target else None,
+    )
+
+
+def plan_draw(
+    drawn: Sequence[DrawnPrompt], *, seed: int, iteration: int, draw: int, group_size: int, shared_noise: bool
+) -> RolloutPlan:
+    """The groups of one draw of a training iteration; a later draw replaces groups that taught nothing."""
+    first = draw == 1
+    folder, name = f"iteration_{iteration:06d}", f"i{iteration:06d}"
+    return RolloutPlan(
+        folder=folder if first else f"{folder}/draw_{draw:02d}",
+        title=f"iteration {iteration}" if first else f"iteration {iteration}, draw {draw}",
+        seed=seed,
+        group_size=group_size,
+        shared_noise=shared_noise,
+        groups=tuple(
+            _group(f"{name}.p{place:04d}" if first else f"{name}.d{draw:02d}.p{place:04d}", prompt)
+            for place, prompt in enumerate(drawn)
+        ),
+    )
+
+
+def plan_evaluation(
+    prompts: Sequence[DrawnPrompt], *, seed: int, version: int, samples_per_prompt: int, shared_noise: bool
+) -> RolloutPlan:
+    """The held-out groups: the same names and seeds for every policy version, so that samples pair up."""
+    return RolloutPlan(
+        folder=f"evaluations/{version:06d}",
+        title=f"evaluation of policy {version}",
+        seed=seed,
+        group_size=samples_per_prompt,
+        shared_noise=shared_noise,
+        groups=tuple(_group(f"heldout.p{index:04d}", prompt) for index, prompt in enumerate(prompts)),
+    )

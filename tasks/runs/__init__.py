@@ -1,0 +1,1 @@
+"""The layout of a run folder and the only reader of it."""

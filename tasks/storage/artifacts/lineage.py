@@ -1,0 +1,24 @@
+"""Which configuration, model, prompts and code what stands in a run was made with, as the run's description says."""
+
+import contextlib
+
+from tasks.storage.artifacts.run_description import RUN_FILE, opened_description
+from tasks.storage.filesystem.run_folder import RunFolder
+
+LINEAGE = "lineage"
+_EVALUATIONS = "evaluations/"
+
+
+def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str | None:
+    """A digest of what made the artifact in a folder of the run; None where the description does not say.
+
+    Args:
+        store: the run.
+        folder: of the artifact. Those of evaluations depend on the held-out prompts too.
+        file: the description, within the run.
+    """
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        described = opened_description(store.read_file(file) or b"{}")
+        lineage: str = described[LINEAGE]
+        return f"{lineage} {described['evaluation']}" if folder.startswith(_EVALUATIONS) else lineage
+    return None

@@ -1,0 +1,1 @@
+"""One writer for a run: file locks on a disk, leases in a bucket."""

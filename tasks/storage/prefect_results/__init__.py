@@ -1,0 +1,1 @@
+"""Prefect's result records as JSON references in the run folder."""

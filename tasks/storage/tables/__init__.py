@@ -1,0 +1,1 @@
+"""Parquet tables and their schemas."""

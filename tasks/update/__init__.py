@@ -1,0 +1,1 @@
+"""Stage 4: stored rollouts and advantages become the next policy version."""

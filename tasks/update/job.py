@@ -1,0 +1,235 @@
+"""One policy update from its artifacts to the files of the next version, in this process or shared with others."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.core_settings import optimizer_settings, update_settings
+from configs.placement_sections import PlacementSection, StorageSection
+from configs.schema import UpdateSection
+from grpo_core.errors import InputError
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.policies.protocol import Policy
+from grpo_core.seeds import derive_seed
+from grpo_core.update import Ranks, StepMetrics, UpdateResult, update_policy
+from tasks.models.files import REFERENCE_FOLDER, weights_digest
+from tasks.models.resident import ModelSpec, policy_at, reference_in_between, weights_in_between
+from tasks.storage.artifacts.checkpoint_files import OPTIMIZER_FILE, STATE_FILE
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import current_store
+from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.schemas import UPDATE_STEPS
+from tasks.update.rows import read_training_rows
+
+
+class UpdateJob(BaseModel):
+    """All that an update needs; the artifacts are in the present store.
+
+    Attributes:
+        policy: that is trained.
+        rollouts: one artifact a draw.
+        advantages: of all of them.
+        model: which model it is.
+        update: how it is trained.
+        seed: of the run.
+        max_staleness: versions that may lie between a row's policy and this one.
+        placement: where the work is done, and by how many processes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: PolicyRef
+    rollouts: tuple[ArtifactRef, ...]
+    advantages: ArtifactRef
+    model: ModelSpec
+    update: UpdateSection
+    seed: int
+    max_staleness: int
+    placement: PlacementSection
+
+    @property
+    def version(self) -> int:
+        """Of the policy that the update makes."""
+        return self.policy.version + 1
+
+
+class SharedJob(BaseModel):
+    """A job as it is told to other processes.
+
+    Attributes:
+        job: the same for all of them.
+        storage: where the artifacts are.
+        run: whose artifacts they are.
+        staged: folder that the first process writes into.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: UpdateJob
+    storage: StorageSection
+    run: str
+    staged: str
+
+
+class UpdateOutcome(BaseModel):
+    """What an update left in its folder.
+
+    Attributes:
+        digest: of the weights.
+        reference_digest: of the reference's; None while it is the model as it was given.
+        checkpoint_digest: of all that the next update reads.
+        rows: that it learned from.
+        metrics: the update's figures.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str
+    reference_digest: str | None
+    checkpoint_digest: str
+    rows: int
+    metrics: dict[str, float]
+
+
+def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection) -> None:
+    """Raise InputError for a number of processes, or a way to share the weights, that cannot be had on this machine."""
+    if placement.sharding == "fsdp2" and placement.processes == 1:
+        mend = "One process has nobody to share the weights with; set placement.processes to 2 or more, or this to ddp."
+        raise InputError("placement.sharding", "fsdp2", mend)
+    if placement.sharding == "fsdp2" and update.optimizer != "adamw":
+        mend = "8-bit and paged moments cannot be cut into shares; use adamw, or set placement.sharding to ddp."
+        raise InputError("update.optimizer", update.optimizer, mend)
+    on_cpu = placement.device == "cpu" or (placement.device == "auto" and not torch.cuda.is_available())
+    if placement.processes == 1:
+        return
+    if on_cpu:
+        # Two are let be anywhere: they show on the smallest machine that the rest works.
+        cores = max(2, len(os.sched_getaffinity(0)))
+        if placement.processes > cores:
+            mend = f"Each process needs a core of its own and this machine has {cores}; use at most that."
+            raise InputError("placement.processes", placement.processes, mend)
+        return
+    gpus = torch.cuda.device_count()
+    if placement.processes > gpus:
+        mend = f"Each process needs a GPU of its own and this machine has {gpus}; use at most that, or device: cpu."
+        raise InputError("placement.processes", placement.processes, mend)
+
+
+def carry_out(
+    job: UpdateJob, staged: Path, ranks: Ranks, on_progress: Callable[[int, int], None] | None
+) -> UpdateOutcome | None:
+    """Read, check parity, train, and write the next version's files.
+
+    Args:
+        job: the same in every process.
+        staged: folder that the first process writes into.
+        ranks: the processes that share the update; each holds its part of a minibatch at a time.
+        on_progress: called with passes done and in all.
+
+    Returns:
+        What was written; None beside the first process.
+
+    Raises:
+        InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the parts of it do.
+    """
+    with tempfile.TemporaryDirectory() as fetched:
+        stored = read_training_rows(
+            current_store(),
+            job.rollouts,
+            job.advantages,
+            job.policy,
+            job.model.family,
+            max_staleness=job.max_staleness,
+        )
+        learner = policy_at(job.policy, job.model, stored.settings, job.placement)
+        weights_in_between()
+        ranks.distribute(learner.trained)
+        optimizer = _optimizer(job, learner, ranks, Path(fetched))
+        result = update_policy(
+            learner,
+            optimizer,
+            stored.rows,
+            update_settings(job.update, len(stored.rows), stored.max_length, job.model.section),
+            seed=derive_seed(job.seed, job.version, "minibatches"),
+            ranks=ranks,
+            on_progress=on_progress,
+        )
+    optimizer.zero_grad()  # or the gradients would be held through the next rollouts
+    moments = ranks.state(optimizer)
+    ranks.collect(learner.trained)
+    if ranks.rank:
+        return None
+    reference_digest = _keep_reference(learner, job, staged)
+    learner.save_weights(staged)
+    digest = weights_digest(staged)
+    _save_state(staged, moments, optimizer.steps, result, job.version, digest)
+    return UpdateOutcome(
+        digest=digest,
+        reference_digest=reference_digest,
+        checkpoint_digest=_checkpoint_digest(staged, reference_digest),
+        rows=len(stored.rows),
+        metrics={**result.metrics(), **stored.metrics()},
+    )
+
+
+def _optimizer(job: UpdateJob, learner: Policy, ranks: Ranks, fetched: Path) -> PolicyOptimizer:
+    settings, checkpoint = optimizer_settings(job.update), job.policy.checkpoint
+    parameters = learner.trainable_parameters()
+    if checkpoint is None:
+        return PolicyOptimizer(parameters, settings)
+    folder = current_store().local_files(checkpoint, fetched / "policy")
+    state = json.loads((folder / STATE_FILE).read_text())
+    optimizer = PolicyOptimizer(parameters, settings, steps=state["optimizer_steps"])
+    ranks.load_state(optimizer, load_file(folder / OPTIMIZER_FILE))
+    return optimizer
+
+
+def _keep_reference(learner: Policy, job: UpdateJob, staged: Path) -> str | None:
+    """Refresh the reference when it is due, and keep it beside the weights; the digest of what is kept."""
+    every = job.update.reference.refresh_every
+    due = every > 0 and job.version % every == 0
+    if due:
+        reference_in_between()
+        learner.refresh_reference(job.update.reference.mix)
+    if not due and job.policy.reference_digest is None:
+        return None
+    folder = staged / REFERENCE_FOLDER
+    folder.mkdir()
+    learner.save_reference(folder)
+    return weights_digest(folder)
+
+
+def _save_state(
+    folder: Path, moments: dict[str, Tensor], steps: int, result: UpdateResult, version: int, digest: str
+) -> None:
+    save_file(moments, folder / OPTIMIZER_FILE)
+    state = {
+        "policy_version": version,
+        "policy_digest": digest,
+        "optimizer_steps": steps,
+        # Nothing random is carried over: every draw is derived from its place.
+        "randomness": "derived from (run seed, iteration, stage, sample)",
+    }
+    (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
+    columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
+    for field in StepMetrics.__dataclass_fields__:
+        columns[field] = [asdict(step)[field] for step in result.steps]
+    write_table(folder / "update_steps.parquet", UPDATE_STEPS, columns)
+
+
+def _checkpoint_digest(folder: Path, reference_digest: str | None) -> str:
+    """sha256 of what the next update reads: weights, reference, moments, step count."""
+    digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}".encode())
+    for name in (OPTIMIZER_FILE, STATE_FILE):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()

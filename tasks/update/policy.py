@@ -1,0 +1,101 @@
+"""Stage 4: stored rollouts and advantages -> the next policy version, with all that is needed to go on from it."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.placement_sections import PlacementSection
+from configs.schema import UpdateSection
+from grpo_core.update import ALONE
+from tasks.execution.caching import stage_task
+from tasks.execution.out_of_memory import halved_once
+from tasks.models.resident import ModelSpec, weights_became
+from tasks.progress import progress_of
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
+from tasks.update.launcher import carry_out_together
+
+STAGE = "update policy"
+
+
+def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    policy: PolicyRef = inputs["policy"]
+    return {
+        "policy": policy.digest,
+        "checkpoint": policy.checkpoint.digest if policy.checkpoint else None,
+        "version": policy.version,
+        # The digest says which model it is; where its folder lies changes no result.
+        "model": inputs["model"].model_dump(mode="json", exclude={"section": {"model"}}),
+        "reference": policy.reference_digest,
+        "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
+        "max_staleness": inputs["max_staleness"],
+        "advantages": inputs["advantages"].digest,
+        "update": inputs["update"].model_dump(mode="json"),
+        "seed": inputs["seed"],
+    }
+
+
+@stage_task(STAGE, _describe, kind="update")
+def update_policy_task(
+    policy: PolicyRef,
+    rollouts: tuple[ArtifactRef, ...],
+    advantages: ArtifactRef,
+    model: ModelSpec,
+    update: UpdateSection,
+    seed: int,
+    max_staleness: int,
+    title: str,
+    placement: PlacementSection,
+) -> PolicyRef:
+    """Check parity, train on the stored rollouts, and keep the version that comes of it."""
+    job = UpdateJob(
+        policy=policy,
+        rollouts=rollouts,
+        advantages=advantages,
+        model=model,
+        update=update,
+        seed=seed,
+        max_staleness=max_staleness,
+        placement=placement,
+    )
+
+    def run(size: int) -> PolicyRef:
+        sized = update.model_copy(update={"micro_batch_size": size})
+        return _update(job.model_copy(update={"update": sized}), title)
+
+    return halved_once(f"{title}: {STAGE}", "update.micro_batch_size", update.micro_batch_size, run)
+
+
+def _update(job: UpdateJob, title: str) -> PolicyRef:
+    started = time.perf_counter()
+    store = current_store()
+    with store.staging() as staged:
+        outcome = _carry_out(job, store, staged, progress_of(f"{title}: {STAGE}", job.advantages.rows))
+        checkpoint = store.commit(
+            staged,
+            f"policies/{job.version:06d}",
+            digest=outcome.checkpoint_digest,
+            schema_version=SCHEMA_VERSION,
+            rows=outcome.rows,
+            seconds=time.perf_counter() - started,
+            metrics=outcome.metrics,
+        )
+    return PolicyRef(
+        version=job.version,
+        digest=outcome.digest,
+        checkpoint=checkpoint,
+        reference_digest=outcome.reference_digest,
+    )
+
+
+def _carry_out(job: UpdateJob, store: ArtifactStore, staged: Path, tell: Callable[[int, int], None]) -> UpdateOutcome:
+    """In this process, or in as many as the placement says; those leave the weights held here as they were."""
+    if job.placement.processes > 1:
+        return carry_out_together(job, store, staged, tell)
+    outcome = carry_out(job, staged, ALONE, tell)
+    assert outcome is not None, "the first process has one"
+    weights_became(outcome.digest, outcome.reference_digest)
+    return outcome

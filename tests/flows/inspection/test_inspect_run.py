@@ -1,0 +1,272 @@
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flows.command_line.main import application
+from flows.inspection.inspect_run import InspectSummary, inspect_run
+from flows.terminal.inspection import show_inspection, thumbnail
+from flows.terminal.text import plain, sparkline
+from grpo_core.errors import InputError
+from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(application, ["inspect", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def shown(root: Path, name: str = "made", width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show_inspection(inspect_run(name, root=str(root)), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_json_is_the_last_line_alone_on_stdout(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    code, out, _ = invoke("made", "--root", str(tmp_path), "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert told["run"] == "made"
+    assert told["iterations"] == told["iterations_planned"] == told["iteration"] == 2
+    assert (told["reward_first"], told["reward_last"]) == (0.5, 0.6)
+    assert (told["heldout_before"], told["heldout_after"]) == (0.5, 0.75)
+    assert told["policy_digest"] == f"{2:064d}"
+    assert told["seconds"]["total"] == 34.0
+    assert told["seconds"]["update"] == 6.0
+    assert told["folder"] == str(maker.folder)
+    assert told["finished"]
+    assert told["warnings"] == []
+
+
+def test_the_names_are_those_of_a_training_summary() -> None:
+    from flows.training.summary import TrainSummary
+
+    # What a start wrote, and what its watch told, which an inspection has among its warnings.
+    of_a_start = {"contact_sheet", "heldout_texts", "watch", "hacking", "stopped_early"}
+    assert set(TrainSummary.model_fields) - of_a_start <= set(InspectSummary.model_fields)
+
+
+def test_a_name_under_the_root_and_a_path_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = whole_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    by_name = inspect_run("made", root=str(tmp_path)).summary(None)
+    for path in (str(maker.folder), "made", "made/", "./made", "../" + tmp_path.name + "/made"):
+        assert inspect_run(path, root="elsewhere").summary(None) == by_name
+    monkeypatch.chdir(maker.folder)
+    assert inspect_run(".", root="elsewhere").summary(None) == by_name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["mdae"], "made"),
+        ([""], "Name a run"),
+        (["made", "--iteration", "7"], "1 to 2"),
+        (["made", "--iteration", "0"], "1 to 2"),
+        (["made", "--html", "nowhere/page.html"], "no folder"),
+        (["made", "--html", "page.txt"], ".html"),
+        (["made", "--html", "folder.html"], "This is a folder"),
+        (["empty"], "is no run"),
+        (["made/config.yaml"], "made"),
+        (["nothing://here/run"], "nothing"),
+        (["run", "--root", "nothing://here"], "nothing"),
+        (["run", "--root", "no_such_folder"], "no_such_folder"),
+    ],
+)
+def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    whole_run(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "folder.html").mkdir()
+    monkeypatch.chdir(tmp_path)
+    root = [] if "--root" in arguments else ["--root", str(tmp_path)]
+    code, out, err = invoke(*arguments, *root)
+    assert code == 2
+    assert out == ""
+    assert said in err
+    assert err.count("error:") == 1
+
+
+def test_iterations_that_exist_are_named(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    maker.iteration(3)
+    maker.iteration(5)
+    with pytest.raises(InputError, match="1 to 3, 5"):
+        inspect_run("made", root=str(tmp_path), iteration=4)
+    assert inspect_run("made", root=str(tmp_path), iteration=1).summary(None).iteration == 1
+
+
+def test_inspecting_changes_nothing_even_when_files_are_damaged(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path / "runs")
+    flip_last_byte(maker.folder / "iteration_000001/rollouts/part-00000.parquet")
+    flip_last_byte(maker.folder / "iteration_000002/advantages/advantages.parquet")
+    before = contents(maker.folder)
+    page = tmp_path / "page.html"
+    code, out, err = invoke("made", "--root", str(tmp_path / "runs"), "--html", str(page), "--json")
+    assert code == 0
+    assert contents(maker.folder) == before
+    warnings = json.loads(out)["warnings"]
+    for place in ("iteration_000001/rollouts/part-00000.parquet", "iteration_000002/advantages/advantages.parquet"):
+        assert any(warning.startswith(place) for warning in warnings)
+        assert place in page.read_text()
+    assert "warning" in err
+    assert "(+0.000)" in err  # the second iteration's reward is not trusted, so the first is also the last
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "runs"}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_the_watch_told_last_is_a_warning(tmp_path: Path, stopped: bool) -> None:
+    maker = whole_run(tmp_path)
+    told = {"version": 2, "signs": ["jpeg fell", "words fell"], "stopped": stopped}
+    maker.store.write_file("watch.json", json.dumps(told).encode())
+    code, out, err = invoke("made", "--root", str(tmp_path), "--json")
+    assert code == 0
+    first, second = json.loads(out)["warnings"]
+    assert first.startswith("watch, policy 2: jpeg fell")
+    assert second.startswith("watch, policy 2: words fell")
+    assert ("the run was stopped" in first) == stopped
+    assert "words fell" in err
+    maker.store.write_file("watch.json", json.dumps({**told, "signs": []}).encode())
+    assert inspect_run("made", root=str(tmp_path)).warnings == ()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"version": 2}', b'{"signs": ["x"]}'])
+def test_a_damaged_word_of_the_watch_is_told(tmp_path: Path, content: bytes) -> None:
+    maker = whole_run(tmp_path)
+    maker.store.write_file("watch.json", content)
+    (warning,) = inspect_run("made", root=str(tmp_path)).warnings
+    assert warning.startswith("watch.json: it is damaged")
+
+
+def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    page = tmp_path / "page.html"
+    page.write_text("older")
+    inspect_run("made", root=str(tmp_path), html=page)
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_terminal_shows_curves_pictures_and_figures(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    maker.store.set_aside(["iteration_000001/rewards/ssim"], reason="scores.parquet has another sha256")
+    text = shown(tmp_path)
+    for said in (
+        "finished: 2 iterations",
+        "0.500 → 0.750 (+0.250)",
+        "▁█",
+        "i000002.p0000.s02",
+        "reward 1.000, advantage +1.00",
+        "log-prob -0.8 over 2 tokens",
+        "KL to the reference",
+        "scores.parquet has another sha256",
+        "iterations: 2",
+    ):
+        assert said in text
+
+
+def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "poems"))
+    maker.evaluation(0, shift=0.0)
+    maker.written = {(0, 2): "first line\nlast line", (0, 1): "x" * 5000 + "\nfinis", (0, 0): ""}
+    maker.iteration(1, draws=2)
+    maker.evaluation(2, shift=0.25)
+    text = shown(tmp_path)
+    for said in (
+        "best and worst completion a prompt",
+        "first line ⏎ last line",
+        "finis",
+        "log-prob -0.8 over 2 tokens, cut there",
+        "4 groups in 2 draws, 2 without spread left out of the update",
+        "left out of the update",
+        "poems: reward",
+        "answer 0 of group 0",  # held-out, before
+        "(empty)",  # and after
+        "tokens sampled",
+    ):
+        assert said in text
+    assert "picture" not in text.replace(str(tmp_path), "")
+    assert text.count("x" * 20) < 100  # the page has the whole of it
+
+
+def test_texts_cannot_command_the_terminal(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, medium="text")
+    maker.written = {(0, 2): "\x1b[2J[red]a[/red]\x07 \x9b31m\r", (0, 1): "[/]"}
+    maker.iteration(1)
+    text = shown(tmp_path)
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
+    assert "[red]a[/red]" in text
+
+
+def test_the_page_of_a_text_run_holds_every_text(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, medium="text")
+    page = tmp_path / "page.html"
+    code, _, err = invoke("made", "--root", str(tmp_path), "--html", str(page))
+    assert (code, "warning" in err) == (0, False)
+    content = page.read_text()
+    for group in range(len(maker.prompts)):
+        for sibling in range(4):
+            assert f"answer {sibling} of group {group}" in content
+    assert "<img" not in content
+
+
+def test_prompts_cannot_command_the_terminal(tmp_path: Path) -> None:
+    whole_run(tmp_path, prompts=("\x1b[2J[red]a[/red]\x07 \x9b31m cat", "[/]"))
+    text = shown(tmp_path)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "\x9b" not in text
+    assert "[red]a[/red]" in text
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2.0, 2.0]) == "▅▅"
+    assert sparkline([]) == ""
+    assert sparkline([0, 0, 10, 10, 0, 0], width=3) == "▁█▁"
+    assert len(sparkline(list(range(1000)), width=30)) == 30
+
+
+def test_a_thumbnail_has_two_pixels_a_character() -> None:
+    image = Image.new("RGB", (4, 4), (255, 0, 0))
+    image.paste((0, 0, 255), (0, 2, 4, 4))
+    text = thumbnail(image, across=2)
+    assert text.plain == "▀▀"
+    style = text.spans[0].style
+    assert str(style) == "#ff0000 on #0000ff"
+
+
+def test_plain_keeps_words_and_lines() -> None:
+    assert plain("ein Rôt 红\nzwei").plain == "ein Rôt 红\nzwei"
+
+
+def test_an_unfinished_run_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, planned=4)
+    assert "0 of 4 iterations" in shown(tmp_path)
+    maker.evaluation(0, shift=0.0)
+    assert "0.500 → none yet" in shown(tmp_path)
+    assert inspect_run("made", root=str(tmp_path)).summary(None).heldout_after is None
+    maker.rollouts("iteration_000001", "i000001")
+    assert "iteration 1 has rollouts" in shown(tmp_path)
+    assert "reward none, advantage none" in shown(tmp_path)
+
+
+def test_it_starts_without_the_training_libraries(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from flows.command_line.main import application\n"
+        f"result = CliRunner().invoke(application, ['inspect', 'made', '--root', {str(tmp_path)!r}])\n"
+        "assert result.exit_code == 0, result.output\n"
+        "heavy = {'torch', 'prefect', 'diffusers', 'transformers', 'matplotlib', 'polars', 'pandas'}\n"
+        "heavy &= set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,139 @@
+"""The forms of the flows: what the server refuses, and what a flow makes of the values."""
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import Flow
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ParameterTypeError
+
+from configs.loader import read_config
+from configs.schema import PictureRunConfig, TextRunConfig
+from flows.evaluation.evaluate import evaluate
+from flows.rescoring.rescore import rescore
+from flows.training.train import train
+from grpo_core.errors import InputErrors
+from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs
+from tests.flows.deployed import MIX, asked_for, deployed, make_pool, on_the_server
+
+
+@pytest.fixture(scope="module")
+def pool(server: None) -> str:
+    return make_pool()
+
+
+@pytest.fixture(scope="module")
+def form(pool: str) -> DeploymentResponse:
+    """A training that was registered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        deployed(run="form")
+        return on_the_server("form")["grpo train/form"]
+
+
+def changed(values: Mapping[str, Any], *path: str, value: object) -> dict[str, Any]:
+    mapping = copy.deepcopy(dict(values))
+    place = mapping
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return mapping
+
+
+class TestForm:
+    def test_the_server_takes_the_configuration_and_its_required_sections_alone(
+        self, form: DeploymentResponse, pool: str
+    ) -> None:
+        deployed(TINY_TEXT, run="text")
+        for found in (form, on_the_server("text")["grpo train/text"]):
+            config = found.parameters["config"]
+            required = {name: config[name] for name in ("run", "policy", "data", "rollout", "rewards")}
+            assert asked_for(found, {"config": config}, {"config": required}) == [None, None]
+
+    @pytest.mark.parametrize(
+        ("path", "value", "told"),
+        [
+            (("update", "learning_rat"), 1.0, "'config.update'. Failure reason: Additional properties are not allowed"),
+            (("update", "mismatch", "mod"), "none", "'config.update.mismatch'. Failure reason: Additional properties"),
+            (("trainer",), {}, "'config'. Failure reason: Additional properties are not allowed ('trainer' was"),
+            (
+                ("rollout", "group_size"),
+                "8",
+                "'config.rollout.group_size'. Failure reason: '8' is not of type 'integer'",
+            ),
+            (("rollout", "max_completion_length"), 9, "('max_completion_length' was unexpected)"),
+            (("update", "loss"), "gppo", "'config.update.loss'. Failure reason: 'gppo' is not one of"),
+            (("run", "name"), "../elsewhere", "'config.run.name'. Failure reason: '../elsewhere' does not match"),
+        ],
+    )
+    def test_the_server_refuses_what_the_configuration_would(
+        self, form: DeploymentResponse, path: tuple[str, ...], value: object, told: str
+    ) -> None:
+        config = form.parameters["config"]
+        (answer,) = asked_for(form, {"config": changed(config, *path, value=value)})
+        assert told in str(answer)
+
+    def test_the_server_refuses_a_configuration_without_a_section(self, form: DeploymentResponse) -> None:
+        without = {key: section for key, section in form.parameters["config"].items() if key != "data"}
+        (answer,) = asked_for(form, {"config": without})
+        assert "'data' is a required property" in str(answer)
+
+    def test_the_other_flows_have_forms_too(self, pool: str) -> None:
+        deployed(run="others", evaluation=True, rescorings=(MIX,))
+        found = on_the_server("others")
+        evaluation, rescoring = found["grpo evaluate/others"], found["grpo rescore/others-mix"]
+        unknown = "Additional properties are not allowed ('polcy' was unexpected)"
+        request, plan = evaluation.parameters["request"], rescoring.parameters["plan"]
+        wrong = [{"request": {**request, **each}} for each in ({"polcy": 3}, {"policy": "last"}, {"policy": 3})]
+        told = asked_for(evaluation, {"request": request}, *wrong)
+        assert (told[0], told[3]) == (None, None)
+        assert unknown in str(told[1])
+        assert "'request.policy'" in str(told[2])
+        told = asked_for(rescoring, {"plan": plan}, {"plan": {**plan, "polcy": 3}})
+        assert told[0] is None
+        assert unknown in str(told[1])
+
+    @pytest.mark.parametrize(("file", "kind"), [(TINY, PictureRunConfig), (TINY_TEXT, TextRunConfig)])
+    def test_the_flow_reads_what_the_server_keeps(self, file: Path, kind: type) -> None:
+        config = read_config(file)
+        read = train.validate_parameters({"config": json.loads(config.model_dump_json())})["config"]
+        assert read == config
+        assert type(read) is kind
+        assert train.validate_parameters({"config": config})["config"] is config
+
+    def test_the_flow_tells_every_mistake_with_its_mend(self) -> None:
+        values = read_config(TINY).model_dump(mode="json")
+        values["update"]["learning_rat"] = 1.0
+        values["rollout"]["group_size"] = 1
+        del values["data"]
+        told = unread(train, {"config": values})
+        assert "update.learning_rat: got 1.0. There is no such key: did you mean learning_rate?" in told
+        assert "rollout.group_size: got 1. Input should be greater than or equal to 2." in told
+        assert "data: got None. It is missing and has no default; add it." in told
+
+    def test_the_flow_refuses_what_a_schema_cannot_say(self) -> None:
+        values = changed(read_config(TINY).model_dump(mode="json"), "update", "minibatch_size", value=97)
+        assert "update.minibatch_size: got 97. An iteration has 96 rows" in unread(train, {"config": values})
+        assert "overrides.0" in unread(evaluate, {"request": {"run": "tiny", "overrides": [3]}})
+        assert "There is no such key: did you mean sources?" in unread(rescore, {"plan": {"source": ["tiny"]}})
+
+
+def unread(flow: Flow[..., Any], parameters: dict[str, Any]) -> str:
+    with pytest.raises(ParameterTypeError) as caught:
+        flow.validate_parameters(parameters)
+    return str(caught.value)
+
+
+def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
+    values = read_config(TINY, empty.overrides(run__name="asked")).model_dump(mode="json")
+    state = asyncio.run(train(changed(values, "update", "learning_rat", value=1), return_state=True))
+    assert state.is_failed()
+    assert "There is no such key: did you mean learning_rate?" in str(state.message)
+    with pytest.raises(InputErrors):
+        asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
+    assert not empty.path(run="asked").exists()

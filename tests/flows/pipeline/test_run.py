@@ -1,0 +1,145 @@
+"""Opening a run's folder: what makes another run of it, and what it says of itself."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from configs.loader import read_config
+from flows.pipeline.run import open_run
+from grpo_core.errors import InputError
+from tests.flows.conftest import REPOSITORY, TINY
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write(tmp_path / "prompts.jsonl", note="round")
+
+
+def write(path: Path, **columns: str) -> Path:
+    path.write_text(json.dumps({"prompt": "a red circle", **columns}) + "\n")
+    return path
+
+
+def reasons(prompts: Path, *overrides: str) -> list[str]:
+    """Why the folder's content was set aside, after opening the run once more."""
+    root = prompts.parent / "runs"
+    sets = [f"storage.root={root}", f"data.prompts={prompts}", "data.target_column=null", "data.targets=null"]
+    jpeg = ['rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null"]
+    with open_run(read_config(TINY, [*sets, *jpeg, *overrides])):
+        pass
+    return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/set_aside/*/reason.json"))]
+
+
+def test_opened_again_as_it_was(prompts: Path) -> None:
+    assert reasons(prompts) == []
+    assert reasons(prompts, "run.iterations=100", "evaluate.every=3", "placement.torch_threads=2") == []
+
+
+def test_another_value_is_another_run(prompts: Path) -> None:
+    reasons(prompts)
+    assert reasons(prompts, "update.kl_coef=0.02") == ["the configuration changed: update.kl_coef 0.01 -> 0.02"]
+
+
+def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> None:
+    reasons(prompts)
+    write(prompts, note="square")
+    assert reasons(prompts) == ["the code, model, prompts, or a reward's function or weights changed"]
+
+
+def test_how_a_reward_is_asked_and_what_is_watched_leave_the_run_as_it_is(prompts: Path) -> None:
+    reasons(prompts)
+    asked = ["rewards.0.max_failures=0.4", "rewards.0.batch_size=3", "rewards.0.processes=1"]
+    heldout = [f"evaluate.prompts={prompts}", "evaluate.targets=null", "evaluate.target_column=null"]
+    watch = ['watch={"guardrails": [{"reward": "sharpness"}], "rise": 0.5}']
+    assert reasons(prompts, *asked, *heldout, *watch) == []
+    assert reasons(prompts, "rewards.0.clamp=[0.0, 0.5]") == [
+        "the configuration changed: rewards.jpeg.clamp None -> [0.0, 0.5]"
+    ]
+
+
+def test_an_edited_reward_function_is_another_run(prompts: Path) -> None:
+    file = prompts.parent / "mine.py"
+    mine = f'rewards=[{{"reward": "function", "settings": {{"function": "{file}:score"}}}}]'
+    file.write_text("def score(prompts, completions, **columns):\n    return [0.5 for _ in prompts]\n")
+    assert reasons(prompts, mine) == []
+    assert reasons(prompts, mine) == []
+    file.write_text("def score(prompts, completions, **columns):\n    return [-0.5 for _ in prompts]\n")
+    assert reasons(prompts, mine) == ["the code, model, prompts, or a reward's function or weights changed"]
+
+
+def test_a_guardrail_asks_nothing_of_the_prompts_that_are_trained_on(prompts: Path) -> None:
+    heldout = write(prompts.parent / "heldout.jsonl", target="blue-heart-top-left-black.png")
+    targets = [f"evaluate.prompts={heldout}", "evaluate.targets=data/targets", "evaluate.target_column=target"]
+    assert reasons(prompts, *targets, 'watch.guardrails=[{"reward": "ssim"}]') == []
+
+
+def test_the_description_says_the_versions(prompts: Path) -> None:
+    reasons(prompts)
+    described = json.loads((prompts.parent / "runs" / "tiny" / "run.json").read_text())
+    assert described["versions"]["torch"] == version("torch")
+    assert described["versions"]["pytorch-msssim"] == version("pytorch-msssim")
+    assert str(REPOSITORY) not in json.dumps(described)
+
+
+def test_evaluations_of_another_evaluate_section_go_aside(prompts: Path) -> None:
+    heldout = [f"evaluate.prompts={prompts}", "evaluate.targets=null", "evaluate.target_column=null"]
+    reasons(prompts, *heldout)
+    made = prompts.parent / "runs" / "tiny" / "evaluations" / "000000"
+    made.mkdir(parents=True)
+    assert reasons(prompts, *heldout, "evaluate.every=2") == []
+    assert made.exists()
+    (reason,) = reasons(prompts, *heldout, "evaluate.seed=1")
+    assert "seed changed" in reason
+    assert not made.exists()
+
+
+def test_a_prompt_with_the_models_own_tags_is_refused_before_anything_is_written(prompts: Path) -> None:
+    prompts.write_text('{"prompt": "a red <sop> circle"}\n')
+    with pytest.raises(InputError, match="<sop>"):
+        reasons(prompts)
+    assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()
+
+
+MALFORMED = {
+    "empty": b"",
+    "cut short in a section": b"run:\n",
+    "a text": b"rewards: 3\nrun: 1\nupdate: x\n",
+    "no date": b"run: 2001-99-99\n",
+    "empty entries": b"rewards:\n- \n- 1\n- []\n",
+    "names of other kinds": b"rewards:\n- {name: [1], reward: {a: b}}\n- {reward: 2}\n",
+    "keys of other kinds": b"1: 2\nnull: 3\nrun: {1: 2}\nupdate: {2: 3, 2001-01-01: 4}\n",
+    "a schedule of another kind": b"update: {lr_scheduler: [linear]}\n",
+    "a part of itself": b"run: &a {run: *a}\nupdate: &b [*b]\n",
+    "no text": b"\xff\xfe\x00\x80",
+    "deep": b"[" * 100_000,
+    "a list": b"- run\n",
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_former_configuration_stops_no_start(prompts: Path, content: bytes) -> None:
+    reasons(prompts)
+    former = prompts.parent / "runs" / "tiny" / "config.yaml"
+    former.write_bytes(content)
+    assert reasons(prompts) == []
+    former.write_bytes(content)
+    (reason,) = reasons(prompts, "update.kl_coef=0.02")
+    assert reason.startswith(("the configuration changed: ", "the code, model, prompts, or a reward's"))
+    assert reasons(prompts, "update.kl_coef=0.02") == [reason]
+
+
+def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:
+    reasons(prompts)
+    run = prompts.parent / "runs" / "tiny"
+    made = ["iteration_000001", "policies", "evaluations", "evaluations_of", "rescored"]
+    for name in [*made, "notes"]:
+        (run / name).mkdir()
+        (run / name / "file").write_text(name)
+    (run / "run.json").write_bytes(b"{")
+    (reason,) = reasons(prompts)
+    assert "run.json is missing or damaged" in reason
+    (aside,) = (run / "set_aside").iterdir()
+    assert {path.name for path in aside.iterdir()} == {*made, "reason.json"}
+    assert (run / "notes" / "file").read_text() == "notes"

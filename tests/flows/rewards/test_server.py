@@ -1,0 +1,357 @@
+import base64
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import uvicorn
+from PIL import Image
+
+from flows.rewards.server import create_app, describe_reward, serve
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.records import Medium
+from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.remote import wire
+from grpo_core.rewards.remote.reward import RemoteReward
+from grpo_core.rewards.similarity.lpips import LpipsReward
+from grpo_core.rewards.similarity.ssim import SsimReward
+from grpo_core.rewards.text.answer import AnswerReward
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+
+REPOSITORY = Path(__file__).parents[3]
+REWARDS: Mapping[str, Reward] = {"jpeg": JpegReward(), "likeness": SsimReward(), "answer": AnswerReward()}
+QUICK: dict[str, Any] = {"timeout_s": 20.0, "attempts": 2, "backoff_s": 0.01}
+
+
+@contextmanager
+def serving(rewards: Mapping[str, Reward] = REWARDS, token: str | None = None, **more: Any) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    with serving_app(create_app(rewards, token, **more)) as url:
+        yield url
+
+
+@contextmanager
+def serving_app(app: Any) -> Iterator[str]:
+    config = uvicorn.Config(app, log_level="warning", lifespan="off")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def trunk_file(tmp_path: Path) -> Path:
+    """Weights that have a digest; nothing loads them."""
+    path = tmp_path / "trunk.pth"
+    path.write_bytes(b"weights")
+    return path
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as url:
+        yield url
+
+
+BEGUN, GO_ON = threading.Event(), threading.Event()
+
+
+@dataclass(frozen=True)
+class Odd(Reward):
+    """Does as its completions say."""
+
+    needs_group: bool = False  # type: ignore[assignment]
+
+    name: ClassVar[str] = "odd"
+    version: ClassVar[str] = "1"
+    media: ClassVar[tuple[Medium, ...]] = ("text",)
+
+    def settings(self) -> Mapping[str, object]:
+        return {}
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        given = {"nan": Score(float("nan"), 1.0), "failed": Score.failed("no"), "null": NOT_APPLICABLE}
+        if "raise" in batch.completions:
+            raise RuntimeError("a secret of the server")
+        for text in batch.completions:
+            if text == "hold":
+                BEGUN.set()
+                assert GO_ON.wait(60)
+            if text.startswith("sleep"):
+                time.sleep(float(text.removeprefix("sleep")))
+        return [given.get(text, Score(0.1 + 0.2, 1 / 3)) for text in batch.completions]
+
+
+def texts(*completions: str, **more: Any) -> ScoringBatch:
+    count = len(completions)
+    ids = [f"s{i}" for i in range(count)]
+    return ScoringBatch(sample_ids=ids, prompts=["p"] * count, completions=completions, **more)
+
+
+def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
+    pictures = [noise(i, 40 + i, 32) for i in range(5)] + [flat(77), noise(9, 32, 32).convert("L")]
+    targets = [noise(i + 50, 40 + i, 32) for i in range(4)] + [None, flat(79), noise(3, 32, 32)]
+    batch = make_batch(pictures, targets)
+    direct = SsimReward().score(batch)
+    assert direct[4] == NOT_APPLICABLE
+    assert len({score.value for score in direct}) > 5
+    assert RemoteReward(url, "likeness", batch_size=3, with_targets=True, **QUICK).score(batch) == direct
+    assert RemoteReward(url, "jpeg", batch_size=2, **QUICK).score(batch) == JpegReward().score(batch)
+    written = texts("cat", "dög", "", columns={"answer": ["cat", "dog", None]})
+    assert RemoteReward(url, "answer", **QUICK).score(written) == AnswerReward().score(written)
+
+
+def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -> None:
+    (jpeg, likeness, _) = httpx.get(url + wire.DESCRIBE_PATH).json()["rewards"]
+    assert (jpeg["name"], likeness["name"]) == ("jpeg", "likeness")
+    assert (jpeg["needs_target"], likeness["needs_target"]) == (False, True)
+    assert likeness["provenance"]["reward"] == "ssim"
+    assert (jpeg["max_aspect"], describe_reward("text", TextAccuracyReward()).max_aspect) == (None, MAX_ASPECT)
+    assert jpeg["version"] == describe_reward("other name", JpegReward()).version
+    assert jpeg["version"] != describe_reward("jpeg", JpegReward(quality=90)).version
+    lpips = describe_reward("lpips", LpipsReward(weights=str(trunk_file)))
+    assert lpips.provenance["weights"]["trunk"] == hashlib.sha256(trunk_file.read_bytes()).hexdigest()  # type: ignore[index]
+    assert str(trunk_file) not in lpips.model_dump_json()
+    assert RemoteReward(url, "jpeg", reward_version=jpeg["version"], **QUICK).preflight() == []
+    (problem,) = RemoteReward(url, "jpeg", reward_version="1", **QUICK).preflight()
+    assert f"has version {jpeg['version']} of jpeg" in problem
+
+
+def test_what_a_reward_does_not_say_comes_through(caplog: pytest.LogCaptureFixture) -> None:
+    with serving({"odd": Odd()}) as url:
+        reward = RemoteReward(url, "odd", **QUICK)
+        nan, failed, null, well = reward.score(texts("nan", "failed", "null", "well"))
+        assert "came out as nan" in str(nan.failure)
+        assert (failed, null, well) == (Score.failed("no"), NOT_APPLICABLE, Score(0.1 + 0.2, 1 / 3))
+        broken = reward.score(texts("raise"))
+        assert broken == [Score.failed("the service answered with status 500, after 2 attempts")]
+        assert "secret" not in httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("raise")), headers=JSON).text
+        assert "a secret of the server" in caplog.text
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def body(reward: str, batch: ScoringBatch) -> bytes:
+    return wire.write_request(reward, batch, with_targets=True)
+
+
+def with_image(content: bytes) -> bytes:
+    sample = {"sample_id": "s", "prompt": "p", "image": base64.b64encode(content).decode()}
+    return json.dumps({"protocol": 1, "reward": "jpeg", "samples": [sample]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (b"", 422, "Invalid JSON"),
+        (b"{}", 422, "protocol: Field required"),
+        (b'{"protocol": 2, "reward": "jpeg", "samples": []}', 422, "protocol"),
+        (b'{"protocol": 1, "reward": "jpeg", "samples": []}', 422, "samples"),
+        (body("jpg", make_batch([flat(1)])), 404, "no reward 'jpg'; this server has answer, jpeg, likeness"),
+        (body("jpeg", texts("a")), 422, "scores pictures, and these samples are texts"),
+        (body("answer", make_batch([flat(1)])), 422, "scores texts, and these samples are pictures"),
+        (body("likeness", make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])), 422, "aspect"),
+        (body("likeness", make_batch([noise(0, 8, 8)])), 422, "needs at least 11 pixels a side"),
+        (body("answer", texts("a", columns={"answer": [3]})), 422, "Write the answer as text"),
+        (with_image(b"GIF89a"), 422, "sample s, image: .*Send a PNG file"),
+        (with_image(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\1\0\0" * 2), 422, "65536x65536.*at most 8192"),
+    ],
+)
+def test_requests_that_will_not_do_are_told_why(url: str, content: bytes, status: int, message: str) -> None:
+    answer = httpx.post(url + wire.SCORE_PATH, content=content, headers=JSON)
+    assert answer.status_code == status
+    assert re.search(message, answer.json()["error"])
+
+
+def test_a_refusal_names_the_address_and_the_servers_words(url: str) -> None:
+    batch = make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])
+    with pytest.raises(InputError, match=rf"{url}/v1/score: got 'status 422'\. The service says: .*aspect"):
+        RemoteReward(url, "likeness", with_targets=True, **QUICK).score(batch)
+
+
+def test_bodies_beyond_the_limit_and_of_another_type() -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 100
+
+    with serving(max_body_bytes=1000) as url:
+        address = url + wire.SCORE_PATH
+        assert httpx.post(address, content=b" " * 1001, headers=JSON).status_code == 413
+        assert httpx.post(address, content=endless(), headers=JSON).status_code == 413
+        assert httpx.post(address, content=b" " * 999, headers=JSON).status_code == 422
+        assert httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+        with pytest.raises(InputError, match="smaller `batch_size`"):
+            RemoteReward(url, "jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
+
+
+def test_pictures_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    within = make_batch([flat(1, 30, 10), flat(2, 20, 10)], [flat(1, 30, 10), flat(2, 20, 10)])
+    beyond = make_batch([*within.images, flat(3, 1, 1)], [*within.targets, None])
+    with serving(max_pixels=1000) as url:
+        address = url + wire.SCORE_PATH
+        assert httpx.post(address, content=body("jpeg", within), headers=JSON).status_code == 200
+        monkeypatch.setattr(wire, "read_batch", None)
+        answer = httpx.post(address, content=body("jpeg", beyond), headers=JSON)
+        assert (answer.status_code, "1001 pixels together" in answer.json()["error"]) == (413, True)
+
+
+def test_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIVEN", "right")
+    batch = make_batch([flat(3)])
+    with serving(token="right") as url:
+        assert RemoteReward(url, "jpeg", token_env="GIVEN", **QUICK).score(batch) == JpegReward().score(batch)
+        for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "right"}, {"Authorization": "Bearer x"}):
+            assert httpx.get(url + wire.DESCRIBE_PATH, headers=headers).status_code == 401
+            assert httpx.post(url + wire.SCORE_PATH, headers=JSON | headers, content=b"{}").status_code == 401
+        (problem,) = RemoteReward(url, "jpeg", **QUICK).preflight()
+        assert "status 401" in problem
+        assert "token_env" in problem
+
+
+def test_the_scorer_of_the_documentation_does_what_it_says() -> None:
+    page = (REPOSITORY / "docs" / "remote_rewards.md").read_text()
+    example = page.partition("## A scorer in thirty lines\n")[2].partition("\nStarted with")[0]
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(example), names)
+    with serving_app(names["app"]) as url:
+        scores = RemoteReward(url, "brightness", **QUICK).score(make_batch([flat(51), flat(255), flat(0)]))
+    assert scores == [Score(0.2, 0.2), Score(1.0, 1.0), Score(0.0, 0.0)]
+
+
+def test_a_busy_server_sends_away_and_is_asked_again() -> None:
+    with serving({"odd": Odd()}, concurrency=1, max_requests=1) as url:
+        first = threading.Thread(
+            target=httpx.post,
+            args=(url + wire.SCORE_PATH,),
+            kwargs={"content": body("odd", texts("hold")), "headers": JSON, "timeout": 60},
+        )
+        first.start()
+        assert BEGUN.wait(60)
+        answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("x")), headers=JSON)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        threading.Timer(0.2, GO_ON.set).start()
+        reward = RemoteReward(url, "odd", **QUICK | {"attempts": 30})
+        assert reward.score(texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
+        first.join()
+
+
+def test_a_slow_reward_runs_out_of_the_clients_time() -> None:
+    with serving({"odd": Odd()}) as url:
+        reward = RemoteReward(url, "odd", timeout_s=0.2, attempts=2, backoff_s=0.01)
+        assert reward.score(texts("sleep0.5")) == [
+            Score.failed("the service did not answer within 0.2 s, after 2 attempts")
+        ]
+
+
+def test_siblings_must_come_together() -> None:
+    with serving({"odd": Odd(needs_group=True)}) as url:
+        (problem,) = RemoteReward(url, "odd", **QUICK).preflight()
+        assert "compares siblings" in problem
+        answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("a")), headers=JSON)
+        assert (answer.status_code, "without group_id" in answer.json()["error"]) == (422, True)
+        well = RemoteReward(url, "odd", by_group=True, **QUICK).score(texts("a", "b", group_ids=["g", "h"]))
+        assert [score.failure for score in well] == [None, None]
+
+
+def test_serve_refuses_what_is_not_ready() -> None:
+    with pytest.raises(InputErrors, match=r"rewards\.learned: .*needs weights"):
+        serve({"learned": LpipsReward(), "jpeg": JpegReward()}, port=0)
+    with pytest.raises(InputError, match="Other machines can reach this address"):
+        serve(REWARDS, host="0.0.0.0", port=0)
+    with pytest.raises(InputError, match="environment variable is not set"):
+        serve(REWARDS, port=0, token_env="SURELY_NOT_SET")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(InputError, match=r"host and port: .*Choose others"),
+    ):
+        serve(REWARDS, port=taken.getsockname()[1])
+
+
+SERVER = """
+from flows.rewards.server import serve
+from grpo_core.rewards.image_statistics.jpeg import JpegReward
+serve({"jpeg": JpegReward()}, port=0, tell=lambda line: print(line, flush=True))
+print("ended", flush=True)
+"""
+
+
+@contextmanager
+def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "serving jpeg on http://127.0.0.1:" in line
+            yield process, line.split()[-1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_fails_the_rest_and_ends_by_itself_on_a_signal() -> None:
+    batch = make_batch([noise(i, 24, 24) for i in range(4)])
+    with server_process() as (process, url):
+        reward = RemoteReward(url, "jpeg", batch_size=1, concurrency=1, **QUICK)
+        assert reward.score(batch) == JpegReward().score(batch)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "ended\n"
+    assert [score.failure for score in reward.score(batch)] == [
+        "the service could not be reached (ConnectError), after 2 attempts"
+    ] * 4
+
+
+class Pictures(list[Image.Image]):
+    """Does something when the picture of one row is asked for."""
+
+    def __init__(self, pictures: Sequence[Image.Image], row: int, act: Callable[[], object]) -> None:
+        super().__init__(pictures)
+        self._row, self._act = row, act
+
+    def __getitem__(self, row: Any) -> Any:
+        if row == self._row:
+            self._act()
+        return super().__getitem__(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_server_that_ends_in_the_middle_of_a_batch(number: signal.Signals) -> None:
+    pictures = [noise(i, 24, 24) for i in range(12)]
+    with server_process() as (process, url):
+
+        def end() -> None:
+            process.send_signal(number)
+            assert process.wait(timeout=60) == (0 if number == signal.SIGINT else -number)
+
+        batch = make_batch(pictures)
+        object.__setattr__(batch, "images", Pictures(pictures, 5, end))
+        scores = RemoteReward(url, "jpeg", batch_size=1, concurrency=1, **QUICK).score(batch)
+    assert scores[:5] == JpegReward().score(make_batch(pictures[:5]))
+    assert len(scores) == 12
+    assert all("could not be reached" in str(score.failure) for score in scores[5:])

@@ -1,0 +1,346 @@
+"""The training flow: what is done, what is re-used, what is noticed, and that it comes to the same policy."""
+
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import polars as pl
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterName
+from prefect.settings import PREFECT_HOME, temporary_settings
+from typer.testing import CliRunner
+
+from flows.command_line.main import application
+from grpo_core.errors import FailedSamplesError
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.similarity.ssim import SsimReward
+from tasks.models import resident as models
+from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
+
+STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
+FIRST, SECOND = (tuple(f"iteration {iteration}: {stage}" for stage in STAGES) for iteration in (1, 2))
+ALL = FIRST + SECOND
+Compare = Callable[[Runs, Start], None]
+
+
+class TestUndisturbed:
+    def test_each_iteration_is_its_four_stages(self, undisturbed: tuple[Runs, Start]) -> None:
+        assert undisturbed[1].stages == ALL
+        assert undisturbed[1].summary.iterations == 2
+
+    def test_policies_differ_from_version_to_version(self, undisturbed: tuple[Runs, Start]) -> None:
+        tables = undisturbed[0].tables()
+        digests = [tables[f"iteration_{i:06d}/rollouts/part-00000.parquet"][0]["policy_digest"] for i in (1, 2)]
+        assert len({*digests, undisturbed[1].summary.policy_digest}) == 3
+
+    def test_every_later_row_joins_on_sample_id(self, undisturbed: tuple[Runs, Start]) -> None:
+        folder = undisturbed[0].path("iteration_000002")
+        names = [
+            pl.read_parquet(sorted((folder / table).glob(pattern)))["sample_id"].to_list()
+            for table, pattern in (("rollouts", "*"), ("rewards", "ssim/*"), ("rewards", "psnr/*"), ("advantages", "*"))
+        ]
+        assert names == [[f"i000002.p{p:04d}.s{s:02d}" for p in range(2) for s in range(2)]] * 4
+
+    def test_another_process_history_gives_the_same_run(self, empty: Runs, final: Compare) -> None:
+        # The model is loaded again and the first start stops after one iteration.
+        models._held = None
+        assert empty.start(run__iterations=1).stages == FIRST
+        again = empty.start()
+        assert again.stages == SECOND
+        final(empty, again)
+
+    def test_no_file_names_the_machine(self, server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "data").symlink_to(REPOSITORY / "data")
+        monkeypatch.chdir(tmp_path)
+        Runs(Path("runs")).start(run__iterations=1)
+        words = [str(REPOSITORY), str(tmp_path), str(Path.home()), socket.gethostname(), hex(uuid.getnode())[2:]]
+        files = [path for path in Path("runs").rglob("*") if path.is_file()]
+        assert len(files) > 20
+        found = [
+            f"{path}: {word}"
+            for path in files
+            for word in words
+            if len(word) > 4 and word.encode() in path.read_bytes()
+        ]
+        assert found == []
+
+
+class TestPrefect:
+    def test_states_and_names_of_task_runs(self, finished: Runs, server: None) -> None:
+        finished.start("watched", update__learning_rate=1e-3, run__iterations=1)
+        names = _task_runs("watched")
+        assert names == {
+            "iteration 1: collect rollouts": "Cached",
+            "iteration 1: score ssim": "Cached",
+            "iteration 1: score psnr": "Cached",
+            "iteration 1: compute advantages": "Cached",
+            "iteration 1: update policy": "Completed",
+        }
+
+    def test_each_iteration_leaves_a_report_and_a_table(self, undisturbed: tuple[Runs, Start]) -> None:
+        kinds = {"grpo-run-report": "markdown", "grpo-run-metrics": "table"}
+        with get_client(sync_client=True) as client:
+            for key, kind in kinds.items():
+                filtered = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
+                artifacts = client.read_artifacts(artifact_filter=filtered)
+                told = {artifact.description: artifact for artifact in artifacts}
+                for iteration in (1, 2):
+                    artifact = told[f"run, iteration {iteration}"]
+                    assert artifact.type == kind
+                    content = str(artifact.data)
+                    expected = "](data:image/" if kind == "markdown" else "grad_norm"
+                    assert expected in content
+                    assert len(content) < 300_000
+
+
+def _task_runs(run: str) -> dict[str, str | None]:
+    """State name by task run name, of the last flow run of this name; waits for the server's recorder."""
+    with get_client(sync_client=True) as client:
+        filtered = FlowRunFilter(name=FlowRunFilterName(any_=[run]))
+        for _ in range(600):
+            found = client.read_task_runs(flow_run_filter=filtered)
+            states = {task.name: task.state_name for task in found}
+            if len(states) == len(STAGES) and set(states.values()) <= {"Cached", "Completed"}:
+                return states
+            time.sleep(0.2)
+    return states
+
+
+class TestReuse:
+    def test_second_start_does_nothing_again(self, finished: Runs, final: Compare) -> None:
+        again = finished.start()
+        assert again.stages == ()
+        final(finished, again)
+        assert finished.reasons() == []
+
+    def test_run_folder_is_enough_under_another_prefect_home(
+        self, finished: Runs, final: Compare, tmp_path: Path
+    ) -> None:
+        elsewhere = Runs(tmp_path / "elsewhere")
+        shutil.copytree(finished.path(), elsewhere.path())
+        with temporary_settings({PREFECT_HOME: tmp_path / "another-home"}):
+            again = elsewhere.start()
+        assert again.stages == ()
+        final(elsewhere, again)
+
+    def test_learning_rate_changed_and_changed_back(self, finished: Runs, final: Compare) -> None:
+        changed = finished.start(update__learning_rate=1e-3)
+        assert changed.stages == ("iteration 1: update policy", *SECOND)
+        assert [reason for reason in finished.reasons() if "update.learning_rate 0.002 -> 0.001" in reason]
+        assert len(finished.reasons()) == 1
+        aside = next(finished.path("set_aside").iterdir())
+        assert (aside / "policies/000002/adapter_model.safetensors").is_file()
+        back = finished.start()
+        assert back.stages == ()
+        final(finished, back)
+
+    def test_another_run_of_the_root_copies_what_is_the_same(self, finished: Runs) -> None:
+        other = finished.start("other", update__learning_rate=1e-3, run__iterations=1)
+        assert other.stages == ("iteration 1: update policy",)
+        shutil.rmtree(finished.path())
+        (ours,) = [finished.tables("other")["iteration_000001/rollouts/part-00000.parquet"]]
+        assert len(ours) == 4
+        assert finished.start("other", update__learning_rate=1e-3, run__iterations=1).stages == ()
+
+    @pytest.mark.parametrize("change", [{"rollout__temperature": 0.9}, {"rollout__group_size": 3}, {"run__seed": 1}])
+    def test_what_determines_the_rollouts_changes_everything(self, finished: Runs, change: dict[str, object]) -> None:
+        assert finished.start(run__iterations=1, **change).stages == FIRST
+
+    def test_weights_of_the_mix_leave_rollouts_and_scores(self, finished: Runs) -> None:
+        changed = finished.start(run__iterations=1, **{"rewards.0.weight": 0.9})
+        assert changed.stages == FIRST[3:]
+
+    def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
+        held_out = {"evaluate__prompts": "data/prompts/shapes_heldout.jsonl", "evaluate__targets": "data/targets"}
+        changed = finished.start(
+            **held_out,
+            evaluate__target_column="target",
+            evaluate__limit=1,
+            evaluate__samples_per_prompt=2,
+            placement__device="cpu",
+        )
+        assert changed.stages == tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
+        assert changed.summary.policy_digest == finished.start().summary.policy_digest
+        assert finished.reasons() == []
+
+    def test_more_iterations_go_on(self, finished: Runs) -> None:
+        longer = finished.start(run__iterations=3)
+        assert longer.stages == tuple(f"iteration 3: {stage}" for stage in STAGES)
+        assert longer.summary.iterations == 3
+        assert finished.reasons() == []
+
+
+FILES = {
+    "rollouts": "iteration_000001/rollouts/part-00000.parquet",
+    "rewards": "iteration_000002/rewards/ssim/scores.parquet",
+    "advantages": "iteration_000001/advantages/advantages.parquet",
+    "manifest": "iteration_000002/rollouts.manifest.json",
+    "reward manifest": "iteration_000001/rewards/psnr.manifest.json",
+    "adapter": "policies/000001/adapter_model.safetensors",
+    "optimizer": "policies/000001/optimizer.safetensors",
+    "state": "policies/000002/training_state.json",
+    "steps": "policies/000001/update_steps.parquet",
+    "policy manifest": "policies/000001.manifest.json",
+}
+STAGE_OF = {
+    "rollouts": FIRST[0],
+    "rewards": SECOND[2],
+    "advantages": FIRST[3],
+    "manifest": SECOND[0],
+    "reward manifest": FIRST[1],
+    "adapter": FIRST[4],
+    "optimizer": FIRST[4],
+    "state": SECOND[4],
+    "steps": FIRST[4],
+    "policy manifest": FIRST[4],
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+class TestDamage:
+    @pytest.mark.parametrize("kind", FILES)
+    def test_flipped_bit_is_noticed_and_the_stage_done_again(self, finished: Runs, final: Compare, kind: str) -> None:
+        flip(finished.path(FILES[kind]))
+        again = finished.start()
+        assert again.stages == (STAGE_OF[kind],)
+        (reason,) = finished.reasons()
+        assert Path(FILES[kind]).name in reason
+        final(finished, again)
+        assert finished.start().stages == ()
+
+    def test_deleted_and_truncated_files_of_many_kinds_at_once(self, finished: Runs, final: Compare) -> None:
+        finished.path(FILES["rollouts"]).unlink()
+        finished.path(FILES["manifest"]).unlink()
+        truncate(finished.path(FILES["rewards"]))
+        truncate(finished.path(FILES["optimizer"]))
+        shutil.rmtree(finished.path("policies/000002"))
+        again = finished.start()
+        assert again.stages == (FIRST[0], FIRST[4], SECOND[0], SECOND[2], SECOND[4])
+        reasons = finished.reasons()
+        for name in ("part-00000.parquet is missing", "rollouts.manifest.json is missing", "scores.parquet has sha256"):
+            assert [name in reason for reason in reasons].count(True) == 1
+        final(finished, again)
+
+    @pytest.mark.parametrize("name", ["run.json", "config.yaml"])
+    @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+    def test_damaged_description_costs_no_stage(
+        self, finished: Runs, final: Compare, name: str, damage: Callable[[Path], None]
+    ) -> None:
+        damage(finished.path(name))
+        again = finished.start()
+        assert again.stages == ()
+        final(finished, again)
+
+    def test_killed_while_setting_aside_goes_on_setting_aside(self, finished: Runs) -> None:
+        finished.path("set_aside", "0001-000000").mkdir(parents=True)
+        finished.path("config.yaml").rename(finished.path("set_aside", "0001-000000", "config.yaml"))
+        changed = finished.start(update__learning_rate=1e-3, run__iterations=1)
+        assert changed.stages == (FIRST[4],)
+        assert not finished.path("iteration_000002").exists()
+
+    def test_flipped_record_is_set_aside_by_name(self, finished: Runs, final: Compare) -> None:
+        records = [
+            path for name in (".stages", "run/.stages") for path in finished.root.joinpath(name).glob("update-*")
+        ]
+        assert len(records) == 4
+        for path in records:
+            flip(path)
+        again = finished.start()
+        assert again.stages == (FIRST[4], SECOND[4])
+        assert [reason.startswith("update-policy-") for reason in finished.reasons()][:1] == [True]
+        final(finished, again)
+        assert finished.start().stages == ()
+
+    def test_without_any_record_every_stage_is_done_again_to_the_bit(self, finished: Runs, final: Compare) -> None:
+        shutil.rmtree(finished.root / ".stages")
+        shutil.rmtree(finished.path(".stages"))
+        again = finished.start()
+        assert again.stages == ALL
+        final(finished, again)
+        assert all("another result of the same stage" in reason for reason in finished.reasons())
+
+
+class TestFailure:
+    def test_update_that_fails_half_way_leaves_no_trace_in_the_next_start(
+        self, empty: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = PolicyOptimizer.step
+
+        def step_and_fail(self: PolicyOptimizer) -> None:
+            real(self)
+            raise RuntimeError("power cut")
+
+        monkeypatch.setattr(PolicyOptimizer, "step", step_and_fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            empty.start()
+        assert not empty.path("policies").exists()
+        monkeypatch.undo()
+        monkeypatch.chdir(REPOSITORY)
+        again = empty.start()
+        assert again.stages == (FIRST[4], *SECOND)
+        final(empty, again)
+
+    def test_nan_of_a_reward_names_the_samples(self, finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(self: SsimReward, batch: ScoringBatch) -> list[Score]:
+            return [Score(float("nan") if name.endswith("s01") else 0.5, 0.5) for name in batch.sample_ids]
+
+        monkeypatch.setattr(SsimReward, "score", broken)
+        with pytest.raises(FailedSamplesError, match=r"i000003\.p0000\.s01: .*; i000003\.p0001\.s01: "):
+            finished.start(run__iterations=3)
+        monkeypatch.undo()
+        monkeypatch.chdir(REPOSITORY)
+        assert finished.path("iteration_000003", "rewards", "psnr.manifest.json").is_file()
+        again = finished.start(run__iterations=3)
+        assert again.stages == tuple(f"iteration 3: {stage}" for stage in STAGES[2:])
+
+    def test_full_disk_stops_the_run_and_room_lets_it_go_on(
+        self, undisturbed: tuple[Runs, Start], small_disk: Path, final: Compare
+    ) -> None:
+        runs = Runs(small_disk)
+        filler = small_disk / "filler"
+        runs.start(run__iterations=1)
+        before = runs.tables()
+        free = shutil.disk_usage(small_disk).free
+        filler.write_bytes(bytes(free - 150_000))
+        sets = [part for override in runs.overrides(run__name="run") for part in ("--set", override)]
+        result = CliRunner().invoke(application, ["train", str(TINY), *sets])
+        assert result.exit_code == 1
+        (message,) = [line for line in result.stderr.splitlines() if line.startswith("failed")]
+        assert re.fullmatch(
+            r"failed: StorageError: storage\.root: got '.*', where the disk is full .*start again.*", message
+        )
+        assert before.items() <= runs.tables().items()
+        filler.unlink()
+        again = runs.start()
+        assert FIRST[0] not in again.stages
+        assert FIRST[4] not in again.stages
+        final(runs, again)
+
+
+def test_another_root_may_be_any_url(undisturbed: tuple[Runs, Start]) -> None:
+    runs = Runs(Path("unused"))
+    try:
+        first = runs.start(storage__root="memory://bucket/runs")
+        assert first.stages == ALL
+        assert first.summary.policy_digest == undisturbed[1].summary.policy_digest
+        assert runs.start(storage__root="memory://bucket/runs").stages == ()
+    finally:
+        memory = fsspec.filesystem("memory")
+        if memory.exists("/bucket"):
+            memory.rm("/bucket", recursive=True)

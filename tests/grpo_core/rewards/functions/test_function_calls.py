@@ -1,0 +1,168 @@
+"""What a function of a user's own is called with, and how."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.protocol import Score
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.functions import own_functions
+from tests.grpo_core.rewards.functions.own_functions import SPY, TEXTS, TOKENS, spied, texts
+
+write = own_functions.write
+
+
+def test_keywords_of_a_call_on_texts(write: Callable[[str], str]) -> None:
+    path = write(SPY)
+    batch = texts(2, columns={"answer": ["a", None], "prompt": ["x", "y"], "completion_ids": [1, 2]})
+    scores = FunctionReward(function=f"{path}:score").score(batch)
+    assert scores == [Score(float(len(t)), float(len(t))) for t in TEXTS[:2]]
+    ((prompts, completions, ids, more),) = spied(path)
+    assert (prompts, completions, ids) == (["prompt 0", "prompt 1"], TEXTS[:2], TOKENS[:2])
+    assert set(more) == {"answer", "trainer_state", "log_extra", "log_metric"}
+    assert more["answer"] == ["a", None]
+    assert more["trainer_state"] is None
+
+
+def test_messages_where_asked_for_and_where_annotated(write: Callable[..., str]) -> None:
+    message = [{"role": "assistant", "content": TEXTS[0]}]
+    for number, (annotation, setting, expected) in enumerate(
+        [
+            ("list[list[dict[str, str]]]", None, True),
+            ("'List[List[dict]]'", None, True),
+            ("list[str]", None, False),
+            ("list[str]", True, True),
+            ("list[list]", False, False),
+        ]
+    ):
+        source = SPY.replace("completions,", f"completions: {annotation},", 1)
+        path = write(source, f"annotated_{number}.py")
+        FunctionReward(function=f"{path}:score", conversational=setting).score(texts(1))
+        ((prompts, completions, _, _),) = spied(path)
+        assert completions == ([message] if expected else [TEXTS[0]])
+        assert prompts == ([[{"role": "user", "content": "prompt 0"}]] if expected else ["prompt 0"])
+
+
+def test_pictures_come_as_rgb_copies_under_both_names(write: Callable[..., str]) -> None:
+    path = write(
+        "def score(completions, images, **kwargs):\n"
+        "    assert completions == images and kwargs['completion_ids'] is None\n"
+        "    values = [image.getpixel((0, 0))[0] / 255 for image in images]\n"
+        "    for image in images: image.paste((9, 9, 9), (0, 0, 4, 4))\n"
+        "    return values\n"
+    )
+    reward = FunctionReward(function=f"{path}:score")
+    pictures = [flat(51), Image.new("L", (8, 8), 255), noise(0, 8, 8)]
+    first = reward.score(make_batch(pictures))
+    assert [score.value for score in first[:2]] == [0.2, 1.0]
+    assert reward.score(make_batch(pictures)) == first
+    path = write(SPY.replace("completion_ids,", "completion_ids=None,", 1), "spy.py")
+    # Only its length is asked of a list of messages.
+    assert FunctionReward(function=f"{path}:score", conversational=True).score(make_batch([flat(51)])) == [Score(1, 1)]
+    ((_, completions, _, _),) = spied(path)
+    (part,) = completions[0][0]["content"]
+    assert part["type"] == "image"
+    assert part["image"].getpixel((0, 0)) == (51, 51, 51)
+
+
+def test_targets_come_where_they_are_asked_for(write: Callable[[str], str]) -> None:
+    path = write(
+        "def score(images, targets=None, **kwargs):\n"
+        "    if targets is None: return [0] * len(images)\n"
+        "    return [2 + (0 if target is None else target.getpixel((0, 0))[2]) for target in targets]\n"
+    )
+    reward = FunctionReward(function=f"{path}:score", with_targets=True)
+    assert reward.needs_target
+    batch = make_batch([flat(1), flat(2)], [Image.new("RGBA", (4, 4), (0, 0, 51, 255)), None])
+    assert [score.value for score in reward.score(batch)] == [53.0, 2.0]
+    assert not FunctionReward(function=f"{path}:score").needs_target
+    assert FunctionReward(function=f"{path}:score").score(batch.select([0])) == [Score(0.0, 0.0)]
+
+
+ASYNC = """
+import asyncio
+import functools
+
+LOOPS = []
+
+async def score(completions, **kwargs):
+    LOOPS.append(asyncio.get_running_loop())
+    async def one(text):
+        await asyncio.sleep(0.001 * (10 - len(text) % 10))
+        return float(len(text))
+    return await asyncio.gather(*[one(text) for text in completions])
+
+class Judge:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+    async def __call__(self, completions, **kwargs):
+        return [self.scale * value for value in await score(completions)]
+
+async def scaled(completions, scale, **kwargs):
+    return [scale * value for value in await score(completions)]
+halved = functools.partial(scaled, scale=0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "scale"),
+    [("score", None, 1), ("Judge", {"scale": 3.0}, 3), ("scaled", {"scale": 2}, 2), ("halved", None, 0.5)],
+)
+def test_coroutines_with_and_without_a_running_loop(
+    write: Callable[[str], str], name: str, arguments: dict[str, Any] | None, scale: float
+) -> None:
+    reward = FunctionReward(function=f"{write(ASYNC)}:{name}", arguments=arguments)
+    expected = [scale * len(text) for text in TEXTS]
+
+    async def inside() -> list[float | None]:
+        return [score.value for score in reward.score(texts())]
+
+    assert [score.value for score in reward.score(texts())] == expected
+    assert asyncio.run(inside()) == expected
+
+
+def test_one_loop_serves_all_calls(write: Callable[[str], str]) -> None:
+    path = write(ASYNC)
+    reward = FunctionReward(function=f"{path}:score")
+    threads = [threading.Thread(target=reward.score, args=(texts(),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (module,) = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == path]
+    assert len(module.LOOPS) == 4
+    assert len(set(module.LOOPS)) == 1
+
+
+def test_by_group_gives_one_whole_group_a_call(write: Callable[[str], str]) -> None:
+    path = write(SPY.replace("[float(len(c)) for c in completions]", "[len(set(completions))] * len(completions)"))
+    reward = FunctionReward(function=f"{path}:score", by_group=True)
+    assert reward.needs_group
+    scores = reward.score(texts(group_ids=["a", "a", "a", "b"]))
+    assert [score.value for score in scores] == [3, 3, 3, 1]
+    assert [len(call[1]) for call in spied(path)] == [3, 1]
+    with pytest.raises(InputError, match="come without groups"):
+        reward.score(texts())
+
+
+def test_what_a_call_does_to_its_arguments_ends_with_it(write: Callable[[str], str]) -> None:
+    path = write(
+        "def score(completions, seen, **kwargs):\n"
+        "    seen['all'] += completions\n"
+        "    return [float(len(seen['all']))] * len(completions)\n"
+    )
+    reward = FunctionReward(function=f"{path}:score", arguments={"seen": {"all": []}})
+    assert [reward.score(texts(2))[0].value for _ in range(3)] == [2.0, 2.0, 2.0]
+
+
+def test_a_column_with_the_name_of_an_argument(write: Callable[[str], str]) -> None:
+    reward = FunctionReward(function="trl.rewards:think_format_reward")
+    with pytest.raises(InputError, match="Rename the column"):
+        reward.score(texts(1, columns={"completions": ["x"]}))

@@ -1,0 +1,148 @@
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.image_statistics.diversity import DiversityReward
+from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.similarity.lpips import LpipsReward
+from grpo_core.rewards.weights import file_sha256
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+
+
+def grouped(pictures: Sequence[Image.Image], group_ids: Sequence[str]) -> ScoringBatch:
+    return replace(make_batch(pictures), group_ids=list(group_ids))
+
+
+@pytest.fixture(scope="session")
+def measures(trunk_file: Path, clip_config: Path, clip_weights: Path) -> list[DiversityReward]:
+    return [
+        DiversityReward(),
+        DiversityReward(measure="lpips", weights=str(trunk_file)),
+        DiversityReward(measure="clip", weights=str(clip_weights), model=str(clip_config)),
+    ]
+
+
+def test_pixels_by_hand() -> None:
+    red = Image.new("RGB", (32, 32), (255, 0, 0))
+    scores = DiversityReward().score(grouped([flat(0), flat(255), red], "ggg"))
+    # Black to white 1, black to red sqrt(1/3), white to red sqrt(2/3).
+    for score, total in zip(scores, (1 + 3**-0.5, 1 + (2 / 3) ** 0.5, 3**-0.5 + (2 / 3) ** 0.5), strict=True):
+        assert score.raw == pytest.approx(total / 2, abs=1e-12)
+        assert score.value == score.raw
+
+
+def test_lpips_is_that_of_the_likeness_reward(measures: list[DiversityReward], trunk_file: Path) -> None:
+    pictures = [noise(seed, 40, 36) for seed in range(3)]
+    pairs = make_batch([pictures[0], pictures[0], pictures[1]], [pictures[1], pictures[2], pictures[2]])
+    first, second, third = (score.raw or 0.0 for score in LpipsReward(weights=str(trunk_file)).score(pairs))
+    assert min(first, second, third) > 0.01
+    scores = measures[1].score(grouped(pictures, "ggg"))
+    expected = [(first + second) / 2, (first + third) / 2, (second + third) / 2]
+    assert [score.raw for score in scores] == pytest.approx(expected, rel=1e-12)
+    assert [score.value for score in scores] == [score.raw for score in scores]
+
+
+def test_clip_is_one_minus_open_clips_cosine(measures: list[DiversityReward], clip_oracle: torch.nn.Module) -> None:
+    pictures = [noise(0, 40, 40), Image.new("RGB", (40, 40), (250, 10, 90))]
+    with torch.no_grad():
+        pixels = torch.stack([clip_oracle.transform(picture) for picture in pictures])  # type: ignore[operator]
+        first, second = clip_oracle.encode_image(pixels)  # type: ignore[operator]
+    cosine = torch.nn.functional.cosine_similarity(first, second, dim=0).item()
+    assert cosine < 0.999
+    for score in measures[2].score(grouped(pictures, "gg")):
+        assert score.raw == pytest.approx(1 - cosine, abs=1e-5)
+
+
+def test_without_siblings_or_groups_there_is_no_score(measures: list[DiversityReward]) -> None:
+    pictures = [flat(0), noise(0, 32, 32), flat(255)]
+    none = Score(None, None)
+    for reward in (*measures, DiversityReward(measure="lpips"), DiversityReward(measure="clip")):
+        assert list(reward.score(make_batch(pictures))) == [none] * 3
+        assert list(reward.score(grouped(pictures, "abc"))) == [none] * 3
+    first, alone, last = DiversityReward().score(grouped(pictures, "aba"))
+    assert (first, alone, last) == (Score(1.0, 1.0), none, Score(1.0, 1.0))
+
+
+def test_a_collapsed_group_has_none_and_variety_has_more(measures: list[DiversityReward]) -> None:
+    same = [noise(7, 48, 48)] * 3
+    varied = [noise(0, 48, 48), flat(255, 48, 48), Image.new("RGB", (48, 48), (250, 10, 90))]
+    for reward in measures:
+        scores = reward.score(grouped([*same, *varied], "aaabbb"))
+        assert list(scores[:3]) == [Score(0.0, 0.0)] * 3
+        assert all((score.value or 0.0) > 0.001 for score in scores[3:])
+
+
+@settings(max_examples=8, deadline=None)
+@given(order=st.permutations(range(7)))
+def test_neither_the_order_nor_the_other_groups_matter(order: list[int], measures: list[DiversityReward]) -> None:
+    pictures = [noise(seed, 33, 40) for seed in range(4)] + [flat(level, 33, 40) for level in (0, 90, 200)]
+    group_ids = "aaaabbb"
+    for reward in measures:
+        whole = reward.score(grouped(pictures, group_ids))
+        alone = [*reward.score(grouped(pictures[:4], "aaaa")), *reward.score(grouped(pictures[4:], "bbb"))]
+        assert list(whole) == alone
+        mixed = reward.score(grouped([pictures[row] for row in order], [group_ids[row] for row in order]))
+        assert list(mixed) == [alone[row] for row in order]
+
+
+def test_siblings_of_two_sizes_are_compared_at_the_smaller() -> None:
+    board = Image.fromarray((np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)).convert("RGB")
+    scores = DiversityReward().score(grouped([board, flat(128, 32, 32)], "gg"))
+    # Shrunk to 32 pixels the board is grey, but for the corners' rounding; at 64 it would be 0.5 from grey.
+    assert scores[0] == scores[1]
+    assert scores[0].raw is not None
+    assert scores[0].raw < 0.05
+    with pytest.raises(InputError, match=r"rewards\.diversity, siblings of sample s0: got 'target of .*more than 2 %"):
+        DiversityReward().score(grouped([flat(0, 64, 32), flat(0, 32, 32)], "gg"))
+
+
+def test_small_pictures_are_refused_by_lpips_alone(trunk_file: Path) -> None:
+    batch = grouped([flat(0, 30, 40), flat(9, 30, 40)], "gg")
+    with pytest.raises(InputError, match=r"rewards\.diversity, sample s0: got 'picture of 30x40.*at least 31 pixels"):
+        DiversityReward(measure="lpips", weights=str(trunk_file)).score(batch)
+    assert DiversityReward().score(batch)[0].value == pytest.approx(9 / 255)
+
+
+def test_provenance_names_the_network(measures: list[DiversityReward], trunk_file: Path, clip_weights: Path) -> None:
+    pixels, learned, clip = measures
+    assert (pixels.settings(), pixels.weight_digests()) == ({"measure": "pixels"}, {})
+    assert learned.settings() == {"measure": "lpips", "net": "alex"}
+    assert learned.weight_digests() == LpipsReward(weights=str(trunk_file)).weight_digests()
+    assert clip.settings()["measure"] == "clip"
+    assert clip.weight_digests() == {"clip": file_sha256(str(clip_weights))}
+    assert "open-clip-" in clip.version
+    assert "open-clip-" not in learned.version
+    assert all(reward.preflight() == [] for reward in measures)
+
+
+@pytest.mark.parametrize("measure", ["lpips", "clip"])
+def test_missing_weights_are_told_before_and_when_needed(measure: str) -> None:
+    (problem,) = DiversityReward(measure=measure).preflight()
+    assert problem.startswith("rewards.diversity.weights: got None. This reward needs weights")
+    with pytest.raises(InputError, match=r"rewards\.diversity\.weights: got None"):
+        DiversityReward(measure=measure).score(grouped([flat(0), flat(1)], "gg"))
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "message"),
+    [
+        ({"measure": "ssim"}, r"rewards\.diversity\.measure: got 'ssim'.*pixels, lpips, clip"),
+        ({"measure": "lpips", "net": "resnet"}, r"rewards\.diversity\.net: got 'resnet'"),
+        ({"measure": "lpips", "weights": 3}, r"rewards\.diversity\.weights: got 3"),
+        ({"measure": "clip", "weights": ""}, r"rewards\.diversity\.weights: got ''"),
+        ({"weights": "alex.pth"}, r"rewards\.diversity\.weights: got 'alex\.pth'.*needs no weights"),
+        ({"weights_sha256": "xyz"}, r"rewards\.diversity\.weights_sha256: got 'xyz'"),
+        ({"device": "gpu"}, r"rewards\.diversity\.device: got 'gpu'"),
+    ],
+)
+def test_wrong_settings_are_refused(given_settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        DiversityReward(**given_settings)  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import rapidocr
+from PIL import Image, ImageDraw, ImageFont
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.ocr import rapid
+from grpo_core.rewards.ocr.engine import ReadingError
+from grpo_core.rewards.ocr.rapid import MODELS, RapidEngine, reads_both_ways
+from tests.grpo_core.rewards.conftest import flat
+from tests.grpo_core.rewards.ocr.lettering import draw
+
+ENGINE = RapidEngine(turn_lines=False, limit_side_len=320, max_side_len=768)
+TURNING = RapidEngine(turn_lines=True, limit_side_len=320, max_side_len=768)
+
+
+def test_lines_come_from_above() -> None:
+    assert ENGINE.read(draw("Grand", "Opening", "Today")) == ("Grand", "Opening", "Today")
+
+
+def test_small_print_in_two_rows_is_read_row_by_row() -> None:
+    # The library alone sorts rows less than ten pixels apart from left to right.
+    picture = Image.new("RGB", (64, 64), "white")
+    picture.paste(draw("Tea", size=30, share=1.0).crop((0, 8, 30, 22)), (32, 10))
+    picture.paste(draw("Bar", size=30, share=1.0).crop((0, 8, 30, 22)), (1, 24))
+    assert ENGINE.read(picture) == ("Tea", "Bar")
+
+
+def test_nothing_is_read_off_a_blank_picture() -> None:
+    assert ENGINE.read(flat(255, 64, 64)) == ()
+    assert ENGINE.read(flat(0, 1, 1)) == ()
+
+
+def test_one_engine_does_not_change_what_another_reads() -> None:
+    upright = draw("Library")
+    turned = upright.rotate(180)
+    assert ENGINE.read(turned) == ()
+    assert TURNING.read(turned) == ("Library",)
+    assert ENGINE.read(turned) == ()
+    assert ENGINE.read(upright) == ("Library",)
+
+
+def test_only_the_lines_that_stand_upright_are_read() -> None:
+    picture = Image.new("RGB", (128, 256), "white")
+    picture.paste(draw("Bread", size=128), (0, 0))
+    picture.paste(draw("Danger", size=128).rotate(180), (0, 128))
+    assert ENGINE.read(picture) == ("Bread",)
+    assert TURNING.read(picture) == ("Bread", "Danger")
+
+
+def test_large_pictures_are_shrunk_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    detect = rapidocr.RapidOCR.detect_and_crop
+
+    def look(self: object, img: np.ndarray, op_record: object) -> object:
+        seen.append(img.shape[:2])
+        return detect(self, img, op_record)
+
+    monkeypatch.setattr(rapidocr.RapidOCR, "detect_and_crop", look)
+    small = RapidEngine(turn_lines=False, limit_side_len=64, max_side_len=256)
+    assert small.read(draw("Exit", size=512)) == ("Exit",)
+    assert seen == [(256, 256)]
+
+
+def test_threads_read_as_one_alone() -> None:
+    pictures = [draw(text, size=128) for text in ("Exit", "Library", "Coffee", "Today")]
+    alone = [ENGINE.read(picture) for picture in pictures]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ENGINE.read, pictures)) == alone
+
+
+def test_models_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    # Settings that no other test has, so that the models are loaded here.
+    assert RapidEngine(turn_lines=True, limit_side_len=96, max_side_len=512).read(draw("LIBRARY", size=96)) == (
+        "LIBRARY",
+    )
+
+
+def test_a_breakdown_of_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*args: object) -> None:
+        raise cv2.error("no memory for\nthe picture")
+
+    monkeypatch.setattr(rapidocr.RapidOCR, "run_ocr_steps", break_down)
+    with pytest.raises(ReadingError, match=r"rapidocr broke down over it \(error: the picture\)"):
+        ENGINE.read(draw("Exit", size=64))
+
+
+def test_digests_are_those_of_the_models_in_use() -> None:
+    digests = ENGINE.model_digests()
+    assert set(digests) == set(MODELS)
+    assert len({*digests.values()}) == 3
+    assert ENGINE.find_problems() == []
+
+
+def test_version_names_both_libraries() -> None:
+    assert ENGINE.version.startswith("rapidocr-3.")
+    assert "+onnxruntime-" in ENGINE.version
+
+
+@pytest.mark.parametrize(("change", "problem"), [("remove", "is missing"), ("spoil", "is not the one installed")])
+def test_missing_and_changed_models_are_found(
+    change: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Entry:
+        name = MODELS["detection"]
+        hash = next(e for e in rapid.metadata.files("rapidocr") or () if e.name == MODELS["detection"]).hash
+
+        def locate(self) -> Path:
+            return tmp_path / self.name
+
+    if change == "spoil":
+        (tmp_path / Entry.name).write_bytes(b"half a model")
+    monkeypatch.setattr(rapid.metadata, "files", lambda name: [Entry()])
+    rapid._find_model_file.cache_clear()
+    (found,) = ENGINE.find_problems()
+    assert problem in found
+    assert "rapidocr==3.10.0" in found
+    with pytest.raises(InputError, match=problem):
+        ENGINE.read(flat(255))
+
+
+@pytest.mark.parametrize(
+    ("upright", "turned", "both"),
+    [
+        ("NOON", "NOON", True),
+        ("up", "dn", True),
+        ("ZOOS", "S00Z", True),
+        ("69", "69", True),
+        ("HELLO", "HELLO", False),
+        ("SOS", "SIS", False),
+        ("OPEN", "OPEN", False),
+    ],
+)
+def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> None:
+    assert reads_both_ways(upright, turned) == both
+
+
+@pytest.mark.parametrize("text", ["NOON", "NO ON", "up", "SIS", "ZOOS", "O"])
+def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str) -> None:
+    font = ImageFont.truetype("/usr/share/fonts/truetype/dejavu/DejaVuSans-Bold.ttf", 64)
+    for size in ((512, 128), (512, 512)):
+        picture = Image.new("RGB", size, "white")
+        ImageDraw.Draw(picture).text((40, size[1] // 2 - 40), text, font=font, fill="black")
+        read = RapidEngine(False, 320, 768).read(picture)
+        assert "".join(read).replace("0", "O") == text

@@ -1,0 +1,113 @@
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.ocr import tesseract
+from grpo_core.rewards.ocr.engine import ReadingError
+from grpo_core.rewards.ocr.tesseract import TesseractEngine
+from tests.grpo_core.rewards.conftest import flat
+from tests.grpo_core.rewards.ocr.lettering import chinese_fonts, draw
+
+ENGLISH = TesseractEngine("eng")
+installed = pytest.mark.skipif(shutil.which("tesseract") is None, reason="no Tesseract: apt-get install tesseract-ocr")
+
+
+@pytest.fixture(autouse=True)
+def _ask_anew() -> Iterator[None]:
+    for ask in (tesseract._ask_version, tesseract._ask_languages):
+        ask.cache_clear()
+    yield
+    for ask in (tesseract._ask_version, tesseract._ask_languages):
+        ask.cache_clear()
+
+
+@pytest.fixture
+def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that stands before Tesseract on the path; to be filled in."""
+    program = tmp_path / "tesseract"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return program
+
+
+@installed
+def test_lines_come_from_above() -> None:
+    assert ENGLISH.read(draw("Grand", "Opening Today")) == ("Grand", "Opening Today")
+
+
+@installed
+def test_nothing_is_read_off_a_blank_picture() -> None:
+    assert ENGLISH.read(flat(255, 64, 64)) == ()
+    assert ENGLISH.read(flat(0, 1, 1)) == ()
+
+
+@installed
+def test_chinese_is_read_where_it_is_installed() -> None:
+    engine = TesseractEngine("chi_sim")
+    if engine.find_problems():
+        pytest.skip("no Chinese for Tesseract: apt-get install tesseract-ocr-chi-sim")
+    (text,) = engine.read(draw("开业大吉", font=chinese_fonts()[0]))
+    assert text.replace(" ", "") == "开业大吉"
+
+
+@installed
+def test_the_format_a_picture_came_in_does_not_matter(tmp_path: Path) -> None:
+    picture = draw("Library", size=128)
+    picture.save(tmp_path / "picture.gif")
+    with Image.open(tmp_path / "picture.gif") as opened:
+        again = opened.convert("RGB")
+        again.format = "JPEG"
+        assert ENGLISH.read(again) == ENGLISH.read(picture) == ("Library",)
+
+
+@installed
+def test_version_and_digests_name_program_and_languages() -> None:
+    assert ENGLISH.version.split("-")[0] == "tesseract"
+    assert ENGLISH.version.split("-")[1][0].isdigit()
+    assert set(ENGLISH.model_digests()) == {"eng"}
+    assert ENGLISH.find_problems() == []
+
+
+@installed
+def test_a_language_that_is_not_installed_is_named_with_its_package() -> None:
+    (problem,) = TesseractEngine("eng+xyz_abc").find_problems()
+    assert "'xyz_abc'" in problem
+    assert "tesseract-ocr-xyz-abc" in problem
+    with pytest.raises(InputError, match="xyz_abc"):
+        TesseractEngine("xyz_abc").read(draw("Exit", size=64))
+
+
+def test_a_missing_program_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = ENGLISH.find_problems()
+    assert "apt-get install tesseract-ocr" in problem
+    with pytest.raises(InputError, match="apt-get install tesseract-ocr"):
+        ENGLISH.read(flat(255))
+    with pytest.raises(InputError, match="apt-get install tesseract-ocr"):
+        _ = ENGLISH.version
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tesseract, "find_spec", lambda name: None)
+    assert any("grpo-staged[tesseract]" in problem for problem in ENGLISH.find_problems())
+    monkeypatch.setitem(sys.modules, "pytesseract", None)
+    with pytest.raises(InputError, match=r"grpo-staged\[tesseract\]"):
+        ENGLISH.read(flat(255))
+
+
+@installed
+def test_a_breakdown_and_a_delay_are_named(fake_program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.which("tesseract", path="/usr/bin:/usr/local/bin")
+    answer = f'#!/bin/sh\ncase "$1" in --*) exec {real} "$@";; esac\n'
+    fake_program.write_text(answer + "echo no memory >&2\nexit 1\n")
+    with pytest.raises(ReadingError, match=r"tesseract broke down over it.*no memory"):
+        ENGLISH.read(flat(255))
+    monkeypatch.setattr(tesseract, "TIMEOUT_SECONDS", 0.2)
+    fake_program.write_text(answer + "exec sleep 5\n")
+    with pytest.raises(ReadingError, match="timeout"):
+        ENGLISH.read(flat(255))

@@ -1,0 +1,264 @@
+import itertools
+from collections.abc import Mapping, Sequence
+
+import pytest
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.ocr.engine import ReadingError
+from grpo_core.rewards.ocr.rapid import RapidEngine
+from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring import provenance_of
+from tests.grpo_core.rewards.conftest import flat, noise
+from tests.grpo_core.rewards.ocr.lettering import COLOURS, LATIN, chinese_fonts, draw
+
+ENGLISH = (
+    "HELLO WORLD",
+    "Open 24 Hours",
+    "Grand Opening",
+    "No Parking",
+    "Coffee & Tea",
+    "Happy Birthday",
+    "Exit 7",
+    "Sale 50% Off",
+    "Wish You Were Here",
+    "Fresh Bread Daily",
+    "Chapter One",
+    "Mind the Gap",
+    "Beware of Dog",
+    "Platform 9",
+    "Level Up",
+    "Thank You",
+    "Room 204",
+    "Winter Festival 2024",
+    "Quiet Please",
+    "Library",
+    "Danger High Voltage",
+    "Spring Collection",
+    "Made in Italy",
+    "Wet Paint",
+    "The End",
+    "Lost and Found",
+    "Baggage Claim",
+    "Jazz Night",
+)
+CHINESE = ("开业大吉", "欢迎光临", "新年快乐", "北京大学", "禁止停车", "春夏秋冬", "生日快乐", "人工智能")
+TARGET = "Fresh Bread"
+
+
+def make_batch(
+    images: Sequence[Image.Image], prompts: Sequence[str], columns: Mapping[str, Sequence[object]] | None = None
+) -> ScoringBatch:
+    return ScoringBatch([f"s{i}" for i in range(len(images))], prompts, images, columns=columns or {})
+
+
+def score_one(picture: Image.Image, *texts: str, reward: TextAccuracyReward | None = None) -> Score:
+    prompt = "A shop with " + " and ".join(f'"{text}"' for text in texts)
+    (score,) = (reward or TextAccuracyReward()).score(make_batch([picture], [prompt]))
+    return score
+
+
+def wrapped(text: str) -> list[str]:
+    words = text.split()
+    half = (len(words) + 1) // 2
+    return [" ".join(words[:half]), " ".join(words[half:])] if len(words) > 2 else [text]
+
+
+def test_english_in_every_font_and_colour() -> None:
+    looks = zip(ENGLISH, itertools.cycle(LATIN), itertools.cycle(COLOURS), strict=False)
+    pictures = [draw(*wrapped(text), font=font, colours=colours) for text, font, colours in looks]
+    scores = TextAccuracyReward().score(make_batch(pictures, [f'A sign "{text}"' for text in ENGLISH]))
+    assert len(scores) == 28
+    assert sum(score == Score(1.0, 0.0) for score in scores) >= 26
+
+
+def test_chinese_in_every_font_and_colour() -> None:
+    looks = zip(CHINESE, itertools.cycle(chinese_fonts()), itertools.cycle(COLOURS), strict=False)
+    pictures = [draw(text, font=font, colours=colours) for text, font, colours in looks]
+    scores = TextAccuracyReward().score(make_batch(pictures, [f"写着「{text}」的牌子" for text in CHINESE]))
+    assert len(scores) == 8
+    assert sum(score == Score(1.0, 0.0) for score in scores) >= 7
+
+
+@pytest.mark.parametrize(
+    ("lines", "errors", "longer"),
+    [
+        # Ten letters are wanted.
+        (["Fresh Bread"] * 3, 20, 30),
+        (["Fresh Bread", "Fresh Bread"], 10, 20),
+        (["Fresh", "Bread", "Bread"], 5, 15),
+        (["Fresh Bread", "Every Day"], 8, 18),
+        (["Bread"], 5, 10),
+        (["Fresh Bred"], 1, 10),
+    ],
+)
+def test_surplus_and_missing_text_cost(lines: list[str], errors: int, longer: int) -> None:
+    assert score_one(draw(*lines), TARGET) == Score(1 - errors / longer, errors)
+
+
+def test_words_in_the_wrong_order_cost() -> None:
+    # freshbread -> breadfresh: no cheaper way than five letters out and five in, and the two r stay.
+    score = score_one(draw("Bread", "Fresh"), TARGET)
+    assert score.value is not None
+    assert score.value < 0.5
+
+
+@pytest.mark.parametrize("mode", ["flow_grpo", "cvtg"])
+@pytest.mark.parametrize("lines", [["Fresh Bread"] * 3, ["Fresh Bread", "Every Day"]])
+def test_the_published_ways_give_spam_full_marks(mode: str, lines: list[str]) -> None:
+    assert score_one(draw(*lines), TARGET, reward=TextAccuracyReward(mode=mode)) == Score(1.0, 0.0)
+
+
+@pytest.mark.parametrize("mode", ["ned", "flow_grpo", "cvtg"])
+def test_text_on_its_head_has_full_marks_only_where_lines_are_turned(mode: str) -> None:
+    picture = draw(TARGET).rotate(180)
+    assert score_one(picture, TARGET, reward=TextAccuracyReward(mode=mode)).value == 0.0
+    assert score_one(picture, TARGET, reward=TextAccuracyReward(mode=mode, cls=True)) == Score(1.0, 0.0)
+
+
+def test_several_texts_in_whatever_order() -> None:
+    picture = draw("Every Day", "Fresh Bread")
+    assert score_one(picture, "Every Day", "Fresh Bread") == Score(1.0, 0.0)
+    assert score_one(picture, "Fresh Bread", "Every Day") == Score(1.0, 0.0)
+    # One of three is missing: 4 letters of 22.
+    assert score_one(picture, "Fresh Bread", "Open", "Every Day") == Score(1 - 4 / 22, 4.0)
+    # One of two is surplus: 8 letters of 18.
+    assert score_one(picture, "Fresh Bread") == Score(1 - 8 / 18, 8.0)
+
+
+def test_two_signs_side_by_side_are_read_row_by_row_and_told_apart() -> None:
+    picture = Image.new("RGB", (320, 160), "white")
+    picture.paste(draw("Grand", "Opening", size=150), (0, 5))
+    picture.paste(draw("Half", "Price", size=150), (170, 5))
+    assert RapidEngine(False, 320, 768).read(picture) == ("Grand", "Half", "Opening", "Price")
+    assert score_one(picture, "Half Price", "Grand Opening") == Score(1.0, 0.0)
+
+
+@pytest.mark.parametrize("picture", [flat(255, 64, 64), flat(0, 64, 64), noise(1, 96, 96)])
+def test_a_picture_without_text_has_nothing(picture: Image.Image) -> None:
+    for mode, errors in (("ned", 10), ("flow_grpo", 10), ("cvtg", 2)):
+        assert score_one(picture, TARGET, reward=TextAccuracyReward(mode=mode)) == Score(0.0, errors)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16"])
+def test_every_kind_of_picture_is_read_as_its_rgb(mode: str) -> None:
+    picture = draw("Library", size=128)
+    other = picture.convert("L").convert("I;16") if mode == "I;16" else picture.convert(mode)
+    if mode == "I;16":
+        other = other.point(lambda level: level * 257)
+    assert score_one(other, "Library") == Score(1.0, 0.0)
+
+
+def test_transparent_paper_is_white() -> None:
+    ink = Image.new("RGBA", (128, 128), (0, 0, 0, 0))
+    ink.paste((0, 0, 0, 255), mask=draw("Library", size=128).convert("L").point(lambda level: 255 - level))
+    assert score_one(ink, "Library") == Score(1.0, 0.0)
+
+
+def test_a_picture_too_long_for_its_width_is_refused() -> None:
+    assert TextAccuracyReward().max_aspect == 8.0
+    for size in ((4, 2000), (2000, 4), (81, 10)):
+        with pytest.raises(InputError, match=rf"sample s0: got '{size[0]}x{size[1]} pixels'.*at most 8 times"):
+            score_one(Image.new("RGB", size), TARGET)
+    assert score_one(Image.new("RGB", (80, 10)), TARGET).value == 0.0
+
+
+def test_a_prompt_without_text_has_no_score_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RapidEngine, "read", lambda *_: pytest.fail("read"))
+    prompts = ["It's a dog's bowl", 'an "" sign', "no quotes"]
+    batch = make_batch([flat(255)] * 3, prompts)
+    assert TextAccuracyReward().score(batch) == [NOT_APPLICABLE] * 3
+
+
+def test_a_column_stands_before_the_quotes() -> None:
+    picture = draw("Every Day", "Fresh Bread")
+    given = ["Fresh Bread Every Day", ["Fresh Bread", "Every Day"], ["Fresh Bread", " "], None, "", []]
+    batch = make_batch([picture] * 6, ['A "Shop"'] * 6, {"writing": given})
+    reward = TextAccuracyReward(column="writing")
+    assert reward.needs_column == "writing"
+    scores = reward.score(batch)
+    assert scores[0].value is not None
+    assert scores[0].value < 0.6
+    assert scores[1:] == [Score(1.0, 0.0), Score(1 - 8 / 18, 8.0), *[NOT_APPLICABLE] * 3]
+
+
+@pytest.mark.parametrize("given", [7, {"text": "x"}, ["x", None], True])
+def test_a_column_that_holds_no_text_is_refused(given: object) -> None:
+    batch = make_batch([flat(255)], [""], {"writing": [given]})
+    with pytest.raises(InputError, match=r"text_accuracy, sample s0, column writing: got .*a list of texts"):
+        TextAccuracyReward(column="writing").score(batch)
+
+
+def test_scores_do_not_depend_on_the_batch_or_the_order() -> None:
+    pictures = [draw("Exit", size=96), draw("Exit", "Exit", size=128), flat(255, 64, 64), draw("Exlt", size=160)]
+    batch = make_batch(pictures, ['A door "Exit"'] * 4)
+    reward = TextAccuracyReward()
+    together = reward.score(batch)
+    assert [reward.score(batch.select([row]))[0] for row in range(4)] == together
+    assert reward.score(batch.select([3, 2, 1, 0])) == together[::-1]
+    assert len({score.value for score in together}) == 4
+
+
+def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, tries = RapidEngine.read, itertools.count(1)
+
+    def break_down_twice(engine: RapidEngine, picture: Image.Image) -> tuple[str, ...]:
+        if next(tries) <= 2:
+            raise ReadingError("rapidocr broke down over it")
+        return read(engine, picture)
+
+    monkeypatch.setattr(RapidEngine, "read", break_down_twice)
+    picture = draw("Library", size=128)
+    assert score_one(picture, "Library", reward=TextAccuracyReward(attempts=3)) == Score(1.0, 0.0)
+    tries = itertools.count(1)
+    failed = score_one(picture, "Library", reward=TextAccuracyReward(attempts=2))
+    assert failed == Score.failed("rapidocr broke down over it, in 2 attempt(s)")
+    assert next(tries) == 3
+
+
+def test_provenance_holds_what_determines_the_scores() -> None:
+    record = provenance_of(TextAccuracyReward(attempts=5))
+    settings = {"mode": "ned", "column": None, "engine": "rapidocr"}
+    assert record["settings"] == {**settings, "cls": False, "limit_side_len": 320, "max_side_len": 768}
+    assert str(record["version"]).startswith("2+rapidocr-3.")
+    assert record == provenance_of(TextAccuracyReward(cls=False, limit_side_len=320, max_side_len=768))
+    assert record["settings_digest"] != provenance_of(TextAccuracyReward(max_side_len=512))["settings_digest"]
+    assert TextAccuracyReward().preflight() == []
+
+
+def test_the_other_engine_reads_with_its_own_settings() -> None:
+    reward = TextAccuracyReward(engine="tesseract")
+    if reward.preflight():
+        pytest.skip("no Tesseract: apt-get install tesseract-ocr")
+    assert reward.settings() == {"mode": "ned", "column": None, "engine": "tesseract", "languages": "eng"}
+    assert reward.version.startswith("2+tesseract-")
+    assert set(reward.weight_digests()) == {"eng"}
+    assert score_one(draw("Library"), "Library", reward=reward) == Score(1.0, 0.0)
+    assert score_one(draw("Library", "Library"), "Library", reward=reward) == Score(0.5, 7.0)
+    assert any("xyz" in problem for problem in TextAccuracyReward(engine="tesseract", languages="eng+xyz").preflight())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "exact"}, "mode: got 'exact'.*ned, flow_grpo, cvtg"),
+        ({"engine": "easyocr"}, "engine: got 'easyocr'.*rapidocr, tesseract"),
+        ({"column": ""}, "column: got ''"),
+        ({"column": 3}, "column: got 3"),
+        ({"attempts": 0}, "attempts: got 0.*from 1"),
+        ({"cls": 1}, "cls: got 1.*true or false"),
+        ({"limit_side_len": 0}, "limit_side_len: got 0"),
+        ({"max_side_len": 20}, "max_side_len: got 20"),
+        ({"limit_side_len": 320.0}, "limit_side_len: got 320.0"),
+        ({"languages": "eng"}, "languages: got 'eng'. Only the engine tesseract"),
+        ({"engine": "tesseract", "cls": False}, "cls: got False. Only the engine rapidocr"),
+        ({"engine": "tesseract", "max_side_len": 768}, "max_side_len: got 768. Only the engine rapidocr"),
+        ({"engine": "tesseract", "languages": "eng, chi_sim"}, "languages: got 'eng, chi_sim'.*joined by a plus"),
+        ({"engine": "tesseract", "languages": "-x"}, "languages: got '-x'"),
+        ({"engine": "tesseract", "languages": ["eng"]}, "languages: got .*joined by a plus"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.text_accuracy\.{message}"):
+        TextAccuracyReward(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+import random
+import time
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
+
+from grpo_core.rewards.ocr.text_match import (
+    MATCHES,
+    MAX_GIVEN,
+    TextMatch,
+    letters_and_digits,
+    match_cvtg,
+    match_flow_grpo,
+    match_ned,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "simple"),
+    [
+        ("Hello, World!", "helloworld"),
+        ("Ｇｏ, Ⅳ²!", "goiv2"),
+        ("Floor 13½", "floor1312"),
+        ("STRASSE straße", "strassestrasse"),
+        ("Cafe\u0301", "café"),
+        ("开业 大吉！", "开业大吉"),
+        ("!!!", ""),
+    ],
+)
+def test_letters_and_digits(text: str, simple: str) -> None:
+    assert letters_and_digits(text) == simple
+
+
+@pytest.mark.parametrize(
+    ("texts", "lines", "edits", "length"),
+    [
+        (["Hello World"], ["HELLO", "WORLD"], 0, 10),
+        # One letter out of ten is a zero.
+        (["HELLO WORLD"], ["HELL0 WORLD"], 1, 10),
+        (["HELLO WORLD"], [], 10, 10),
+        (["HELLO WORLD"], ["zzz"], 10, 10),
+        # Three times over: 20 letters too many out of 30.
+        (["HELLO WORLD"], ["HELLO WORLD"] * 3, 20, 30),
+        (["HELLO WORLD"], ["HELLO WORLD", "SALE"], 4, 14),
+        # helloworld -> worldhello: hello<->world differ in four of five places each (the l in fourth place is common).
+        (["HELLO WORLD"], ["WORLD HELLO"], 8, 10),
+        (["kitten"], ["sitting"], 3, 7),
+        (["开业大吉"], ["开业大告"], 1, 4),
+        (["Ⅻ"], ["XII"], 0, 3),
+        # Without a letter or digit: as it stands.
+        (["!!!"], ["!!!"], 0, 3),
+        (["!!!"], ["! ?"], 2, 3),
+        (["!!!"], ["NO!!!"], 2, 5),
+        (["Go!", "?"], ["GO", "?"], 1, 4),
+        # In another order, and with one text split around the other.
+        (["Open", "Fresh Bread"], ["FRESH BREAD", "OPEN"], 0, 14),
+        (["Fresh Bread", "Open"], ["FRESH", "OPEN", "BREAD"], 0, 14),
+        (["Half Price", "Grand Opening"], ["GRAND HALF", "OPENING PRICE"], 0, 21),
+        # No white space between two texts on one line, which cannot be given apart.
+        (["Open", "Bread"], ["BREADOPEN"], 0, 9),
+        # One of two is missing: four of nine letters.
+        (["Open", "Bread"], ["BREAD"], 4, 9),
+        # Both twice: nine letters too many of eighteen.
+        (["Open", "Bread"], ["BREAD", "OPEN", "BREAD", "OPEN"], 9, 18),
+        # The words of a text in the wrong order cost, beside another text too.
+        (["ab cd", "xyz"], ["CD AB", "XYZ"], 4, 7),
+        (["The Cat", "The Dog"], ["THE DOG", "THE CAT"], 0, 12),
+        (["Go", "Go"], ["GO"], 2, 4),
+    ],
+)
+def test_ned_by_hand(texts: list[str], lines: list[str], edits: int, length: int) -> None:
+    assert match_ned(texts, lines) == TextMatch(1 - edits / length, edits)
+
+
+@pytest.mark.parametrize(
+    ("texts", "lines", "edits", "length"),
+    [
+        (["Hello World"], ["hello", "WORLD"], 0, 10),
+        (["Hello World"], ["HELL0 WORLD"], 1, 10),
+        (["Hello World"], [], 10, 10),
+        # Surplus text costs nothing beside the whole text,
+        (["Hello World"], ["HELLO WORLD"] * 3, 0, 10),
+        (["Hello World"], ["zzz", "HELLO WORLD", "zzz"], 0, 10),
+        # and beside a part of it at most the text's length.
+        (["Hello World"], ["HELL0 WORLD", "a" * 50], 10, 10),
+        # Punctuation counts.
+        (["Stop!"], ["STOP"], 1, 5),
+        # Of two texts four letters are missing, of nine.
+        (["Open", "Bread"], ["BREAD"], 4, 9),
+        (["Open", "Bread"], ["BREAD", "x", "OPEN"], 0, 9),
+    ],
+)
+def test_flow_grpo_by_hand(texts: list[str], lines: list[str], edits: int, length: int) -> None:
+    assert match_flow_grpo(texts, lines) == TextMatch(1 - edits / length, edits)
+
+
+@pytest.mark.parametrize(
+    ("texts", "lines", "missing", "words"),
+    [
+        (["Hello World"], ["WORLD", "HELLO"], 0, 2),
+        (["Hello World"], ["HELL0 WORLD"], 1, 2),
+        (["Hello World"], ["HELLOWORLD"], 2, 2),
+        (["Hello World"], [], 2, 2),
+        (["Hello World"], ["HELLO WORLD"] * 3, 0, 2),
+        # A word read once is no word wanted twice.
+        (["Go Go Go"], ["GO GO"], 1, 3),
+        (["Go", "Stop, Go"], ["go stop"], 1, 3),
+        (["Don't Panic!"], ["DONT PANIC"], 0, 2),
+        (["开业大吉"], ["大吉", "开张"], 1, 4),
+        (["第1名 Winner"], ["WINNER", "第1名"], 0, 4),
+        (["!!! ???"], ["!!!"], 1, 2),
+    ],
+)
+def test_cvtg_by_hand(texts: list[str], lines: list[str], missing: int, words: int) -> None:
+    assert match_cvtg(texts, lines) == TextMatch(1 - missing / words, missing)
+
+
+@given(st.text(min_size=1).filter(lambda text: letters_and_digits(text) != ""), st.lists(st.text(), max_size=4))
+def test_ned_of_one_text_is_the_edit_distance_to_all_that_was_read(text: str, lines: list[str]) -> None:
+    wanted, read = letters_and_digits(text), "".join(letters_and_digits(line) for line in lines)
+    assert match_ned([text], lines).value == pytest.approx(Levenshtein.normalized_similarity(wanted, read), abs=1e-12)
+
+
+_TEXTS = st.lists(st.text(alphabet="ab cd!", min_size=1).filter(str.strip), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("mode", sorted(MATCHES))
+@given(texts=_TEXTS, lines=st.lists(st.text(alphabet="ab cd!"), max_size=6))
+def test_value_lies_between_nothing_and_the_very_texts(mode: str, texts: list[str], lines: list[str]) -> None:
+    match = MATCHES[mode]
+    assert match(texts, texts) == TextMatch(1.0, 0)
+    assert match(texts, []).value == 0.0
+    assert 0.0 <= match(texts, lines).value <= 1.0
+
+
+@given(texts=_TEXTS)
+def test_ned_does_not_ask_for_an_order_of_the_texts(texts: list[str]) -> None:
+    assert {match_ned(texts, order).value for order in permutations(texts)} == {1.0}
+
+
+@given(texts=_TEXTS, surplus=st.text(alphabet="abcd", min_size=1))
+def test_ned_makes_any_surplus_cost(texts: list[str], surplus: str) -> None:
+    assert match_ned(texts, [*texts, surplus]).value < 1.0
+    assert match_ned(texts, texts * 3).value <= 1 / 3 + 1e-12
+
+
+@settings(max_examples=150)
+@given(
+    texts=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=2, max_size=3),
+    words=st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=5),
+)
+def test_ned_of_several_never_counts_fewer_edits_than_there_are(texts: list[str], words: list[str]) -> None:
+    apart = min(
+        sum(
+            Levenshtein.distance(text, "".join(word for word, owner in zip(words, owners, strict=True) if owner == i))
+            for i, text in enumerate(texts)
+        )
+        for owners in product(range(len(texts)), repeat=len(words))
+    )
+    in_order = min(Levenshtein.distance("".join(order), "".join(words)) for order in permutations(texts))
+    assert min(apart, in_order) <= match_ned(texts, words).errors <= in_order
+
+
+def test_spam_takes_no_time_and_gains_nothing() -> None:
+    generator = random.Random(0)
+    letters = "abcdefgh"
+    texts = ["".join(generator.choices(letters, k=12)) for _ in range(30)]
+    within = MAX_GIVEN // len(texts)
+    for count in (within, within + 1, 200, 5000):
+        words = ["".join(generator.choices(letters, k=5)) for _ in range(count)]
+        start = time.monotonic()
+        match = match_ned(texts, words)
+        assert time.monotonic() - start < 2.0
+        assert match.value <= 0.5
+    # All that was asked for, and as much again.
+    assert match_ned(texts, texts * 2).value == 0.5
+
+
+def test_more_texts_than_orders_can_be_tried_for() -> None:
+    texts = [f"{letter}{letter}{letter}" for letter in "abcdefghijkl"]
+    assert match_ned(texts, texts[::-1]).value == 1.0
+    assert match_ned(texts, texts[1:]) == TextMatch(1 - 3 / 36, 3)

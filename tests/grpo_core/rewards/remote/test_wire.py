@@ -1,0 +1,209 @@
+import base64
+import io
+import json
+import math
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+from pydantic import ValidationError
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.remote import wire
+from tests.grpo_core.rewards.conftest import make_batch, noise
+
+
+def read(body: bytes) -> ScoringBatch:
+    return wire.read_batch(wire.ScoreRequest.model_validate_json(body))
+
+
+def test_pictures_come_through_to_the_bit() -> None:
+    pictures = [noise(0, 33, 17), Image.new("RGBA", (5, 4), (10, 20, 30, 128)), noise(1, 1, 1).convert("L")]
+    batch = make_batch(pictures, [noise(2, 8, 8), None, None])
+    got = read(wire.write_request("mine", batch, with_targets=True))
+    assert np.array_equal(np.asarray(got.images[0]), np.asarray(pictures[0]))
+    # Half over white.
+    assert got.images[1].getpixel((0, 0)) == (132, 137, 142)
+    target = got.targets[0]
+    assert target is not None
+    assert np.array_equal(np.asarray(target), np.asarray(noise(2, 8, 8)))
+    assert got.targets[1:] == [None, None]
+    assert read(wire.write_request("mine", batch, with_targets=False)).targets == [None] * 3
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(max_size=20), st.text(max_size=20), st.none() | st.integers() | st.lists(st.text(max_size=3))
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_texts_and_columns_come_through(rows: list[tuple[str, str, Any]]) -> None:
+    batch = ScoringBatch(
+        sample_ids=[f"s{i}" for i in range(len(rows))],
+        prompts=[row[0] for row in rows],
+        images=[],
+        completions=[row[1] for row in rows],
+        targets=[None] * len(rows),
+        columns={"extra": [row[2] for row in rows]},
+        group_ids=["g"] * len(rows),
+        token_ids=[[i, 2] for i in range(len(rows))],
+    )
+    assert read(wire.write_request("mine", batch, with_targets=True)) == batch
+
+
+def test_metadata_stays_at_home() -> None:
+    picture = noise(0, 8, 8)
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("prompt", "private words")
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", pnginfo=notes)
+    content = base64.b64decode(wire.encode_png(Image.open(buffer), "here"))
+    assert b"private" in buffer.getvalue()
+    assert b"private" not in content
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def header(width: int, height: int) -> bytes:
+    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def png_of(picture: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "Send a PNG file"),
+        (b"not a picture, but long enough for a header", "Send a PNG file"),
+        (png_of(Image.new("RGB", (9, 9)), "JPEG"), "Send a PNG file"),
+        (PNG + header(100_000, 100_000), "at most 8192 pixels a side"),
+        (PNG + header(8192, 2049), "16777216 pixels in all"),
+        (PNG + header(0, 9), "at most 8192 pixels a side"),
+        (PNG + header(9, 9) + header(100_000, 100_000) + chunk(b"IDAT", b""), "cannot be decoded"),
+        (PNG + header(9, 9) + header(4096, 4096) + chunk(b"IDAT", b""), "has a second header"),
+        (PNG + chunk(b"tEXt", bytes(8)) + header(4096, 4096) + chunk(b"IDAT", b""), "at most 8192|cannot be decoded"),
+        (PNG + header(9, 9) + chunk(b"IDAT", zlib.compress(b"x")) + chunk(b"IEND", b""), "cannot be decoded"),
+        (PNG + header(9, 9) + chunk(b"iCCP", b"a\0\0" + zlib.compress(b"\0" * 2**22)), "cannot be decoded"),
+        (png_of(noise(0, 64, 64))[:-200], "cannot be decoded"),
+    ],
+)
+def test_what_is_no_picture_or_too_large_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(InputError, match=rf"sample s: got .*({message})"):
+        wire.decode_png(base64.b64encode(content).decode(), "sample s")
+
+
+def test_what_is_no_base64_is_refused() -> None:
+    with pytest.raises(InputError, match="in base64"):
+        wire.decode_png("äöü", "sample s")
+    with pytest.raises(InputError, match="in base64"):
+        wire.decode_png("AAA", "sample s")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, b"x"])
+def test_columns_that_json_cannot_hold(value: object) -> None:
+    batch = ScoringBatch(sample_ids=["s"], prompts=["p"], completions=["c"], columns={"x": [value]})
+    with pytest.raises(InputError, match="columns of the prompt file"):
+        wire.write_request("mine", batch, with_targets=True)
+
+
+def sample(**more: Any) -> dict[str, Any]:
+    return {"sample_id": "s", "prompt": "p", "completion": "c", "columns": {}} | more
+
+
+def request(*samples: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"protocol": 1, "reward": "mine", "samples": list(samples)} | more
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (request(sample(), protocol=2), "protocol"),
+        (request(), "samples"),
+        (request(sample(image="x")), "an image or a completion"),
+        (request(sample(completion=None)), "an image or a completion"),
+        (request(sample(), sample(completion=None, image="x")), "the same fields"),
+        (request(sample(), sample(columns={"a": 1})), "the same fields and columns"),
+        (request(sample(), sample(group_id="g")), "the same fields"),
+        (request(sample(colour="red")), "samples.0.colour"),
+        (request(sample(token_ids=["1"])), "samples.0.token_ids.0"),
+        (request(sample(), weight=1), "weight"),
+        (request({"prompt": "p", "completion": "c"}), "samples.0.sample_id"),
+    ],
+)
+def test_requests_are_checked(content: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        wire.ScoreRequest.model_validate_json(json.dumps(content))
+    assert fault in wire.first_fault(error.value)
+    wire.ScoreRequest.model_validate_json(json.dumps(request(sample())))
+
+
+def answer(*scores: dict[str, Any], **more: Any) -> wire.ScoreAnswer:
+    return wire.ScoreAnswer.model_validate(
+        {"protocol": 1, "reward": "mine", "version": "1", "scores": list(scores)} | more
+    )
+
+
+def test_scores_are_read() -> None:
+    got = wire.read_scores(
+        answer(
+            {"sample_id": "a", "value": 0.1, "raw": -3.5},
+            {"sample_id": "b", "value": None, "raw": None, "failure": None},
+            {"sample_id": "c", "value": None, "failure": "its service is down"},
+            {"sample_id": "d", "value": math.nan, "raw": 1.0},
+            {"sample_id": "e", "value": 1.0, "raw": -math.inf},
+            {"sample_id": "f", "value": 7, "later": "field"},
+        ),
+        list("abcdef"),
+    )
+    assert got[:3] == [Score(0.1, -3.5), NOT_APPLICABLE, Score.failed("its service is down")]
+    assert "came out as nan" in str(got[3].failure)
+    assert "came out as -inf" in str(got[4].failure)
+    assert got[5] == Score(7.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["a"], "2 scores for 1 samples"),
+        (["a", "b", "c"], "2 scores for 3"),
+        (["b", "a"], "sample 'a' where that of 'b'"),
+    ],
+)
+def test_scores_of_other_samples_are_refused(ids: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wire.read_scores(answer({"sample_id": "a", "value": 1.0}, {"sample_id": "b", "value": 1.0}), ids)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"sample_id": "a"},
+        {"value": 1.0},
+        {"sample_id": "a", "value": "0.5"},
+        {"sample_id": "a", "value": True},
+        {"sample_id": "a", "value": [0.5]},
+        {"sample_id": "a", "value": 1.0, "failure": "both"},
+    ],
+)
+def test_scores_that_are_none_are_refused(score: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        answer(score)

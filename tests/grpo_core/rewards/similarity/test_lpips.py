@@ -1,0 +1,237 @@
+import hashlib
+from pathlib import Path
+
+import lpips as lpips_package
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torchvision
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.pictures import to_tensor
+from grpo_core.rewards.protocol import NOT_APPLICABLE, Score
+from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+
+
+@pytest.fixture(scope="module")
+def oracle(alexnet: torch.nn.Module) -> torch.nn.Module:
+    """The lpips package's own network, which cuts up our AlexNet by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchvision.models, "alexnet", lambda pretrained: alexnet)
+        network: torch.nn.Module = lpips_package.LPIPS(net="alex", pnet_rand=True, verbose=False)
+    return network.eval()
+
+
+@pytest.fixture
+def reward(trunk_file: Path) -> LpipsReward:
+    return LpipsReward(weights=str(trunk_file))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("size", [(31, 31), (64, 64), (90, 47)])
+def test_agrees_with_the_package(oracle: torch.nn.Module, reward: LpipsReward, size: tuple[int, int]) -> None:
+    image, target = noise(0, *size), noise(1, *size)
+    (score,) = reward.score(make_batch([image], [target]))
+    levels = [torch.from_numpy(np.array(p)).permute(2, 0, 1)[None] for p in (image, target)]
+    with torch.no_grad():
+        right = oracle(*(x.float() / 127.5 - 1 for x in levels)).item()
+        unit_range = oracle(*(x.float() / 255 for x in levels)).item()
+    assert right > 0.01
+    assert abs(right - unit_range) > 1e-3
+    assert score.raw == pytest.approx(right, abs=1e-6)
+    assert score.value == pytest.approx(1 - right, abs=1e-6)
+
+
+def test_identical_pictures_have_distance_zero(reward: LpipsReward) -> None:
+    assert reward.score(make_batch([noise(0, 40, 40)], [noise(0, 40, 40)])) == [Score(1.0, 0.0)]
+
+
+def test_flat_pictures_score_even_inside_half_precision(reward: LpipsReward) -> None:
+    batch = make_batch([flat(0), flat(255), flat(128)], [flat(255), flat(255), noise(0, 32, 32)])
+    outside = reward.score(batch)
+    assert outside[1] == Score(1.0, 0.0)
+    assert outside[0].raw is not None
+    assert outside[0].raw > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert reward.score(batch) == outside
+
+
+def test_distance_itself_keeps_full_precision(trunk_file: Path) -> None:
+    network = load_network("alex", str(trunk_file), sha256(trunk_file), "cpu")
+    pictures, targets = to_tensor(noise(0, 32, 32)), to_tensor(noise(1, 32, 32))
+    outside = perceptual_distance(network, pictures, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(perceptual_distance(network, pictures, targets), outside)
+
+
+def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
+    network = load_network("alex", str(trunk_file), sha256(trunk_file), "cpu")
+    good = to_tensor(noise(0, 32, 32))
+    for wrong in ((good * 255).byte(), good * 255, good * 2 - 1, good.half(), good[:, :1]):
+        with pytest.raises(ValueError, match="expected"):
+            perceptual_distance(network, wrong, wrong)
+
+
+def test_no_target_needs_no_weights() -> None:
+    assert LpipsReward().score(make_batch([flat(0), flat(0)])) == [Score(None, None)] * 2
+
+
+def test_network_is_loaded_once_frozen_and_without_random_numbers(trunk_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "again.pth"
+    copy.write_bytes(trunk_file.read_bytes())
+    before = torch.get_rng_state()
+    network = load_network("alex", str(copy), sha256(copy), "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert load_network("alex", str(copy), sha256(copy), "cpu") is network
+    assert not network.training
+    assert not any(p.requires_grad or p.dtype != torch.float32 for p in network.parameters())
+
+
+def test_safetensors_scores_the_same(reward: LpipsReward, trunk_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trunk.safetensors"
+    safetensors.torch.save_file(torch.load(trunk_file, weights_only=True), path)
+    batch = make_batch([noise(0, 32, 32)], [noise(1, 32, 32)])
+    assert LpipsReward(weights=str(path)).score(batch) == reward.score(batch)
+
+
+@pytest.mark.parametrize("net", ["alex", "vgg", "squeeze"])
+def test_smallest_sides_are_the_trunks_own(net: str) -> None:
+    with torch.device("meta"):
+        builders = {"alex": "alexnet", "vgg": "vgg16", "squeeze": "squeezenet1_1"}
+        features = getattr(torchvision.models, builders[net])(weights=None).features
+    # The package stops before each trunk's last pooling; alex and vgg have it as their last layer.
+    trunk = features[:-1] if net != "squeeze" else features
+    side = MIN_SIDES[net]
+    with torch.device("meta"):
+        assert 0 not in trunk(torch.zeros(1, 3, side, side)).shape
+        with pytest.raises(RuntimeError, match=r"too small|greater than"):
+            trunk(torch.zeros(1, 3, side - 1, side - 1))
+
+
+def test_small_picture_is_refused(reward: LpipsReward) -> None:
+    with pytest.raises(InputError, match=r"30x40 pixels.*at least 31 pixels"):
+        reward.score(make_batch([flat(0, 30, 40)], [flat(0, 30, 40)]))
+
+
+def test_settings_carry_the_digest_and_no_path(reward: LpipsReward, trunk_file: Path) -> None:
+    assert reward.settings() == {"net": "alex"}
+    heads = Path(lpips_package.__file__).parent / "weights" / "v0.1" / "alex.pth"
+    assert reward.weight_digests() == {"trunk": sha256(trunk_file), "heads": sha256(heads)}
+    assert reward.preflight() == []
+
+
+@pytest.mark.parametrize(
+    ("net", "file"),
+    [
+        ("alex", "alexnet-owt-7be5be79.pth"),
+        ("vgg", "vgg16-397923af.pth"),
+        ("squeeze", "squeezenet1_1-b8a52dc0.pth"),
+    ],
+)
+def test_missing_weights_message_says_where_they_are(net: str, file: str, tmp_path: Path) -> None:
+    for weights in (None, str(tmp_path / "nowhere.pth")):
+        reward = LpipsReward(weights=weights, net=net)
+        (message,) = reward.preflight()
+        assert message.startswith(f"rewards.lpips.weights: got {weights!r}.")
+        for part in (file, "torchvision", TRUNKS[net].url, "set `weights` in the reward's settings to its path"):
+            assert part in message
+        with pytest.raises(InputError) as caught:
+            reward.score(make_batch([flat(0)], [flat(0)]))
+        assert str(caught.value) == message
+        with pytest.raises(InputError):
+            reward.weight_digests()
+
+
+def test_digest_is_checked_by_setting_and_by_published_name(trunk_file: Path, tmp_path: Path) -> None:
+    digest = sha256(trunk_file)
+    assert LpipsReward(weights=str(trunk_file), weights_sha256=digest[:8].upper()).preflight() == []
+    wrong = "0" * 64
+    (message,) = LpipsReward(weights=str(trunk_file), weights_sha256=wrong).preflight()
+    assert message.startswith(f"rewards.lpips.weights_sha256: got '{wrong}'")
+    assert digest in message
+
+    published = tmp_path / "alexnet-owt-7be5be79.pth"
+    published.write_bytes(trunk_file.read_bytes())
+    (message,) = LpipsReward(weights=str(published)).preflight()
+    assert "got '7be5be79'" in message
+    assert LpipsReward(weights=str(published), weights_sha256=digest).preflight() == []
+
+
+def test_flipped_byte_is_noticed_after_a_good_score(trunk_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trunk.pth"
+    content = bytearray(trunk_file.read_bytes())
+    path.write_bytes(content)
+    reward = LpipsReward(weights=str(path), weights_sha256=sha256(path))
+    batch = make_batch([noise(0, 32, 32)], [noise(1, 32, 32)])
+    reward.score(batch)
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="weights_sha256"):
+        reward.score(batch)
+
+
+def test_files_that_are_no_trunk_are_refused(trunk_file: Path, tmp_path: Path) -> None:
+    def message_of(path: Path) -> str:
+        with pytest.raises(InputError, match=r"rewards\.lpips\.weights: got") as caught:
+            LpipsReward(weights=str(path)).score(make_batch([flat(0)], [flat(0)]))
+        return str(caught.value)
+
+    text, cut, code, other, listed = (tmp_path / f"{i}.pth" for i in range(5))
+    text.write_text("not weights")
+    assert "cannot be read as a state dict" in message_of(text)
+    cut.write_bytes(trunk_file.read_bytes()[:100_000])
+    assert "cannot be read as a state dict" in message_of(cut)
+    torch.save({"run": Path.cwd}, code)
+    assert "cannot be read as a state dict" in message_of(code)
+    torch.save([torch.zeros(1)], listed)
+    assert "does not hold named tensors" in message_of(listed)
+    garbled = tmp_path / "garbled.safetensors"
+    garbled.write_bytes(b"\xff" * 64)
+    assert "cannot be read as a state dict" in message_of(garbled)
+
+    state = torch.load(trunk_file, weights_only=True)
+    torch.save({**state, "features.3.weight": torch.zeros(64, 64, 3, 3)}, other)
+    assert "features.3.weight has shape [64, 64, 3, 3], not [192, 64, 5, 5]" in message_of(other)
+    torch.save({k: v for k, v in state.items() if k != "features.10.bias"}, other)
+    assert "features.10.bias is missing" in message_of(other)
+
+
+def test_broken_weights_are_a_failure_of_the_samples_that_they_score(trunk_file: Path, tmp_path: Path) -> None:
+    state = torch.load(trunk_file, weights_only=True)
+    state["features.0.bias"][0] = torch.nan
+    path = tmp_path / "nan.pth"
+    torch.save(state, path)
+    batch = make_batch([noise(0, 32, 32), flat(0)], [noise(1, 32, 32), None], ["p0/0", "p0/1"])
+    broken, without_target = LpipsReward(weights=str(path)).score(batch)
+    assert broken == Score.failed("the reward came out as nan, which is not a finite number")
+    assert without_target == NOT_APPLICABLE
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("net", "alexnet"),
+        ("weights", 3),
+        ("weights_sha256", "7be5"),
+        ("weights_sha256", "z" * 64),
+        ("weights_sha256", 7),
+        ("device", "gpu"),
+        ("device", "cuda:"),
+        ("device", "cpu:1"),
+        ("device", None),
+    ],
+)
+def test_wrong_settings_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.lpips\.{setting}: got "):
+        LpipsReward(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_absent_device_is_told_before_the_first_score(trunk_file: Path) -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    (message,) = LpipsReward(weights=str(trunk_file), device=absent).preflight()
+    assert message.startswith(f"rewards.lpips.device: got '{absent}'")

@@ -1,0 +1,225 @@
+"""The key of a stage's result: changed by everything that determines the result, and by nothing else."""
+
+from typing import Any
+
+import pytest
+
+from configs.placement_sections import PlacementSection
+from configs.reward_sections import RewardSection
+from configs.schema import AdvantagesSection, LoraSection, PolicySection
+from configs.schema import PictureRolloutSection as Rollout
+from configs.schema import UpdateSection as Update
+from tasks.advantages.compute import compute_advantages_task
+from tasks.execution import caching
+from tasks.execution import code_digest as code
+from tasks.execution.caching import StageKey
+from tasks.execution.code_digest import code_digest, determining_sources
+from tasks.models.resident import ModelSpec
+from tasks.prompts.curriculum import DrawnPrompt
+from tasks.prompts.read import Prompt
+from tasks.rewards.score import score_reward_task
+from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.plan import plan_draw
+from tasks.storage.artifacts.draw import Draw
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.update.policy import update_policy_task
+
+PROMPTS = tuple(
+    DrawnPrompt("default", Prompt(f"id{place}", f"a {colour} circle", {"colour": colour}), None)
+    for place, colour in enumerate(("red", "blue"))
+)
+
+
+def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
+    values = {"uri": "run/x/y", "sha256": "s", "digest": digest, "schema_version": 1, "rows": 4, "seconds": 1.0}
+    return ArtifactRef.model_validate({**values, "metrics": {}, **changes})
+
+
+def plan(**changes: Any) -> object:
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "draw": 1, "group_size": 2, "shared_noise": True}
+    return plan_draw(PROMPTS, **{**values, **changes})
+
+
+def model(**changes: Any) -> ModelSpec:
+    values = {"section": PolicySection(model="folder", dtype="float32"), "digest": "m", "adapter_seed": 1}
+    return ModelSpec.model_validate({**values, "reference": "device", **changes})
+
+
+def draw(rollouts: str, scores: str) -> Draw:
+    return Draw(artifact(rollouts), dict.fromkeys(("ssim", "psnr"), artifact(scores)))
+
+
+RUNNING = (RewardSection(reward="ssim", normalize="running"), RewardSection(reward="psnr"))
+MOMENTS = {"running/ssim/count": 4.0, "running/ssim/mean": 0.5, "running/ssim/squares": 0.1}
+POLICY = PolicyRef(version=1, digest="p", checkpoint=artifact("c"))
+INPUTS: dict[str, dict[str, Any]] = {
+    "rollouts": {
+        "policy": POLICY,
+        "plan": plan(),
+        "model": model(),
+        "rollout": Rollout(height=64, width=64),
+        "with_reference": False,
+        "placement": PlacementSection(),
+    },
+    "rewards": {
+        "rollouts": artifact(),
+        "section": RewardSection(reward="psnr"),
+        "folder": "iteration_000001/rewards",
+        "title": "iteration 1",
+        "placement": PlacementSection(),
+        "earlier": (),
+    },
+    "advantages": {
+        "draws": (draw("r", "s"),),
+        "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
+        "advantages": AdvantagesSection(),
+        "folder": "iteration_000001",
+        "title": "iteration 1",
+        "earlier": None,
+    },
+    "update": {
+        "policy": POLICY,
+        "rollouts": (artifact("r"),),
+        "advantages": artifact("a"),
+        "max_staleness": 0,
+        "model": model(),
+        "update": Update(),
+        "seed": 0,
+        "title": "iteration 1",
+        "placement": PlacementSection(),
+    },
+}
+TASKS = {
+    "rollouts": collect_rollouts_task,
+    "rewards": score_reward_task,
+    "advantages": compute_advantages_task,
+    "update": update_policy_task,
+}
+
+
+def key(stage: str, **changes: object) -> str:
+    policy = TASKS[stage].cache_policy
+    assert isinstance(policy, StageKey)
+    return policy.compute_key(None, {**INPUTS[stage], **changes}, {})  # type: ignore[arg-type]
+
+
+DETERMINING = [
+    ("rollouts", {"policy": POLICY.model_copy(update={"digest": "q"})}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"version": 2})}),
+    ("rollouts", {"model": model(digest="other")}),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="bfloat16"))}),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(alpha=2.0)))}),
+    ("rollouts", {"plan": plan(group_size=3)}),
+    ("rollouts", {"plan": plan(seed=1)}),
+    ("rollouts", {"plan": plan(iteration=2)}),
+    ("rollouts", {"plan": plan(shared_noise=False)}),
+    ("rollouts", {"plan": plan(draw=2)}),
+    ("rollouts", {"with_reference": True}),
+    ("rollouts", {"rollout": Rollout(height=64, width=64, top_k=5)}),
+    (
+        "rollouts",
+        {"with_reference": True, "policy": POLICY.model_copy(update={"reference_digest": "other"})},
+    ),
+    ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", autocast="bfloat16"))}),
+    ("rollouts", {"rollout": Rollout(height=64, width=32)}),
+    ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
+    ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
+    ("rewards", {"rollouts": artifact("other")}),
+    ("rewards", {"section": RewardSection(reward="ssim")}),
+    ("rewards", {"section": RewardSection(reward="psnr", datasets=("a",))}),
+    ("rewards", {"section": RewardSection(reward="psnr", where={"kind": ("sign",)})}),
+    ("rewards", {"section": RewardSection(reward="psnr", name="mine")}),
+    ("rewards", {"section": RewardSection(reward="psnr", settings={"full_scale_db": 40.0})}),
+    ("rewards", {"folder": "rescored/other/iteration_000001/rewards"}),
+    ("advantages", {"draws": (draw("other", "s"),)}),
+    ("advantages", {"draws": (draw("r", "other"),)}),
+    ("advantages", {"draws": (draw("r", "s"), draw("r2", "s2"))}),
+    ("advantages", {"folder": "rescored/other/iteration_000001"}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", clamp=(0.0, 0.5)), RewardSection(reward="psnr"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", normalize="group"), RewardSection(reward="psnr"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr", role="gate"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr", where={"a": (1,)}))}),
+    ("advantages", {"mix": RUNNING, "earlier": artifact("e", metrics=MOMENTS)}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", datasets=("a",)), RewardSection(reward="psnr"))}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", weight=0.5), RewardSection(reward="psnr"))}),
+    ("advantages", {"advantages": AdvantagesSection(scale="none")}),
+    ("update", {"policy": POLICY.model_copy(update={"checkpoint": artifact("other")})}),
+    ("update", {"rollouts": (artifact("other"),)}),
+    ("update", {"rollouts": (artifact("r"), artifact("r2"))}),
+    ("update", {"max_staleness": 3}),
+    ("update", {"policy": POLICY.model_copy(update={"reference_digest": "other"})}),
+    ("update", {"advantages": artifact("other")}),
+    ("update", {"update": Update(learning_rate=2e-5)}),
+    ("update", {"update": Update(kl_coef=0.1)}),
+    ("update", {"seed": 1}),
+    ("update", {"model": model(adapter_seed=2)}),
+    ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))}),
+]
+WITHOUT_EFFECT = [
+    ("rollouts", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"checkpoint": artifact("c", uri="other/x/y", seconds=9.0)})}),
+    ("rollouts", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
+    ("rewards", {"rollouts": artifact(uri="other/x/y", sha256="t", seconds=9.0)}),
+    ("rewards", {"placement": PlacementSection(torch_threads=2)}),
+    ("rewards", {"section": RewardSection(reward="psnr", weight=0.1, role="gate", clamp=(0.0, 1.0))}),
+    ("rewards", {"section": RewardSection(reward="psnr", processes=2, batch_size=7, max_failures=0.5)}),
+    ("rewards", {"earlier": (artifact("s"),)}),
+    ("advantages", {"draws": (Draw(artifact("r"), dict.fromkeys(("ssim", "psnr"), artifact("s", uri="o/x/y"))),)}),
+    # What is not normalised by it does not depend on what came before.
+    ("advantages", {"earlier": artifact("e", metrics=MOMENTS)}),
+    ("rollouts", {"policy": POLICY.model_copy(update={"reference_digest": "unread"})}),
+    ("update", {"placement": PlacementSection(processes=2)}),
+    ("update", {"placement": PlacementSection(torch_threads=2, device="cuda")}),
+    ("update", {"rollouts": (artifact("r", uri="other/x/y", seconds=9.0),)}),
+    ("update", {"title": "another title"}),
+    ("update", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
+]
+
+
+@pytest.mark.parametrize(("stage", "change"), DETERMINING)
+def test_what_determines_the_result_changes_the_key(stage: str, change: dict[str, object]) -> None:
+    assert key(stage, **change) != key(stage)
+
+
+@pytest.mark.parametrize(("stage", "change"), WITHOUT_EFFECT)
+def test_what_does_not_leaves_the_key(stage: str, change: dict[str, object]) -> None:
+    assert key(stage, **change) == key(stage)
+
+
+def test_keys_are_the_stage_and_a_sha256() -> None:
+    assert {name: key(name).rsplit("-", 1)[0] for name in TASKS} == {
+        "rollouts": "collect-rollouts",
+        "rewards": "score-reward",
+        "advantages": "compute-advantages",
+        "update": "update-policy",
+    }
+    assert all(len(key(name).rsplit("-", 1)[1]) == 64 for name in TASKS)
+
+
+def test_changed_code_changes_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: key(name) for name in TASKS}
+    monkeypatch.setattr(caching, "code_digest", lambda: "other code")
+    assert all(key(name) != before[name] for name in TASKS)
+
+
+def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
+    base = PolicyRef(version=0, digest="m")
+    other = model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))
+    assert key("rollouts", policy=base, model=other) == key("rollouts", policy=base)
+
+
+def test_reports_are_no_part_of_the_code() -> None:
+    names = determining_sources()
+    assert {"grpo_core/update/step.py", "tasks/storage/tables/parquet.py", "configs/core_settings.py"} <= set(names)
+    assert not [name for name in names if name.startswith("tasks/reports/")]
+
+
+def test_code_is_the_sources_and_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = code_digest.__wrapped__()
+    assert whole == code_digest.__wrapped__()
+    monkeypatch.setattr(code, "version", lambda library: "0" if library == "torch" else "1")
+    other_torch = code_digest.__wrapped__()
+    monkeypatch.setattr(code, "version", lambda library: "1")
+    assert other_torch != code_digest.__wrapped__()
+    monkeypatch.setattr(code, "_SOURCES", ("grpo_core",))
+    assert other_torch != code_digest.__wrapped__()

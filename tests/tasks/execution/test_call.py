@@ -1,0 +1,158 @@
+"""A call says all that a stage needs, and names it: the same stage on the same inputs has the same digest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs.placement_sections import PlacementSection
+from configs.reward_sections import RewardSection
+from configs.schema import AdvantagesSection
+from grpo_core.errors import InputError
+from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_file, call_of, carry_out
+from tasks.execution.faults import Fault, RemoteStageError
+from tasks.execution.pool import leave_outcome, read_outcome
+from tasks.execution.stages import stage_named
+from tasks.storage.artifacts.draw import Draw
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.execution.test_shards import rollout_arguments
+from tests.tasks.update_jobs import TEXTS, UPDATE
+
+HERE = PlacementSection(device="cpu")
+TABLE = ArtifactRef(
+    uri="run/iteration_000001/rollouts",
+    sha256="0" * 64,
+    digest="1" * 64,
+    schema_version=3,
+    rows=4,
+    seconds=0.1 + 0.2,
+    metrics={"num_tokens": 1e-17},
+)
+SECTION = RewardSection(reward="jpeg", clamp=(0.1, 1.0), where={"n": (1, "two", True)}, settings={"quality": 30})
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("collect rollouts", rollout_arguments("iteration_000001", HERE)),
+    ("collect rollouts", {**rollout_arguments("iteration_000001", HERE), "rollout": TEXTS.rollout}),
+    (
+        "score reward",
+        {
+            "rollouts": TABLE,
+            "section": SECTION,
+            "folder": "iteration_000001/rewards",
+            "title": "an iteration",
+            "placement": HERE,
+            "earlier": (TABLE,),
+            "part": (1, 3),
+        },
+    ),
+    (
+        "compute advantages",
+        {
+            "draws": (Draw(TABLE, {"jpeg": TABLE}),),
+            "mix": (SECTION,),
+            "advantages": AdvantagesSection(clip=2.0),
+            "folder": "iteration_000001",
+            "title": "an iteration",
+            "earlier": None,
+            "placement": HERE,
+        },
+    ),
+    (
+        "update policy",
+        {
+            "policy": PolicyRef(version=1, digest="2" * 64, checkpoint=TABLE),
+            "rollouts": (TABLE, TABLE),
+            "advantages": TABLE,
+            "model": TEXTS.spec(),
+            "update": UPDATE,
+            "seed": 3,
+            "max_staleness": 2,
+            "title": "iteration 2",
+            "placement": HERE,
+        },
+    ),
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(str(tmp_path / "runs"), "run")
+
+
+@pytest.mark.parametrize(("name", "arguments"), CALLS, ids=[name for name, _ in CALLS])
+def test_arguments_come_back_as_they_were(store: ArtifactStore, name: str, arguments: dict[str, Any]) -> None:
+    stage = stage_named(name)
+    call = call_of(stage, arguments, store)
+    told = StageCall.model_validate_json(call.model_dump_json())
+    assert arguments_of(told, stage) == arguments
+    assert told.digest == call.digest
+    again = call_of(stage, {**arguments, "placement": PlacementSection(device="cpu", torch_threads=2)}, store)
+    assert again.digest != call.digest
+
+
+def test_an_argument_that_the_stage_does_not_take_is_refused(store: ArtifactStore) -> None:
+    name, arguments = CALLS[2]
+    call = call_of(stage_named(name), arguments, store)
+    bad = {**call.arguments, "section": {**call.arguments["section"], "wieght": 1.0}}
+    with pytest.raises(ValidationError, match="wieght"):
+        arguments_of(call.model_copy(update={"arguments": bad}), stage_named(name))
+
+
+def test_no_other_function_can_be_called() -> None:
+    with pytest.raises(ValueError, match=r"no stage 'os\.system'; there are collect rollouts, score reward"):
+        stage_named("os.system")
+
+
+def test_other_code_is_refused(store: ArtifactStore) -> None:
+    name, arguments = CALLS[2]
+    call = call_of(stage_named(name), arguments, store).model_copy(update={"code": "another"})
+    with pytest.raises(InputError, match=r"worker: .* runs other code or other versions"):
+        carry_out(call).reference()
+
+
+def test_errors_come_back(store: ArtifactStore) -> None:
+    name, arguments = CALLS[2]
+    missing = carry_out(call_of(stage_named(name), arguments, store))
+    assert missing.fault is None
+    with pytest.raises(Exception, match=r"rollouts\.manifest\.json is missing"):
+        StageOutcome.model_validate_json(missing.model_dump_json()).reference()
+
+
+def test_the_kind_of_an_error_without_a_class_here_comes_back(store: ArtifactStore) -> None:
+    name, arguments = CALLS[2]
+    record = carry_out(call_of(stage_named(name), arguments, store)).error
+    assert record is not None
+    lost = StageOutcome(error=record.model_copy(update={"kind": "ConnectionResetError"}), fault="storage")
+    with pytest.raises(RemoteStageError) as raised:
+        lost.reference()
+    assert raised.value.fault is Fault.STORAGE
+
+
+def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:
+    arguments = rollout_arguments("iteration_000001", HERE)
+    other = arguments["model"].model_copy(update={"digest": "another"})
+    call = call_of(stage_named("collect rollouts"), {**arguments, "model": other}, store)
+    with pytest.raises(InputError, match=r"policy.model: .* Its files here are"):
+        carry_out(call).reference()
+    assert store.find("iteration_000001/rollouts") is None
+
+
+def test_nothing_is_made_of_a_call_that_was_withdrawn(store: ArtifactStore) -> None:
+    arguments = rollout_arguments("iteration_000001", HERE)
+    call = call_of(stage_named("collect rollouts"), arguments, store, withdrawable=True)
+    with pytest.raises(StaleReferenceError, match=r"run/iteration_000001/rollouts: the run .* does not ask for it"):
+        carry_out(call).reference()
+    assert store.find("iteration_000001/rollouts") is None
+    store.write_file(call_file(call.digest), b"asked")
+    assert carry_out(call).reference() == store.find("iteration_000001/rollouts")
+
+
+def test_a_call_that_was_withdrawn_gets_no_answer(store: ArtifactStore) -> None:
+    call = call_of(stage_named("score reward"), CALLS[2][1], store, withdrawable=True)
+    outcome = carry_out(call)
+    leave_outcome(store, call.digest, outcome)
+    assert read_outcome(store, call.digest) is None
+    store.write_file(call_file(call.digest), b"asked")
+    leave_outcome(store, call.digest, outcome)
+    assert read_outcome(store, call.digest) == outcome

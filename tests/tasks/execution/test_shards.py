@@ -1,0 +1,184 @@
+"""Parts of a stage, joined, are the stage done at once: to the byte of every table that later stages read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from configs.placement_sections import PlacementSection, ShardedStagePlacement
+from configs.reward_sections import RewardSection
+from grpo_core.errors import FailedSamplesError
+from tasks.execution.shards import clear_shards, in_shards
+from tasks.execution.stages import Part, stage_named
+from tasks.rewards.score import score_reward_task
+from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.storage.artifacts.draw import SCORES_FILE
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tests.tasks.update_jobs import PICTURES
+
+PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "cross", "square"))[:5]
+POOLED = PlacementSection(
+    device="cpu",
+    rollouts=ShardedStagePlacement(pool="somewhere", shards=3),
+    rewards=ShardedStagePlacement(pool="somewhere", shards=3),
+)
+HERE = PlacementSection(device="cpu")
+
+
+class Done:
+    """A future that is over, as those of Prefect's tasks are read."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Nothing to wait for."""
+
+    def result(self) -> Any:
+        return self.value
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    store = ArtifactStore(str(tmp_path / "runs"), "run")
+    use_store(store)
+    return store
+
+
+def plan(folder: str) -> RolloutPlan:
+    groups = tuple(
+        GroupPlan(
+            group_id=f"g{place}",
+            prompt_id=f"p{place}",
+            dataset="default" if place % 2 else "odd",
+            prompt=prompt,
+            columns={"n": place},
+            target_uri=None,
+            target_sha256=None,
+        )
+        for place, prompt in enumerate(PROMPTS)
+    )
+    return RolloutPlan(folder=folder, title="an iteration", seed=5, group_size=2, shared_noise=True, groups=groups)
+
+
+def rollout_arguments(folder: str, placement: PlacementSection) -> dict[str, Any]:
+    spec = PICTURES.spec()
+    return {
+        "policy": PolicyRef(version=0, digest=spec.digest),
+        "plan": plan(folder),
+        "model": spec,
+        "rollout": PICTURES.rollout.model_copy(update={"prompts_per_batch": 2}),
+        "with_reference": False,
+        "placement": placement,
+    }
+
+
+def here(task: Any) -> Callable[[Part], Any]:
+    """Done in this process, as a worker would."""
+
+    def submit(part: Part) -> Any:
+        placement = PlacementSection.model_validate(part.arguments["placement"].model_dump())
+        assert (placement.rollouts.shards, placement.rewards.shards) == (1, 1)
+        return Done(task.fn(**{**part.arguments, "placement": HERE}))
+
+    return submit
+
+
+def files(store: ArtifactStore, reference: ArtifactRef) -> list[Path]:
+    return sorted(store.local_files(reference).glob("*.parquet"))
+
+
+@pytest.fixture
+def collected(store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
+    whole = collect_rollouts_task.fn(**rollout_arguments("whole", HERE))
+    stage = stage_named("collect rollouts")
+    joined = in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
+    assert isinstance(joined, ArtifactRef)
+    return whole, joined
+
+
+def test_rollouts(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:
+    whole, joined = collected
+    parts = files(store, joined)
+    assert [path.name for path in parts] == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    # Batches of two of five prompts: three shards of one batch each.
+    assert [pl.read_parquet(path).height for path in parts] == [4, 4, 2]
+    assert pl.concat([pl.read_parquet(path) for path in parts]).equals(pl.read_parquet(files(store, whole)[0]))
+    assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
+    assert store.find("cut/shards/02of03/rollouts") is not None
+    assert store.find("cut/rollouts") == joined
+
+
+def test_more_shards_than_batches(store: ArtifactStore) -> None:
+    arguments = rollout_arguments("cut", POOLED)
+    stage = stage_named("collect rollouts")
+    assert stage.sharding is not None
+    parts = stage.sharding.cut(
+        {**arguments, "rollout": PICTURES.rollout.model_copy(update={"prompts_per_batch": 4})}, 8
+    )
+    assert [[group.group_id for group in part.arguments["plan"].groups] for part in parts] == [
+        ["g0", "g1", "g2", "g3"],
+        ["g4"],
+    ]
+    assert [part.title for part in parts] == [f"an iteration, shard {n} of 2: collect rollouts" for n in (1, 2)]
+
+
+SECTIONS = [
+    RewardSection(reward="jpeg"),
+    RewardSection(reward="jpeg", datasets=("odd",)),
+    # Its scores depend on the siblings.
+    RewardSection(reward="diversity"),
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=["all", "one dataset", "groups"])
+def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef], section: RewardSection) -> None:
+    rollouts = collected[0]
+    whole = score_reward_task.fn(rollouts, section, "whole/rewards", "an iteration", HERE)
+    arguments = {
+        "rollouts": rollouts,
+        "section": section,
+        "folder": "cut/rewards",
+        "title": "an iteration",
+        "placement": POOLED,
+        "earlier": (),
+        "part": None,
+    }
+    joined = in_shards(stage_named("score reward"), arguments, here(score_reward_task))
+    assert isinstance(joined, ArtifactRef)
+    assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
+    tables = [pl.read_parquet(store.local_files(each) / SCORES_FILE).drop("seconds") for each in (whole, joined)]
+    assert tables[0].equals(tables[1])
+
+
+def test_failures_count_over_all_shards(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:
+    def arguments(share: float) -> dict[str, Any]:
+        settings = {"function": f"{Path(__file__).parent / 'failing.py'}:fails_for_reds"}
+        return {
+            "rollouts": collected[0],
+            "section": RewardSection(reward="function", settings=settings, max_failures=share),
+            "folder": f"cut/rewards/{share}",
+            "title": "an iteration",
+            "placement": POOLED,
+            "earlier": (),
+            "part": None,
+        }
+
+    stage = stage_named("score reward")
+    # The first shard fails whole: beyond the limit of its own samples, within that of all.
+    joined = in_shards(stage, arguments(0.6), here(score_reward_task))
+    assert isinstance(joined, ArtifactRef)
+    assert joined.metrics["rewards/function/failed"] == 6
+    with pytest.raises(FailedSamplesError, match="of 10 samples"):
+        in_shards(stage, arguments(0.5), here(score_reward_task))
+
+
+def test_parts_are_removed_and_nothing_else(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:
+    clear_shards(store, "cut")
+    assert store.find("cut/shards/02of03/rollouts") is None
+    assert store.find("cut/rollouts") == collected[1]
+    clear_shards(store, "cut")

@@ -1,0 +1,254 @@
+"""Target pictures: which belongs to which prompt, what is refused, and which pixels a reward gets to see."""
+
+import hashlib
+import io
+import random
+import struct
+import zlib
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import ExifTags, Image
+
+from grpo_core.errors import InputError
+from tasks.prompts.read import Prompt
+from tasks.prompts.targets import TargetReference, load_target, pair_targets
+
+
+def picture(shade: int = 0, *, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (shade, shade, shade)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def saved(image: Image.Image, path: Path, **options: object) -> TargetReference:
+    image.save(path, **options)  # type: ignore[arg-type]
+    (reference,) = pair_targets(prompts("x"), folder=str(path.parent), column=None, base="")
+    assert reference is not None
+    return reference
+
+
+def prompts(*names: object) -> tuple[Prompt, ...]:
+    return tuple(Prompt(f"id{row}", f"prompt {row}", {"target": name}) for row, name in enumerate(names, start=1))
+
+
+def refusal(given: tuple[Prompt, ...], **options: str | None) -> InputError:
+    with pytest.raises(InputError) as caught:
+        pair_targets(given, **({"folder": None, "column": None, "base": ""} | options))  # type: ignore[arg-type]
+    return caught.value
+
+
+def shades(references: tuple[TargetReference | None, ...]) -> list[object]:
+    return [None if one is None else load_target(one).getpixel((0, 0))[0] for one in references]  # type: ignore[index]
+
+
+class TestByIndex:
+    @pytest.mark.parametrize("form", ["{}.png", "{:06d}.png", "target-{}.PNG", "{}_512.webp"])
+    def test_pictures_pair_in_natural_order(self, tmp_path: Path, form: str) -> None:
+        order = list(range(12))
+        random.Random(0).shuffle(order)
+        for index in order:
+            kind = "WEBP" if form.endswith("webp") else "PNG"
+            buffer = io.BytesIO()
+            Image.new("RGB", (8, 8), (index * 20,) * 3).save(buffer, kind, lossless=True)
+            (tmp_path / form.format(index)).write_bytes(buffer.getvalue())
+        for other in ("notes.txt", ".DS_Store", "._0.png"):
+            (tmp_path / other).write_bytes(b"no picture")
+        (tmp_path / "folder.png").mkdir()
+        paired = pair_targets(prompts(*range(12)), folder=str(tmp_path), column=None, base="elsewhere")
+        assert shades(paired) == [index * 20 for index in range(12)]
+
+    @given(st.sets(st.integers(0, 10**12), min_size=1, max_size=8), st.sampled_from(["", "a", "img_"]))
+    def test_order_is_that_of_the_numbers(self, numbers: set[int], prefix: str) -> None:
+        filesystem, folder = fsspec.filesystem("memory"), "/natural-order"
+        if filesystem.exists(folder):
+            filesystem.rm(folder, recursive=True)
+        for number in numbers:
+            filesystem.pipe(f"{folder}/{prefix}{number}.png", picture())
+        paired = pair_targets(prompts(*numbers), folder=f"memory:/{folder}", column=None, base="")
+        expected = [f"memory:/{folder}/{prefix}{number}.png" for number in sorted(numbers)]
+        assert [one.uri for one in paired if one is not None] == expected
+
+    @pytest.mark.parametrize("held", [0, 2, 4])
+    def test_other_numbers_are_refused_with_both(self, tmp_path: Path, held: int) -> None:
+        for index in range(held):
+            (tmp_path / f"{index}.png").write_bytes(picture())
+        error = refusal(prompts(1, 2, 3), folder=str(tmp_path))
+        assert f"{held} pictures" in str(error.value)
+        assert "3 prompts" in str(error.value)
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        assert "no such folder" in refusal(prompts(1), folder=str(tmp_path / "none")).mend
+        (tmp_path / "file.png").write_bytes(picture())
+        assert "This is a file" in refusal(prompts(1), folder=str(tmp_path / "file.png")).mend
+
+
+class TestByColumn:
+    def test_names_are_relative_to_the_folder_or_else_to_the_prompt_file(self, tmp_path: Path) -> None:
+        (tmp_path / "inner").mkdir()
+        (tmp_path / "a.png").write_bytes(picture(10))
+        (tmp_path / "inner" / "a.png").write_bytes(picture(20))
+        given = prompts("a.png", None, "./inner/../a.png", "a.png")
+        inside = pair_targets(given[:2], folder=str(tmp_path / "inner"), column="target", base=str(tmp_path))
+        beside = pair_targets(given, folder=None, column="target", base=f"{tmp_path}/")
+        assert shades(inside) == [20, None]
+        assert shades(beside) == [10, None, 10, 10]
+        assert beside[0] is not None
+        assert beside[0].uri == f"{tmp_path}/a.png"
+        assert shades(pair_targets(prompts("inner/a.png"), folder=None, column="target", base=str(tmp_path))) == [20]
+
+    def test_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "a.png").write_bytes(picture())
+        monkeypatch.chdir(tmp_path)
+        (reference,) = pair_targets(prompts("a.png"), folder=None, column="target", base="")
+        assert reference == TargetReference("a.png", hashlib.sha256(picture()).hexdigest())
+
+    @pytest.mark.parametrize(
+        "name",
+        ["../a.png", "x/../../a.png", "..", "/etc/a.png", "s3://bucket/a.png", "memory://a.png", "~/a.png", "a::b.png"],
+    )
+    def test_a_name_that_leads_out_of_the_folder(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "a.png").write_bytes(picture())
+        error = refusal(prompts(None, name), folder=str(tmp_path / "inner"), column="target")
+        assert "leads out of the folder" in error.mend
+        assert "prompt id2 (row 2)" in error.place
+
+    @pytest.mark.parametrize("name", [7, "", "  ", ["a.png"], "a.gif", "a"])
+    def test_a_name_that_is_none(self, name: object) -> None:
+        error = refusal(prompts("a.png", name), column="target")
+        assert (error.value, "prompt id2 (row 2)" in error.place) == (name, True)
+
+    def test_a_missing_file_names_prompt_row_and_neighbours(self, tmp_path: Path) -> None:
+        (tmp_path / "circle.png").write_bytes(picture())
+        error = refusal(prompts("circle.png", "circel.png"), folder=str(tmp_path), column="target")
+        assert "prompt id2 (row 2)" in error.place
+        assert error.mend.endswith("circle.png.")
+
+    def test_a_column_that_is_not_there(self) -> None:
+        assert refusal(prompts("a.png"), column="picture").mend.endswith("target.")
+
+
+def test_neither_folder_nor_column_means_no_targets() -> None:
+    assert pair_targets(prompts("a.png", "b.png"), folder=None, column=None, base="") == (None, None)
+
+
+def test_a_folder_behind_a_url() -> None:
+    fsspec.filesystem("memory").pipe({"/targets-url/0.bmp": picture(40, kind="BMP"), "/targets-url/1.jpg": b"x"})
+    error = refusal(prompts(1, 2), folder="memory://targets-url")
+    assert "prompt id2 (row 2)" in error.place
+    assert shades(pair_targets(prompts("0.bmp"), folder="memory://targets-url", column="target", base="")) == [40]
+    assert shades(pair_targets(prompts("targets-url/0.bmp"), folder="memory://", column="target", base="")) == [40]
+
+
+def header_only_png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "content",
+        [b"", b"a red circle", picture()[:40], picture(kind="GIF"), b"P6 1 1 255 abc", picture()[:60] + b"\xff" * 9],
+    )
+    def test_what_is_no_picture(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "0.png").write_bytes(content)
+        error = refusal(prompts(1), folder=str(tmp_path))
+        assert "not a whole picture" in error.mend
+        assert "prompt id1 (row 1)" in error.place
+
+    @pytest.mark.parametrize(("width", "height"), [(8193, 8192), (9000, 10_000), (100_000, 100_000)])
+    def test_more_pixels_than_the_bound(self, tmp_path: Path, width: int, height: int) -> None:
+        (tmp_path / "0.png").write_bytes(header_only_png(width, height))
+        assert "at most 67108864 pixels" in refusal(prompts(1), folder=str(tmp_path)).mend
+
+    def test_the_bound_itself_is_allowed(self, tmp_path: Path) -> None:
+        (tmp_path / "0.png").write_bytes(header_only_png(8192, 8192))
+        assert pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")[0] is not None
+
+    def test_a_changed_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "0.bmp"
+        reference = saved(Image.new("RGB", (8, 8)), path)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="sha256"):
+            load_target(reference)
+        path.unlink()
+        with pytest.raises(InputError, match="no such file"):
+            load_target(reference)
+
+    def test_a_truncated_picture(self, tmp_path: Path) -> None:
+        path = tmp_path / "0.jpg"
+        Image.effect_noise((64, 64), 50).save(path)
+        path.write_bytes(path.read_bytes()[:600])
+        reference = TargetReference(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+        with pytest.raises(InputError, match="not a whole picture"):
+            load_target(reference)
+
+
+class TestPixels:
+    def test_alpha_goes_over_white(self, tmp_path: Path) -> None:
+        image = Image.new("RGBA", (3, 1))
+        image.putdata([(255, 0, 0, 255), (255, 0, 0, 51), (0, 0, 0, 0)])
+        loaded = load_target(saved(image, tmp_path / "0.png"))
+        # 0.2 * 0 + 0.8 * 255 = 204
+        assert np.asarray(loaded).tolist() == [[[255, 0, 0], [255, 204, 204], [255, 255, 255]]]
+
+    def test_a_transparent_palette_colour_is_white(self, tmp_path: Path) -> None:
+        image = Image.new("P", (2, 1))
+        image.putpalette([0, 0, 0, 0, 0, 255])
+        image.putdata([0, 1])
+        loaded = load_target(saved(image, tmp_path / "0.png", transparency=0))
+        assert np.asarray(loaded).tolist() == [[[255, 255, 255], [0, 0, 255]]]
+
+    def test_grey_of_16_bits_is_scaled(self, tmp_path: Path) -> None:
+        values = np.array([[0, 257, 128 * 257, 200 * 257 + 128, 65535]], dtype=np.uint16)
+        loaded = load_target(saved(Image.fromarray(values), tmp_path / "0.png"))
+        assert np.asarray(loaded)[0].tolist() == [[grey] * 3 for grey in (0, 1, 128, 200, 255)]
+
+    def test_a_photo_is_turned_upright(self, tmp_path: Path) -> None:
+        image = Image.new("RGB", (2, 1))
+        image.putdata([(255, 0, 0), (0, 0, 255)])
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        loaded = load_target(saved(image, tmp_path / "0.png", exif=exif))
+        assert np.asarray(loaded).tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
+
+    @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+    def test_every_mode_of_png_loads_as_rgb(self, tmp_path: Path, mode: str) -> None:
+        white = Image.new("L", (4, 2), 255)
+        image = Image.new("I;16", (4, 2), 65535) if mode == "I;16" else white.convert(mode)
+        loaded = load_target(saved(image, tmp_path / "0.png"))
+        assert loaded.mode == "RGB"
+        assert np.asarray(loaded).tolist() == [[[255] * 3] * 4] * 2
+
+    def test_cmyk_jpeg(self, tmp_path: Path) -> None:
+        loaded = load_target(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), tmp_path / "0.jpg"))
+        assert np.abs(np.asarray(loaded, dtype=int) - [255, 0, 0]).max() <= 3
+
+
+def test_a_jpeg_that_ends_early_is_told_before_it_is_scored(tmp_path: Path) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(levels).save(tmp_path / "0.jpg", "JPEG")
+    whole = (tmp_path / "0.jpg").read_bytes()
+    (tmp_path / "0.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="It is not a whole picture"):
+        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_target_of_another_aspect_is_told_before_it_is_scored(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    size = (48, 32) if orientation == 1 else (32, 48)  # six: the picture lies on its side in the file
+    Image.new("RGB", size).save(tmp_path / "0.jpg", "JPEG", exif=exif)
+    assert len(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(480, 320))) == 1
+    with pytest.raises(InputError, match=r"target of 48x32 pixels.*Crop it to the aspect ratio .* 320x480"):
+        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(320, 480))

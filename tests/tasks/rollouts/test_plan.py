@@ -1,0 +1,85 @@
+"""Names and seeds of what is drawn: unique, stable, and a function of the place alone."""
+
+from tasks.prompts.curriculum import DrawnPrompt
+from tasks.prompts.read import Prompt
+from tasks.prompts.targets import TargetReference
+from tasks.rollouts.plan import RolloutPlan, plan_draw, plan_evaluation
+
+PROMPTS = tuple(
+    DrawnPrompt(
+        "shapes" if i < 3 else "signs",
+        Prompt(f"id{i}", f"prompt {i}", {"n": i}),
+        TargetReference(f"{i}.png", f"{i:064d}") if i % 2 else None,
+    )
+    for i in range(5)
+)
+
+
+def iteration(
+    number: int = 1, *, draw: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
+) -> RolloutPlan:
+    drawn = [PROMPTS[place % 5] for place in range(count)]
+    return plan_draw(drawn, seed=seed, iteration=number, draw=draw, group_size=group_size, shared_noise=noise)
+
+
+def seeds(plan: RolloutPlan) -> list[int]:
+    return [seed for group in plan.groups for seed in plan.request(group).seeds]
+
+
+def names(plan: RolloutPlan) -> list[str]:
+    return [name for group in plan.groups for name in plan.request(group).sample_ids]
+
+
+def test_names_say_iteration_occurrence_and_sibling() -> None:
+    assert names(iteration(7, count=2)) == [
+        "i000007.p0000.s00",
+        "i000007.p0000.s01",
+        "i000007.p0001.s00",
+        "i000007.p0001.s01",
+    ]
+    assert iteration(7).folder == "iteration_000007"
+    assert names(iteration(7, draw=2, count=1)) == ["i000007.d02.p0000.s00", "i000007.d02.p0000.s01"]
+    assert iteration(7, draw=2).folder == "iteration_000007/draw_02"
+
+
+def test_every_sample_of_a_run_has_a_name_and_a_seed_of_its_own() -> None:
+    plans = [iteration(number, draw=draw, count=7, group_size=4) for number in range(1, 6) for draw in (1, 2, 3)]
+    drawn_names = [name for plan in plans for name in names(plan)]
+    drawn_seeds = [seed for plan in plans for seed in seeds(plan)]
+    assert len(set(drawn_names)) == len(set(drawn_seeds)) == 5 * 3 * 7 * 4
+
+
+def test_seeds_depend_on_the_place_alone() -> None:
+    few, many = iteration(3, group_size=2), iteration(3, group_size=4)
+    for small, large in zip(few.groups, many.groups, strict=True):
+        assert many.request(large).seeds[:2] == few.request(small).seeds
+    assert set(seeds(iteration(3, seed=1))).isdisjoint(seeds(iteration(3, seed=0)))
+
+
+def test_siblings_share_the_noise_or_not() -> None:
+    shared, own = iteration(), iteration(noise=False)
+    for group in shared.groups:
+        assert len(set(shared.request(group).noise_seeds)) == 1
+        assert len(set(own.request(group).noise_seeds)) == 2
+    first = {shared.request(group).noise_seeds[0] for group in shared.groups}
+    assert len(first) == len(shared.groups)
+
+
+def test_prompts_come_with_their_columns_and_targets() -> None:
+    for group in iteration(count=5).groups:
+        index = int(group.prompt_id.removeprefix("id"))
+        assert group.prompt == f"prompt {index}"
+        assert group.columns == {"n": index}
+        assert group.dataset == ("shapes" if index < 3 else "signs")
+        assert group.target_uri == (f"{index}.png" if index % 2 else None)
+        assert group.target_sha256 == (f"{index:064d}" if index % 2 else None)
+
+
+def test_evaluations_of_two_versions_differ_in_their_place_only() -> None:
+    first, second = (
+        plan_evaluation(PROMPTS, seed=5, version=v, samples_per_prompt=3, shared_noise=True) for v in (0, 12)
+    )
+    assert (first.folder, second.folder) == ("evaluations/000000", "evaluations/000012")
+    assert first.groups == second.groups
+    assert seeds(first) == seeds(second)
+    assert names(first)[:4] == ["heldout.p0000.s00", "heldout.p0000.s01", "heldout.p0000.s02", "heldout.p0001.s00"]

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from tasks.storage.artifacts import reader as artifact_reader
+from tasks.storage.artifacts.reader import ArtifactReader, Damage
+from tasks.storage.filesystem.seal import opened, sealed
+from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> RunMaker:
+    maker = RunMaker(tmp_path)
+    maker.rewards("iteration_000001", "i000001")
+    return maker
+
+
+def test_finds_and_verifies_what_the_store_committed(maker: RunMaker) -> None:
+    reader = ArtifactReader(maker.store)
+    found = reader.find("iteration_000001/rewards/ssim")
+    assert found is not None
+    assert found.reference == maker.store.find("iteration_000001/rewards/ssim")
+    assert reader.verify(found)
+    assert reader.damages == []
+    assert reader.find("iteration_000002/rewards/ssim") is None
+
+
+def test_artifacts_of_a_folder_are_those_with_a_manifest(maker: RunMaker) -> None:
+    maker.reward("ssim", "iteration_000002", "i000002")
+    (maker.folder / "iteration_000001/rewards/psnr").mkdir()  # moved to its place, its manifest not yet written
+    reader = ArtifactReader(maker.store)
+    assert reader.artifact_names("iteration_000001/rewards") == ["ssim"]
+    assert reader.artifact_names("iteration_000003/rewards") == []
+
+
+def test_a_flipped_byte_is_told_and_left_where_it_is(maker: RunMaker) -> None:
+    flip_last_byte(maker.folder / "iteration_000001/rewards/ssim/scores.parquet")
+    before = contents(maker.folder)
+    reader = ArtifactReader(maker.store)
+    found = reader.find("iteration_000001/rewards/ssim")
+    assert found is not None
+    assert not reader.verify(found)
+    assert not reader.verify_within_budget(found)
+    (damage,) = reader.damages
+    assert damage.place == "iteration_000001/rewards/ssim/scores.parquet"
+    assert found.files["scores.parquet"][:12] in damage.reason
+    assert contents(maker.folder) == before
+
+
+def test_a_missing_file_is_told(maker: RunMaker) -> None:
+    (maker.folder / "iteration_000001/rewards/ssim/scores.parquet").unlink()
+    reader = ArtifactReader(maker.store)
+    assert reader.find("iteration_000001/rewards/ssim") is None
+    assert reader.damages == [Damage("iteration_000001/rewards/ssim/scores.parquet", "it is missing")]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"files": {}}', b'{"files": 3}', b"\xff\xfe", b'{"digest": "x"'])
+def test_what_is_no_manifest_is_told(maker: RunMaker, content: bytes) -> None:
+    (maker.folder / "iteration_000001/rewards/ssim.manifest.json").write_bytes(content)
+    reader = ArtifactReader(maker.store)
+    assert reader.find("iteration_000001/rewards/ssim") is None
+    assert [damage.place for damage in reader.damages] == ["iteration_000001/rewards/ssim.manifest.json"]
+
+
+def test_another_schema_version_is_told(maker: RunMaker) -> None:
+    manifest = maker.folder / "iteration_000001/rewards/ssim.manifest.json"
+    manifest.write_bytes(sealed(opened(manifest.read_bytes()) | {"schema_version": 99}))
+    reader = ArtifactReader(maker.store)
+    assert reader.find("iteration_000001/rewards/ssim") is None
+    assert "99" in reader.damages[0].reason
+
+
+def test_beyond_the_budget_nothing_is_read_but_counted(maker: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip_last_byte(maker.folder / "iteration_000001/rewards/ssim/scores.parquet")
+    monkeypatch.setattr(artifact_reader, "VERIFIED_BYTES", 10)
+    reader = ArtifactReader(maker.store)
+    found = reader.find("iteration_000001/rewards/ssim")
+    assert found is not None
+    assert reader.verify_within_budget(found)
+    assert reader.unverified == 1
+    assert not reader.verify(found)

@@ -1,0 +1,73 @@
+"""What a run says of itself is believed only as it was written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_core.errors import InputError
+from tasks.storage.artifacts.lineage import lineage_of
+from tasks.storage.artifacts.run_description import (
+    CONFIG_FILE,
+    RUN_FILE,
+    read_config_file,
+    read_description,
+    write_description,
+)
+from tasks.storage.artifacts.store import ArtifactStore
+
+DESCRIBED = {"lineage": "a", "evaluation": None, "schema_version": 3}
+CONFIG = b"run:\n  name: run\nupdate:\n  learning_rate: 0.001\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    store = ArtifactStore(str(tmp_path), "run")
+    write_description(store, DESCRIBED, CONFIG)
+    return store
+
+
+def test_both_are_read_as_they_were_written(store: ArtifactStore) -> None:
+    assert {name: read_description(store)[name] for name in DESCRIBED} == DESCRIBED
+    assert read_config_file(store) == CONFIG
+
+
+def test_a_flipped_bit_anywhere_in_the_configuration_is_told(store: ArtifactStore) -> None:
+    for position in range(len(CONFIG)):
+        flipped = CONFIG[:position] + bytes([CONFIG[position] ^ 1]) + CONFIG[position + 1 :]
+        store.write_file(CONFIG_FILE, flipped)
+        with pytest.raises(
+            InputError, match=r"run/config\.yaml: got 'sha256 .*not what the run wrote.*its own command"
+        ):
+            read_config_file(store)
+
+
+def test_a_flipped_bit_anywhere_in_the_description_is_told(store: ArtifactStore) -> None:
+    whole = store.read_file(RUN_FILE)
+    assert whole is not None
+    refused, believed = [], 0
+    for position in range(len(whole)):
+        store.write_file(RUN_FILE, whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        try:
+            described = read_description(store)
+        except InputError as error:
+            refused.append((error.place, error.mend, lineage_of(store)))
+        else:
+            believed += 1
+            assert {name: described[name] for name in DESCRIBED} == DESCRIBED
+    mend = "It is damaged. Start the run again with its own command, which writes it anew."
+    assert set(refused) == {("run/run.json", mend, None)}
+    # The four letters of the seal's name: what it seals is as it was.
+    assert believed == 4
+
+
+def test_a_description_without_a_seal_is_read_as_it_is(store: ArtifactStore) -> None:
+    store.write_file(RUN_FILE, json.dumps(DESCRIBED).encode())
+    assert read_description(store) == DESCRIBED
+    assert read_config_file(store) == CONFIG
+
+
+def test_a_run_without_a_configuration_is_told(store: ArtifactStore) -> None:
+    store.filesystem.rm_file(store.path(CONFIG_FILE))
+    with pytest.raises(InputError, match=r"RUN: got 'run'\. It has no config\.yaml"):
+        read_config_file(store)

@@ -1,0 +1,168 @@
+"""The record of a finished stage: kept in the run and beside the runs, decoded by the codec alone."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect.results import ResultRecord, ResultRecordMetadata
+from prefect.serializers import PickleSerializer
+
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore, use_store
+from tasks.storage.prefect_results.result_storage import FOLDER, StageRecords
+from tasks.storage.prefect_results.serializer import decode_reference, encode_reference, reference_serializer
+from tests.tasks.storage.made_artifacts import commit
+
+KEY = "collect-rollouts-" + "a" * 64
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    store = ArtifactStore(str(tmp_path), "run")
+    use_store(store)
+    return store
+
+
+def write(key: str, reference: ArtifactRef | PolicyRef) -> None:
+    metadata = ResultRecordMetadata(serializer=reference_serializer(), storage_key=key)
+    StageRecords().write_path(key, ResultRecord(metadata=metadata, result=reference).serialize())
+
+
+def read(key: str) -> ArtifactRef | PolicyRef:
+    record: ResultRecord[ArtifactRef | PolicyRef] = ResultRecord.deserialize(StageRecords().read_path(key))
+    return record.result
+
+
+def own(store: ArtifactStore) -> Path:
+    return Path(store.path(f"{FOLDER}/{KEY}.json"))
+
+
+def test_reference_comes_back_from_its_record(store: ArtifactStore) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    assert read(KEY) == reference
+
+
+def test_policies_come_back_with_their_checkpoint(store: ArtifactStore) -> None:
+    policy = PolicyRef(version=1, digest="e" * 64, checkpoint=commit(store, "policies/000001"))
+    write(KEY, policy)
+    assert read(KEY) == policy
+    base = PolicyRef(version=0, digest="f" * 64)
+    assert decode_reference(encode_reference(base)) == base
+
+
+def test_missing_record_is_a_miss(store: ArtifactStore) -> None:
+    with pytest.raises(StaleReferenceError, match="no stage has been recorded"):
+        StageRecords().read_path(KEY)
+
+
+def test_record_of_damaged_artifact_is_a_miss(store: ArtifactStore) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    Path(store.path(f"{reference.folder}/part-00000.parquet")).unlink()
+    with pytest.raises(StaleReferenceError, match=r"part-00000.parquet is missing"):
+        read(KEY)
+
+
+def test_another_run_of_the_root_finds_the_record_and_keeps_its_own(store: ArtifactStore) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    other = ArtifactStore(store.root, "other")
+    use_store(other)
+    assert read(KEY) == reference.model_copy(update={"uri": f"other/{reference.folder}"})
+    assert own(other).read_bytes() == own(store).read_bytes()
+
+
+def test_run_folder_alone_is_enough(store: ArtifactStore, tmp_path: Path) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    (tmp_path / FOLDER / f"{KEY}.json").unlink()
+    assert read(KEY) == reference
+
+
+def test_every_flipped_bit_of_a_record_is_noticed_or_without_effect(store: ArtifactStore, tmp_path: Path) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    shared = tmp_path / FOLDER / f"{KEY}.json"
+    shared.unlink()
+    whole = own(store).read_bytes()
+    noticed = 0
+    for position in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << (position % 8)
+        own(store).write_bytes(changed)
+        try:
+            assert read(KEY) == reference
+        except StaleReferenceError as error:
+            assert KEY in str(error)  # noqa: PT017 - most flips raise, flips of white space need not
+            noticed += 1
+            assert not own(store).exists()
+    assert noticed > len(whole) / 3 * 0.7
+    notes = [json.loads(path.read_text()) for path in Path(store.path(SET_ASIDE)).glob("*/reason.json")]
+    assert len(notes) == noticed
+    assert {tuple(note["paths"]) for note in notes} == {(f"{FOLDER}/{KEY}.json",)}
+
+
+def test_damaged_record_is_healed_from_the_shared_one(store: ArtifactStore) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    whole = own(store).read_bytes()
+    own(store).write_bytes(whole[:-1])
+    assert read(KEY) == reference
+    assert own(store).read_bytes() == whole
+
+
+def test_record_of_another_key_is_refused(store: ArtifactStore) -> None:
+    write(KEY, commit(store))
+    other = KEY.replace("a", "b")
+    own(store).rename(own(store).with_name(f"{other}.json"))
+    with pytest.raises(StaleReferenceError):
+        StageRecords().read_path(other)
+    (note,) = Path(store.path(SET_ASIDE)).glob("*/reason.json")
+    assert f"{other}.json does not have the sha256" in json.loads(note.read_text())["reason"]
+
+
+class _Bomb:
+    """Unpickled, it makes a file in the working directory."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, ("exploded",)
+
+
+def test_no_record_can_choose_its_decoder(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    metadata = ResultRecordMetadata(serializer=PickleSerializer(picklelib="pickle"), storage_key=KEY)
+    bomb = ResultRecord(metadata=metadata, result=_Bomb()).serialize()
+    ResultRecord.deserialize(bomb)
+    assert (tmp_path / "exploded").exists()  # Prefect's own reader runs it
+    (tmp_path / "exploded").rmdir()
+    for place in (own(store), tmp_path / FOLDER / f"{KEY}.json"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(bomb)
+    with pytest.raises(StaleReferenceError, match="not the record that was written"):
+        StageRecords().read_path(KEY)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_only_references_are_kept() -> None:
+    with pytest.raises(TypeError, match="tasks return references only"):
+        encode_reference(object())
+
+
+def test_shared_record_that_was_lost_half_written_is_made_again(store: ArtifactStore, tmp_path: Path) -> None:
+    reference = commit(store)
+    write(KEY, reference)
+    shared = tmp_path / FOLDER / f"{KEY}.json"
+    whole = shared.read_bytes()
+    shared.write_bytes(b"")
+    use_store(ArtifactStore(store.root, "other"))
+    with pytest.raises(StaleReferenceError, match="is not the record that was written"):
+        read(KEY)
+    use_store(store)
+    assert read(KEY) == reference
+    write(KEY, reference)
+    assert shared.read_bytes() == whole

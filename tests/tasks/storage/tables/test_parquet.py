@@ -1,0 +1,106 @@
+"""Parquet in and out: digests of values, and what a reader refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tasks.storage.tables import schemas
+from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests, read_table, write_table
+from tests.tasks.storage import table_rows
+from tests.tasks.storage.table_rows import BREAKDOWNS, Entry, advantages, entry, rollouts
+
+folder = table_rows.folder
+
+
+class TestDigest:
+    def scores(
+        self, value: float | None = 0.5, seconds: float = 1.0, failure: str | None = None
+    ) -> dict[str, list[object]]:
+        return {
+            "sample_id": ["a"],
+            "value": [value],
+            "raw": [1.0],
+            "failure": [failure],
+            "seconds": [seconds],
+            "provenance": ["{}"],
+        }
+
+    def digest(self, folder: Path, **changes: Any) -> str:
+        return write_table(folder / "table.parquet", schemas.REWARDS, self.scores(**changes))
+
+    def test_measured_seconds_are_not_among_the_values(self, tmp_path: Path) -> None:
+        assert self.digest(tmp_path, seconds=1.0) == self.digest(tmp_path, seconds=2.0)
+
+    def test_every_other_value_is(self, tmp_path: Path) -> None:
+        digests = [self.digest(tmp_path, value=value) for value in (0.5, 0.5000000000000001, 0.0, None)]
+        digests += [self.digest(tmp_path, value=None, failure=reason) for reason in ("timed out", "")]
+        assert len(set(digests)) == 6
+
+    def test_so_is_every_value_of_a_structs_list(self, tmp_path: Path) -> None:
+        changes: list[list[Entry]] = [
+            BREAKDOWNS[0],
+            BREAKDOWNS[0][::-1],
+            [*BREAKDOWNS[0], entry("jpeg", None, None)],
+            [entry("ssim", 0.25, 0.5), BREAKDOWNS[0][1]],
+            [entry("ssim", 0.25, None), BREAKDOWNS[0][1]],
+            [],
+        ]
+        digests = [
+            write_table(tmp_path / "table.parquet", schemas.ADVANTAGES, advantages([change])) for change in changes
+        ]
+        assert len(set(digests)) == 6
+
+    def test_same_rows_give_the_same_bytes(self, tmp_path: Path) -> None:
+        first = write_table(tmp_path / "1.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
+        second = write_table(tmp_path / "2.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
+        assert first == second
+        assert (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
+
+    def test_parts_of_several_workers_come_to_the_digest_of_one(self, tmp_path: Path) -> None:
+        groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
+
+        def written(name: str, batches: list[dict[str, list[object]]]) -> tuple[Path, str]:
+            writer = TableWriter(path := tmp_path / name, schemas.PICTURE_ROLLOUTS)
+            for batch in batches:
+                writer.write(batch)
+            return path, writer.close()
+
+        path, whole = written("whole.parquet", groups)
+        first, _ = written("first.parquet", groups[:2])
+        second, alone = written("second.parquet", groups[2:])
+        assert part_digests(path) == part_digests(first) + part_digests(second)
+        assert joint_digest(part_digests(first) + part_digests(second)) == whole
+        assert joint_digest(part_digests(second) + part_digests(first)) != whole
+        assert alone == write_table(tmp_path / "third.parquet", schemas.PICTURE_ROLLOUTS, groups[2])
+        assert pq.read_metadata(path).num_row_groups == 3
+        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS, ["seed"]).num_rows == 14
+
+    def test_file_without_digests_is_refused_by_name(self, tmp_path: Path) -> None:
+        pq.write_table(schemas.METRICS.empty_table(), tmp_path / "metrics.parquet")
+        with pytest.raises(ValueError, match=r"metrics\.parquet holds no digests"):
+            part_digests(tmp_path / "metrics.parquet")
+
+    def test_order_of_tables_counts(self) -> None:
+        assert joint_digest(["a", "b"]) != joint_digest(["b", "a"])
+
+
+class TestReadTable:
+    def test_parts_come_in_the_order_of_their_names(self, tmp_path: Path) -> None:
+        for part, seed in ((1, 11), (0, 10)):
+            write_table(tmp_path / f"part-{part:05d}.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2, seed=seed))
+        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
+
+    def test_batches_of_a_writer_are_one_table(self, tmp_path: Path) -> None:
+        writer = TableWriter(tmp_path / "part-00000.parquet", schemas.PICTURE_ROLLOUTS)
+        for seed in (1, 2):
+            writer.write(rollouts(2, seed=seed))
+        writer.close()
+        assert writer.rows == 4
+        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS)["seed"].to_pylist() == [1, 1, 2, 2]
+
+    def test_other_schema_is_refused_by_name(self, tmp_path: Path) -> None:
+        write_table(tmp_path / "scores.parquet", schemas.METRICS, {"iteration": [1], "metric": ["x"], "value": [1.0]})
+        with pytest.raises(ValueError, match=r"scores\.parquet has another schema"):
+            read_table(tmp_path, schemas.PICTURE_ROLLOUTS)

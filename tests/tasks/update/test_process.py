@@ -1,0 +1,332 @@
+"""The update in several processes: the weights and moments of one, every row once, and failures that are told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import psutil
+import pytest
+
+from configs.placement_sections import PlacementSection
+from configs.schema import LoraSection, ReferenceSection, UpdateSection
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.parity import ParityError, ParityReport, ParityTolerance
+from tasks.execution.error_records import ErrorRecord, record_of
+from tasks.execution.faults import Fault, fault_of
+from tasks.progress import listen
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.filesystem.failures import StorageError
+from tasks.update.job import refuse_unusable_placement
+from tasks.update.launcher import UpdateProcessError
+from tasks.update.policy import update_policy_task
+from tests.tasks.update_jobs import (
+    ADVANTAGE_OF,
+    PICTURES,
+    TEXTS,
+    UPDATE,
+    Medium,
+    advantages_of,
+    alone,
+    changed,
+    commit,
+    job_of,
+    largest_difference,
+    passes_of,
+    together,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+MEDIA = {"pictures": PICTURES, "texts": TEXTS}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    store = ArtifactStore(str(tmp_path / "runs"), "run")
+    use_store(store)
+    return store
+
+
+def tokens_of_trained_rows(store: ArtifactStore, rollouts: ArtifactRef) -> list[list[int]]:
+    table = pl.read_parquet(store.local_files(rollouts) / "*.parquet")
+    rows = [row for row, value in enumerate(ADVANTAGE_OF) if value is not None]
+    return [table["token_ids"][row].to_list() for row in rows]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", MEDIA)
+def test_two_processes_come_to_the_weights_of_one(
+    store: ArtifactStore, tmp_path: Path, name: str, sharding: str
+) -> None:
+    medium = MEDIA[name]
+    rollouts = medium.collect()
+    advantages = advantages_of(rollouts)
+    one = alone(job_of(medium, rollouts, advantages), tmp_path / "one")
+    two = together(job_of(medium, rollouts, advantages, processes=2, sharding=sharding), tmp_path / "two")
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
+    assert two.rows == one.rows == 7
+
+
+REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)})
+RECOMPUTED = {"gradient_checkpointing": True}
+# A head that is tied to the embedding and one that is not; all weights and adapters; references of every kind.
+SHARDED = {
+    "texts, refreshed reference": (TEXTS, REFRESHED),
+    "texts, adapters": (changed(TEXTS, lora=LoraSection(rank=4, alpha=8.0), **RECOMPUTED), REFRESHED),
+    "pictures, all weights": (changed(PICTURES, lora=None, **RECOMPUTED), UPDATE),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shares_of_a_model_come_to_the_weights_of_the_whole(store: ArtifactStore, tmp_path: Path, name: str) -> None:
+    medium, update = SHARDED[name]
+    rollouts = medium.collect()
+    advantages = advantages_of(rollouts)
+    alone(job_of(medium, rollouts, advantages, update=update), tmp_path / "one")
+    job = job_of(medium, rollouts, advantages, update=update, processes=2, sharding="fsdp2")
+    together(job, tmp_path / "two")
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
+    assert (tmp_path / "two" / "reference").exists() == (update == REFRESHED)
+
+
+def test_the_weights_are_not_those_before(store: ArtifactStore, tmp_path: Path) -> None:
+    """Or the comparison of one process with two would show nothing: a step moves them far more than it allows."""
+    rollouts = TEXTS.collect()
+    short = UPDATE.model_copy(update={"epochs": 1})
+    for name, update in (("one", short), ("other", UPDATE)):
+        alone(job_of(TEXTS, rollouts, advantages_of(rollouts), update=update), tmp_path / name)
+    assert largest_difference(tmp_path / "one", tmp_path / "other", "model") > 1e-4
+
+
+@pytest.mark.parametrize("name", MEDIA)
+def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path: Path, name: str) -> None:
+    medium = MEDIA[name]
+    rollouts = medium.collect()
+    # Seven rows one by one in one minibatch: four for the first process; the second repeats its last for nothing.
+    update = UPDATE.model_copy(update={"minibatch_size": None, "epochs": 1})
+    job = job_of(medium, rollouts, advantages_of(rollouts), update=update, processes=2)
+    together(job, tmp_path / "two")
+    first, second = (passes_of(tmp_path / "two", rank) for rank in (0, 1))
+    assert len(first) == len(second) == 4
+    (rows_of_first, rows_of_second) = ([row for rows in part for row in rows] for part in (first, second[:3]))
+    assert sorted(rows_of_first + rows_of_second) == sorted(tokens_of_trained_rows(store, rollouts))
+    assert second[3] == first[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "name"), [("ddp", "texts, refreshed reference"), ("fsdp2", "texts, adapters")])
+def test_a_run_goes_on_with_another_number_of_processes(
+    store: ArtifactStore, tmp_path: Path, sharding: str, name: str
+) -> None:
+    medium, update = SHARDED[name]
+    rollouts = medium.collect()
+    advantages = advantages_of(rollouts)
+    last: dict[str, Path] = {}
+    for way in ("one", "changing"):
+        kept = ArtifactStore(store.root, way)
+        use_store(kept)
+        policy: PolicyRef | None = None
+        for version in (1, 2, 3):
+            shared = {"processes": 2, "sharding": sharding} if (way, version) == ("changing", 2) else {}
+            job = job_of(medium, rollouts, advantages, policy=policy, update=update, **shared)
+            folder = tmp_path / f"{way}-{version}"
+            outcome = together(job, folder) if shared else alone(job, folder)
+            policy = commit(kept, job, folder, outcome)
+        assert policy is not None
+        assert policy.checkpoint is not None
+        last[way] = kept.local_files(policy.checkpoint)
+    assert largest_difference(last["one"], last["changing"]) < 3e-6
+    states = [(folder / "training_state.json").read_text() for folder in last.values()]
+    assert all('"optimizer_steps": 12' in state for state in states)
+    assert all((folder / "reference").exists() for folder in last.values())
+
+
+REPORT = ParityReport(0.5, 0.1, 0.6, 1.0, 1.6, 40, 4, 1, ("s1", "s2"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError("policy.model", "nowhere", "Give a folder."),
+        NonFiniteError("loss", ["s1", "s2"], "Lower the learning rate."),
+        ParityError(REPORT, ParityTolerance(1e-3, 1e-4)),
+        StaleReferenceError("run/rollouts: part is missing"),
+        StorageError("storage.root", "/full", "the disk is full"),
+        ValueError("all rows are too stale"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_for_people_come_back_as_they_were(error: Exception) -> None:
+    record = ErrorRecord.model_validate_json(record_of(error, 1.0).model_dump_json())
+    assert record.known
+    again = record.error()
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.__reduce__()[1] == error.__reduce__()[1]
+
+
+def test_an_error_of_another_kind_is_told_and_not_built() -> None:
+    record = record_of(RuntimeError("connection closed"), 1.0)
+    assert (record.known, record.kind, record.message) == (False, "RuntimeError", "connection closed")
+
+
+@pytest.mark.parametrize(
+    ("placement", "optimizer", "place"),
+    [
+        ({"sharding": "fsdp2"}, "adamw", "placement.sharding"),
+        ({"sharding": "fsdp2", "processes": 2}, "adamw_8bit", "update.optimizer"),
+        ({"device": "cuda", "processes": 4096}, "adamw", "placement.processes"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(placement: dict[str, object], optimizer: str, place: str) -> None:
+    section = PlacementSection(**{"device": "cpu", **placement})
+    with pytest.raises(InputError) as caught:
+        refuse_unusable_placement(section, UpdateSection(optimizer=optimizer))
+    assert caught.value.place == place
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_processes_on_the_cpu_are_as_many_as_its_cores(monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    refuse_unusable_placement(PlacementSection(device="cpu", processes=8, sharding=sharding), UpdateSection())
+    with pytest.raises(InputError, match=r"placement\.processes: got 9\..*this machine has 8"):
+        refuse_unusable_placement(PlacementSection(device="cpu", processes=9, sharding=sharding), UpdateSection())
+
+
+# --- launched: half a minute and more each, nearly all of it the imports of the processes
+
+
+class Heard:
+    """Notes how far the update is, and does something at the first news."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        self.done.append(done)
+        if done == 1:
+            self.at_first()
+
+    def announce(self, line: str) -> None:
+        """Nothing is announced."""
+
+    def at_first(self) -> None:
+        """Nothing."""
+
+
+class Killing(Heard):
+    """Kills the last of the update's processes."""
+
+    def at_first(self) -> None:
+        update_processes(psutil.Process())[-1].kill()
+
+
+def update_processes(parent: psutil.Process) -> list[psutil.Process]:
+    """Those that accelerate's launcher started, the launcher not among them."""
+    ours = [each for each in parent.children(recursive=True) if "tasks.update.process" in each.cmdline()]
+    return [each for each in ours if not any("accelerate" in part for part in each.cmdline())]
+
+
+def run_task(
+    medium: Medium,
+    values: tuple[float | None, ...] = ADVANTAGE_OF,
+    *,
+    heard: Heard | None = None,
+    update: UpdateSection = UPDATE,
+    **placement: object,
+) -> PolicyRef:
+    rollouts = medium.collect()
+    job = job_of(medium, rollouts, advantages_of(rollouts, values), update=update, **placement)
+    listen(heard or Heard())
+    return update_policy_task.fn(
+        job.policy,
+        job.rollouts,
+        job.advantages,
+        job.model,
+        job.update,
+        job.seed,
+        job.max_staleness,
+        "iteration 1",
+        job.placement,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sharding"), [("pictures", "ddp"), ("texts", "fsdp2")])
+def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_versions(
+    store: ArtifactStore, tmp_path: Path, name: str, sharding: str
+) -> None:
+    medium, heard = MEDIA[name], Heard()
+    two = run_task(medium, heard=heard, processes=2, sharding=sharding)
+    assert heard.done == list(range(heard.done[-1] + 1))
+    drawn = medium.collect(two)
+    kept = ArtifactStore(store.root, "alone")
+    use_store(kept)
+    one = run_task(medium)
+    assert one.checkpoint is not None
+    assert two.checkpoint is not None
+    assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
+    again = medium.collect(one)
+    ours, theirs = (
+        pl.read_parquet(place.local_files(reference) / "*.parquet")
+        for place, reference in ((store, drawn), (kept, again))
+    )
+    assert set(ours["policy_digest"]) == {two.digest}
+    assert ours["token_ids"].to_list() == theirs["token_ids"].to_list()
+
+
+@pytest.mark.slow
+def test_a_number_that_is_not_finite_is_told_by_sample_and_leaves_no_version(store: ArtifactStore) -> None:
+    values = tuple(float("nan") if row == 4 else value for row, value in enumerate(ADVANTAGE_OF))
+    with pytest.raises(NonFiniteError) as caught:
+        run_task(TEXTS, values, processes=2)
+    assert caught.value.quantity == "loss"
+    assert caught.value.sample_ids == ("g1.s00",)
+    assert store.find("policies/000001") is None
+    assert not Path(store.path("policies")).exists()
+    assert not update_processes(psutil.Process())
+
+
+# Minutes of work, so that it is in the middle when something happens to it.
+LONG = UPDATE.model_copy(update={"epochs": 5000})
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_told_and_leaves_no_version(store: ArtifactStore) -> None:
+    with pytest.raises(UpdateProcessError, match="one was ended from outside, by SIGKILL") as caught:
+        run_task(TEXTS, heard=Killing(), update=LONG, processes=2)
+    assert fault_of(caught.value) is Fault.LOST
+    assert "The last policy version is whole" in str(caught.value)
+    assert store.find("policies/000001") is None
+    assert not update_processes(psutil.Process())
+    assert [path.name for path in Path(store.path(".incoming")).iterdir()] == ["lock"]
+
+
+PROGRAM = """
+import sys
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tests.tasks.update.test_process import LONG, TEXTS, Heard, run_task
+
+class Telling(Heard):
+    def at_first(self):
+        print("running", flush=True)
+
+use_store(ArtifactStore(sys.argv[1], "run"))
+run_task(TEXTS, heard=Telling(), update=LONG, processes=2)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_an_update_whose_own_process_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "runs")]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "running\n"
+        started = psutil.Process(parent.pid).children(recursive=True)
+        assert len(started) >= 3
+        parent.kill()
+    _, left = psutil.wait_procs(started, timeout=60)
+    assert left == []
