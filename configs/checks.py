@@ -41,23 +41,23 @@ def _core_settings(config: RunConfig) -> Iterator[InputError]:
 def _batches(config: RunConfig) -> Iterator[InputError]:
     rows, minibatch = config.rows_per_iteration, config.update.minibatch_size
     if minibatch is not None and minibatch > rows:
-        mend = f"An iteration has {rows} rows (rollout.prompts_per_iteration x rollout.group_size); use at most that."
-        yield InputError("update.minibatch_size", minibatch, mend)
-    if config.update.mask_truncated and policy_family(config.policy.kind).medium == "picture":
-        yield InputError("update.mask_truncated", True, "A picture always has all its tokens; leave it out.")
+        hint = f"An iteration has {rows} rows (rollout.prompts_per_iteration x rollout.group_size); use at most that."
+        yield InputError("update.minibatch_size", minibatch, hint)
+    if config.update.mask_truncated and policy_family(config.policy.kind).modality == "image":
+        yield InputError("update.mask_truncated", True, "An image always has all its tokens; leave it out.")
 
 
 def _policy(config: RunConfig) -> Iterator[InputError]:
     policy = config.policy
     if policy.lora is None and policy.dtype != "float32":
-        mend = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
-        yield InputError("policy.dtype", policy.dtype, mend)
+        hint = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
+        yield InputError("policy.dtype", policy.dtype, hint)
     if policy.lora is not None and policy.frozen is not None:
-        mend = "Adapters leave every weight of the model alone; set policy.lora to null, or leave this out."
-        yield InputError("policy.frozen", policy.frozen, mend)
+        hint = "Adapters leave every weight of the model alone; set policy.lora to null, or leave this out."
+        yield InputError("policy.frozen", policy.frozen, hint)
     if policy.autocast is not None and policy.dtype != "float32":
-        mend = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
-        yield InputError("policy.autocast", policy.autocast, mend)
+        hint = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
+        yield InputError("policy.autocast", policy.autocast, hint)
 
 
 def _reference(config: RunConfig) -> Iterator[InputError]:
@@ -65,35 +65,35 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
     coefficients = {"update.kl_coef": config.update.kl_coef, "advantages.kl_coef": config.advantages.kl_coef}
     for place, value in coefficients.items():
         if value > 0 and reference.placement == "none":
-            mend = "There is no KL without a reference; set update.reference.placement to auto, or this to 0."
-            yield InputError(place, value, mend)
+            hint = "There is no KL without a reference; set update.reference.placement to auto, or this to 0."
+            yield InputError(place, value, hint)
     if reference.refresh_every and not any(coefficients.values()):
-        mend = "Nothing is measured against the reference; set update.kl_coef above 0, or this to 0."
-        yield InputError("update.reference.refresh_every", reference.refresh_every, mend)
+        hint = "Nothing is measured against the reference; set update.kl_coef above 0, or this to 0."
+        yield InputError("update.reference.refresh_every", reference.refresh_every, hint)
     if config.policy.lora is not None and reference.placement == "cpu":
-        mend = "With adapters the reference is the model without them and takes no memory; set it to auto."
-        yield InputError("update.reference.placement", "cpu", mend)
+        hint = "With adapters the reference is the model without them and takes no memory; set it to auto."
+        yield InputError("update.reference.placement", "cpu", hint)
 
 
 def _schedule(config: RunConfig) -> Iterator[InputError]:
     update = config.update
     if update.warmup_steps and update.lr_scheduler == "constant":
-        mend = "It needs update.lr_scheduler: constant_with_warmup, or another that warms up."
-        yield InputError("update.warmup_steps", update.warmup_steps, mend)
+        hint = "It needs update.lr_scheduler: constant_with_warmup, or another that warms up."
+        yield InputError("update.warmup_steps", update.warmup_steps, hint)
     if update.total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
-        mend = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
-        yield InputError("update.total_steps", update.total_steps, mend)
+        hint = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
+        yield InputError("update.total_steps", update.total_steps, hint)
 
 
 def _placement(config: RunConfig) -> Iterator[InputError]:
     placement, pooled = config.placement, any(section.pool for section in config.rewards)
     for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
         if where.shards > 1 and where.pool is None and not known:
-            mend = f"Shards are done by the workers of a work pool; name it as placement.{name}.pool, or set this to 1."
-            yield InputError(f"placement.{name}.shards", where.shards, mend)
+            hint = f"Shards are done by the workers of a work pool; name it as placement.{name}.pool, or set this to 1."
+            yield InputError(f"placement.{name}.shards", where.shards, hint)
     if config.storage.root.startswith("memory:") and pools_of(config):
-        mend = "Workers cannot see the memory of this process; give a folder that they share, or a URL such as s3://."
-        yield InputError("storage.root", config.storage.root, mend)
+        hint = "Workers cannot see the memory of this process; give a folder that they share, or a URL such as s3://."
+        yield InputError("storage.root", config.storage.root, hint)
 
 
 def pools_of(config: RunConfig) -> list[tuple[str, str]]:

@@ -31,8 +31,8 @@ def _one_way(place: str, section: PromptsSection) -> Iterator[InputError]:
     for field in _OF_ONE_FILE:
         value = getattr(section, field)
         if value is not None:
-            mend = f"It stands beside {place}.datasets; write it into one of them, and leave it out here."
-            yield InputError(f"{place}.{field}", value, mend)
+            hint = f"It stands beside {place}.datasets; write it into one of them, and leave it out here."
+            yield InputError(f"{place}.{field}", value, hint)
 
 
 def _names(place: str, section: PromptsSection) -> Iterator[InputError]:
@@ -59,11 +59,11 @@ def _unscored(config: RunConfig) -> Iterator[InputError]:
         for each in section.sets:
             if any(reward.weight and _meant_for(reward, each) for reward in config.rewards):
                 continue
-            mend = (
+            hint = (
                 "No reward with a weight is meant for this dataset, so nothing would be learned from it; add its name "
                 "to the datasets of a reward."
             )
-            yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, mend)
+            yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
 
 
 def _meant_for(section: RewardSection, dataset: DatasetSection) -> bool:

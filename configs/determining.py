@@ -32,12 +32,12 @@ def determining(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def changed_keys(former: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> Sequence[str]:
+def changed_keys(previous: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> Sequence[str]:
     """`section.key was -> is` for every value that differs."""
     changes: list[str] = []
     # A damaged file may hold keys of several kinds.
-    for key in sorted({*former, *present}, key=str):
-        was, now = former.get(key), present.get(key)
+    for key in sorted({*previous, *present}, key=str):
+        was, now = previous.get(key), present.get(key)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             changes += changed_keys(was, now, f"{path}{key}.")
         elif was != now:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from pydantic import Field
 
-from configs.schema import MismatchSection, PictureRunConfig, RunConfig, TextRunConfig, UpdateSection
+from configs.schema import ImageRunConfig, MismatchSection, RunConfig, TextRunConfig, UpdateSection
 from configs.section import Digits, Name, Section
 
 CORRECTION = MismatchSection(mode="truncate", level="token", cap=3.0)
@@ -25,7 +25,7 @@ class ReplaySection(Section):
     )
 
 
-class PictureReplayConfig(PictureRunConfig):
+class ImageReplayConfig(ImageRunConfig):
     """A replay whose policy draws."""
 
     replay: ReplaySection
@@ -42,10 +42,10 @@ def corrected(update: UpdateSection, correction: MismatchSection) -> UpdateSecti
     return update if update.mismatch.mode != "none" else update.model_copy(update={"mismatch": correction})
 
 
-ReplayConfig = PictureReplayConfig | TextReplayConfig
+ReplayConfig = ImageReplayConfig | TextReplayConfig
 
-_REPLAYS: Mapping[type[RunConfig], type[PictureReplayConfig] | type[TextReplayConfig]] = MappingProxyType(
-    {PictureRunConfig: PictureReplayConfig, TextRunConfig: TextReplayConfig}
+_REPLAYS: Mapping[type[RunConfig], type[ImageReplayConfig] | type[TextReplayConfig]] = MappingProxyType(
+    {ImageRunConfig: ImageReplayConfig, TextRunConfig: TextReplayConfig}
 )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from configs.core_settings import advantage_settings, reward_term
 from configs.reward_sections import RewardSection
-from configs.schema import PictureRolloutSection, RunConfig
+from configs.schema import ImageRolloutSection, RunConfig
 from grpo_core.advantages import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.policies.family import policy_family
@@ -42,7 +42,7 @@ def _mix(config: RunConfig) -> Iterator[InputError]:
         try:
             terms.append(reward_term(section))
         except InputError as error:
-            yield InputError(error.place.replace("rewards.", f"rewards.{index}.", 1), error.value, error.mend)
+            yield InputError(error.place.replace("rewards.", f"rewards.{index}.", 1), error.value, error.hint)
     try:
         settings = advantage_settings(config.advantages)
     except InputError:
@@ -55,30 +55,30 @@ def _mix(config: RunConfig) -> Iterator[InputError]:
 
 
 def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
-    medium = policy_family(config.policy.kind).medium
+    modality = policy_family(config.policy.kind).modality
     try:
         reward = build_reward(section.reward, section.settings)
     except InputError as error:
-        yield InputError(f"{place}: {error.place}", error.value, error.mend)
+        yield InputError(f"{place}: {error.place}", error.value, error.hint)
         return
-    if medium not in reward.media:
-        mend = f"It scores a {' or '.join(reward.media)}, and policy.kind {config.policy.kind} makes a {medium}."
-        yield InputError(f"{place}.reward", section.reward, mend)
+    if modality not in reward.media:
+        hint = f"It scores a {' or '.join(reward.media)}, and policy.kind {config.policy.kind} makes a {modality}."
+        yield InputError(f"{place}.reward", section.reward, hint)
         return
     if reward.needs_target:
         yield from _targets(config, section, place, parts)
-    if isinstance(config.rollout, PictureRolloutSection):
+    if isinstance(config.rollout, ImageRolloutSection):
         yield from size_problems(reward, section, place, config.rollout.width, config.rollout.height)
 
 
 def size_problems(reward: Reward, section: RewardSection, place: str, width: int, height: int) -> Iterator[InputError]:
-    """Pictures that are too small or too long for the reward."""
+    """Images that are too small or too long for the reward."""
     if min(width, height) < reward.min_side:
-        mend = f"It needs pictures of at least {reward.min_side} pixels a side."
-        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", mend)
+        hint = f"It needs images of at least {reward.min_side} pixels a side."
+        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
     if max(width, height) > reward.max_aspect * min(width, height):
-        mend = f"It takes pictures whose long side is at most {reward.max_aspect:g} times the short one."
-        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", mend)
+        hint = f"It takes images whose long side is at most {reward.max_aspect:g} times the short one."
+        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
 
 
 def _targets(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
@@ -86,8 +86,8 @@ def _targets(config: RunConfig, section: RewardSection, place: str, parts: Seque
         for dataset in data.sets:
             if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
                 where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
-                mend = f"It compares with a target picture: set {where}.targets or {where}.target_column."
-                yield InputError(f"{place}.reward", section.reward, mend)
+                hint = f"It compares with a target image: set {where}.targets or {where}.target_column."
+                yield InputError(f"{place}.reward", section.reward, hint)
 
 
 def _guardrails(config: RunConfig) -> Iterator[InputError]:
@@ -100,13 +100,13 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
         plain = RewardSection(reward=section.reward)
         for field in _OF_THE_MIX:
             if getattr(section, field) != getattr(plain, field):
-                mend = "A guardrail is looked at and counts for nothing; leave it out."
-                yield InputError(f"{place}.{field}", getattr(section, field), mend)
+                hint = "A guardrail is looked at and counts for nothing; leave it out."
+                yield InputError(f"{place}.{field}", getattr(section, field), hint)
     if watch.guardrails and not config.evaluate.sets:
-        mend = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
-        yield InputError("watch.guardrails", [section.label for section in watch.guardrails], mend)
+        hint = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
+        yield InputError("watch.guardrails", [section.label for section in watch.guardrails], hint)
     if watch.stop and not watch.guardrails:
         yield InputError("watch.stop", True, "Nothing is watched; name watch.guardrails, or leave it out.")
     if watch.stop and watch.guardrails and not config.evaluate.every:
-        mend = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
-        yield InputError("watch.stop", True, mend)
+        hint = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
+        yield InputError("watch.stop", True, hint)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from configs.section import Digits, Name, NotNegative, Positive, Section
+from configs.section import Digits, Name, NonNegativeFloat, Positive, Section
 from grpo_core.rewards.mix.terms import Normalization, Role
 
 Scalar = str | int | float | bool
@@ -61,5 +61,7 @@ class WatchSection(Section):
     rise: Positive = Field(0.05, description="share of its level by which the held-out reward must have risen")
     fall: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="share by which a guardrail must have fallen")
     patience: Digits = Field(3, description="evaluations in a row at which the guardrail must stand that much lower")
-    noise: NotNegative = Field(5.0, description="standard errors that both changes must exceed; 0: noise is no matter")
+    noise: NonNegativeFloat = Field(
+        5.0, description="standard errors that both changes must exceed; 0: noise is no matter"
+    )
     stop: bool = Field(False, description="end the run when a guardrail falls so")

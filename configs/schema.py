@@ -8,7 +8,7 @@ from pydantic import Field
 
 from configs.placement_sections import PlacementSection, StorageSection
 from configs.reward_sections import RewardSection, WatchSection
-from configs.section import Decay, Digits, Name, NotNegative, Positive, Section
+from configs.section import Decay, Digits, Name, NonNegativeFloat, Positive, Section
 from grpo_core.advantages.settings import Aggregation, Baseline, Scale
 from grpo_core.losses import ImportanceLevel, KlEstimator, LossName, MismatchMode
 from grpo_core.optimizer import OptimizerKind, Schedule
@@ -56,7 +56,7 @@ class DatasetSection(Section):
     prompts: str = Field(min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
     prompt_column: str | None = None
     limit: Digits | None = Field(None, description="take the first so many prompts")
-    targets: str | None = Field(None, description="folder of target pictures, paired by index or by target_column")
+    targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
     target_column: str | None = None
     weight: Positive = Field(1.0, description="share of an iteration's prompts, against the other datasets")
 
@@ -67,7 +67,7 @@ class PromptsSection(Section):
     prompts: str | None = Field(None, min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
     prompt_column: str | None = None
     limit: Digits | None = Field(None, description="take the first so many prompts")
-    targets: str | None = Field(None, description="folder of target pictures, paired by index or by target_column")
+    targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
     target_column: str | None = None
     datasets: tuple[DatasetSection, ...] = Field((), description="in place of the fields above")
 
@@ -99,7 +99,7 @@ class CurriculumSection(Section):
 
 
 class DataSection(PromptsSection):
-    """Prompts, and the pictures they ought to give."""
+    """Prompts, and the images they ought to give."""
 
     curriculum: CurriculumSection = CurriculumSection()
 
@@ -116,13 +116,13 @@ class RolloutSection(Section):
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off; the ids that could be drawn are stored")
 
 
-class PictureRolloutSection(RolloutSection):
-    """How groups of pictures are drawn."""
+class ImageRolloutSection(RolloutSection):
+    """How groups of images are drawn."""
 
     height: Digits
     width: Digits
     num_inference_steps: Digits = Field(50, description="denoising steps of the decoder")
-    guidance_scale: NotNegative = 1.5
+    guidance_scale: NonNegativeFloat = 1.5
     decode_batch_size: Digits = 16
     shared_noise: bool = Field(True, description="siblings share the decoder's noise, so that they differ by tokens")
 
@@ -144,14 +144,14 @@ class AdvantagesSection(Section):
     aggregation: Aggregation = Field(
         "sum_then_normalize", description="normalize_then_sum normalises each reward by itself first (GDPO)"
     )
-    eps: NotNegative = 1e-4
+    eps: NonNegativeFloat = 1e-4
     clip: Positive | None = Field(None, description="largest |advantage|")
     missing: MissingRewards = Field("group_mean", description="what stands in where a reward is null for some siblings")
     constant_groups: Literal["keep", "drop", "redraw"] = Field(
         "keep", description="without spread: kept with advantage 0, left out, or replaced by other prompts (DAPO)"
     )
-    max_draws: Digits = Field(4, description="collections an iteration, at most, with constant_groups: redraw")
-    kl_coef: NotNegative = Field(0.0, description="weight of the KL to the reference inside the reward")
+    max_rounds: Digits = Field(4, description="collections an iteration, at most, with constant_groups: redraw")
+    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference inside the reward")
     kl_estimator: KlEstimator = "k1"
 
 
@@ -188,7 +188,7 @@ class UpdateSection(Section):
     learning_rate: float = Field(1e-5, gt=0, le=1e3)
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     lr_scheduler: Schedule = "constant"
     lr_scheduler_kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     warmup_steps: int = Field(0, ge=0, description="optimizer steps")
@@ -208,12 +208,12 @@ class UpdateSection(Section):
     vespo_lambda_pos: Positive = 3.0
     vespo_k_neg: Positive = 3.0
     vespo_lambda_neg: Positive = 2.0
-    kl_coef: NotNegative = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     kl_estimator: KlEstimator = "k3"
     kl_importance_correction: bool = Field(
         True, description="multiply the KL by the importance ratio: its gradient is then that of the KL itself"
     )
-    entropy_coef: NotNegative = Field(0.0, description="weight of the entropy bonus")
+    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
     entropy_quantile: float = Field(1.0, gt=0, le=1, description="share of tokens, of highest entropy, that train")
     mask_truncated: bool = Field(False, description="rows cut at their greatest length stay out of the loss")
     mismatch: MismatchSection = MismatchSection()
@@ -239,7 +239,7 @@ class RunConfig(Section):
     run: RunSection
     policy: PolicySection
     data: DataSection
-    rollout: PictureRolloutSection | TextRolloutSection
+    rollout: ImageRolloutSection | TextRolloutSection
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection = AdvantagesSection()
     update: UpdateSection = UpdateSection()
@@ -254,10 +254,10 @@ class RunConfig(Section):
         return self.rollout.prompts_per_iteration * self.rollout.group_size
 
 
-class PictureRunConfig(RunConfig):
+class ImageRunConfig(RunConfig):
     """A run whose policy draws."""
 
-    rollout: PictureRolloutSection
+    rollout: ImageRolloutSection
 
 
 class TextRunConfig(RunConfig):
@@ -266,7 +266,5 @@ class TextRunConfig(RunConfig):
     rollout: TextRolloutSection
 
 
-RUN_CONFIGS: Mapping[str, type[RunConfig]] = MappingProxyType(
-    {"glm_image": PictureRunConfig, "causal_lm": TextRunConfig}
-)
+RUN_CONFIGS: Mapping[str, type[RunConfig]] = MappingProxyType({"glm_image": ImageRunConfig, "causal_lm": TextRunConfig})
 """By policy.kind."""

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Digits = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NAME_MEND = "Letters, digits, dots, dashes and underscores, the first a letter or digit; 100 at most."
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]

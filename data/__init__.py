@@ -1,6 +1,6 @@
-"""What the project ships: drawn pictures with captions, prompts, the tiny GLM-Image and the tiny text model.
+"""What the project ships: drawn images with captions, prompts, the tiny GLM-Image and the tiny text model.
 
-:mod:`data.shapes` draws a picture for a caption, :mod:`data.codebook` turns pictures into image tokens and back,
+:mod:`data.shapes` draws an image for a caption, :mod:`data.codebook` turns images into image tokens and back,
 :mod:`data.prompt_files` writes the prompt files and their targets, :mod:`data.tiny_glm_image` builds, trains, measures
 and saves the tiny GLM-Image under ``data/models``, :mod:`data.tiny_text` does the same for a language model of its own;
 :mod:`data.recipe_file` says beside each how it was made.

@@ -29,7 +29,7 @@ def codebook() -> NDArray[np.float32]:
 
 
 CODEBOOK_SIZE = len(COLORS) + len(BACKGROUNDS) + len(COLORS) * len(BACKGROUNDS) * len(_COVERAGES)
-# Codes below this one are the pure colours, the only ones that a drawn picture has in its large grid.
+# Codes below this one are the pure colours, the only ones that a drawn image has in its large grid.
 PURE_CODES = len(COLORS) + len(BACKGROUNDS)
 
 
@@ -40,13 +40,13 @@ def _nearest_code(cells: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
-    """Image tokens of drawn pictures in the order of generation: the preview grid, then the large grid.
+    """Image tokens of drawn images in the order of generation: the preview grid, then the large grid.
 
     Args:
-        cells: uint8 [pictures, 8, 8, 3], one colour a cell.
+        cells: uint8 [images, 8, 8, 3], one colour a cell.
 
     Returns:
-        int64 [pictures, 16 + 64]; preview cells are the mean of the four cells that they stand for.
+        int64 [images, 16 + 64]; preview cells are the mean of the four cells that they stand for.
     """
     count = len(cells)
     large = cells.astype(np.float32)
@@ -56,13 +56,13 @@ def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
 
 
 def decode_tokens(large_tokens: Tensor) -> Tensor:
-    """The picture that large tokens stand for.
+    """The image that large tokens stand for.
 
     Args:
-        large_tokens: int64 [pictures, 64], each below :data:`CODEBOOK_SIZE`.
+        large_tokens: int64 [images, 64], each below :data:`CODEBOOK_SIZE`.
 
     Returns:
-        float32 [pictures, 3, 8, 8], cell colours in [-1, 1].
+        float32 [images, 3, 8, 8], cell colours in [-1, 1].
     """
     colors = torch.from_numpy(codebook()) / 127.5 - 1
     return colors[large_tokens].view(-1, GRID, GRID, 3).permute(0, 3, 1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Writes the prompt files for training by rewards, with the picture that each prompt describes."""
+"""Writes the prompt files for training by rewards, with the image that each prompt describes."""
 
 import json
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene
 
 
 def write_prompt_file(scenes: Sequence[Scene], file: Path, targets: Path) -> None:
-    """Writes one JSON object a scene, and its picture as PNG into the folder of targets.
+    """Writes one JSON object a scene, and its image as PNG into the folder of targets.
 
-    The columns are prompt, target (the picture's file name within the folder of targets), color, shape, position and
+    The columns are prompt, target (the image's file name within the folder of targets), color, shape, position and
     background.
     """
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Pictures of one coloured shape on a plain background, and the captions that determine them.
+"""Images of one coloured shape on a plain background, and the captions that determine them.
 
-A picture is a grid of 8 x 8 cells with one flat colour each; a cell is 8 x 8 pixels, the size of one large image
-token of the tiny GLM-Image. A caption names colour, shape, position and background, so it has exactly one picture.
+An image is a grid of 8 x 8 cells with one flat colour each; a cell is 8 x 8 pixels, the size of one large image
+token of the tiny GLM-Image. A caption names colour, shape, position and background, so it has exactly one image.
 """
 
 import itertools
@@ -29,7 +29,7 @@ COLORS: Mapping[str, Colour] = {
 }
 BACKGROUNDS: Mapping[str, Colour] = {"white": (245, 245, 245), "gray": (128, 128, 128), "black": (20, 20, 20)}
 
-# Any two of these differ in at least four cells wherever they stand, so that a picture with one wrong cell is still
+# Any two of these differ in at least four cells wherever they stand, so that an image with one wrong cell is still
 # nearest to its own shape.
 SPRITES: Mapping[str, Sequence[str]] = {
     "circle": (".###.", "#####", "#####", "#####", ".###."),
@@ -51,7 +51,7 @@ POSITIONS: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, order=True)
 class Scene:
-    """One picture in words; every field is a key of the table of the same name in this module."""
+    """One image in words; every field is a key of the table of the same name in this module."""
 
     color: str
     shape: str
@@ -60,7 +60,7 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """The sentence that describes the picture, for example "a red circle at the top left on a white background"."""
+        """The sentence that describes the image, for example "a red circle at the top left on a white background"."""
         article = "an" if self.color[0] in "aeiou" else "a"
         place = "in the center" if self.position == "center" else f"at the {self.position}"
         return f"{article} {self.color} {self.shape} {place} on a {self.background} background"
@@ -117,10 +117,10 @@ def draw_cells(scene: Scene, origin: tuple[int, int] | None = None) -> NDArray[n
 
 
 def cells_to_image(cells: NDArray[np.uint8]) -> Image.Image:
-    """Blows cell colours, uint8 [8, 8, 3], up to a 64 x 64 RGB picture."""
+    """Blows cell colours, uint8 [8, 8, 3], up to a 64 x 64 RGB image."""
     return Image.fromarray(cells.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1))
 
 
 def draw(scene: Scene) -> Image.Image:
-    """The one picture, 64 x 64 RGB, that a scene's caption describes."""
+    """The one image, 64 x 64 RGB, that a scene's caption describes."""
     return cells_to_image(draw_cells(scene))

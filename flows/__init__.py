@@ -20,7 +20,7 @@ stage_flows, worker   stages as flows, and the worker of a pool that does them
 deploying/         `grpo deploy`; parameters and rescore_form are the forms of what it registers
 pruning/           `grpo prune`; scheduled is what the server is still going to run
 server/            `grpo ui`, and what other commands ask of a server
-doctor             checks a configuration, each finding with its mend
+doctor             checks a configuration, each finding with its hint
 inspection         what `grpo inspect` shows of a run; inspection_terminal draws it, tasks.reports.page writes it
 run_figures        names of the figures that every command's `--json` shares
 terminal           bars on the way, summaries and findings

@@ -8,7 +8,7 @@ CLIENT: Mapping[str, str] = {
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     # What the server says while its database is away, and a proxy while the server is.
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500,504",
-    # The least that Prefect takes; the automation of flows.server.silent_runs counts on it.
+    # The least that Prefect takes; the automation of flows.server.heartbeat_automation counts on it.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     # Results are never pickled.
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",

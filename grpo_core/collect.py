@@ -41,7 +41,7 @@ class RolloutGroup:
         scored_logprobs: of the same tokens under the policy that sampled, in one pass as the reference's; None where
             nothing asked for them.
         ref_logprobs: under the reference; likewise.
-        outputs: the finished pictures or texts.
+        outputs: the finished images or texts.
     """
 
     request: GroupRequest

@@ -9,15 +9,15 @@ class InputError(ValueError):
     Args:
         place: where it stands, as the person would find it (``data.prompts``, a file and line).
         value: what was found there.
-        mend: what would do, as an instruction.
+        hint: what would do, as an instruction.
     """
 
-    def __init__(self, place: str, value: object, mend: str) -> None:
-        self.place, self.value, self.mend = place, value, mend
-        super().__init__(f"{place}: got {value!r}. {mend}")
+    def __init__(self, place: str, value: object, hint: str) -> None:
+        self.place, self.value, self.hint = place, value, hint
+        super().__init__(f"{place}: got {value!r}. {hint}")
 
     def __reduce__(self) -> tuple[type["InputError"], tuple[str, object, str]]:
-        return type(self), (self.place, self.value, self.mend)
+        return type(self), (self.place, self.value, self.hint)
 
 
 class InputErrors(ValueError):
@@ -34,13 +34,13 @@ class InputErrors(ValueError):
 class NonFiniteError(ArithmeticError):
     """A loss, gradient, reward or log-prob is NaN or infinite; names the samples that made it."""
 
-    def __init__(self, quantity: str, sample_ids: Sequence[str], mend: str) -> None:
-        self.quantity, self.sample_ids, self.mend = quantity, tuple(sample_ids), mend
+    def __init__(self, quantity: str, sample_ids: Sequence[str], hint: str) -> None:
+        self.quantity, self.sample_ids, self.hint = quantity, tuple(sample_ids), hint
         shown = ", ".join(self.sample_ids[:8]) + (" ..." if len(self.sample_ids) > 8 else "")
-        super().__init__(f"{quantity} is not finite for {len(self.sample_ids)} sample(s): {shown}. {mend}")
+        super().__init__(f"{quantity} is not finite for {len(self.sample_ids)} sample(s): {shown}. {hint}")
 
     def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, tuple[str, ...], str]]:
-        return type(self), (self.quantity, self.sample_ids, self.mend)
+        return type(self), (self.quantity, self.sample_ids, self.hint)
 
 
 class FailedSamplesError(RuntimeError):

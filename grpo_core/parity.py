@@ -123,14 +123,14 @@ def measure_parity(
     """
     if not loss_mask.any():
         raise ValueError("the loss mask is empty: there is no token to compare or to train")
-    for quantity, logprobs, mend in (
+    for quantity, logprobs, hint in (
         ("stored log-prob", rollout_logprobs, "The rollouts are damaged; collect them again."),
         ("recomputed log-prob", old_logprobs, "The weights or the stored tokens are damaged."),
     ):
         finite = torch.isfinite(torch.where(loss_mask, logprobs, 0.0)).all(-1)
         if not finite.all():
             broken = [sample for sample, good in zip(sample_ids, finite.tolist(), strict=True) if not good]
-            raise NonFiniteError(quantity, broken, mend)
+            raise NonFiniteError(quantity, broken, hint)
     difference = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     ratios = difference[loss_mask].double().exp()
     by_row = difference.abs().amax(-1)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class BrokenPicture:
+class BrokenImage:
     """What a decoder made of a row when some of it is no number.
 
     Attributes:
-        image: the picture with those pixels black.
+        image: the image with those pixels black.
         reason: how much of it is broken.
     """
 
@@ -23,10 +23,10 @@ class BrokenPicture:
     reason: str
 
 
-Output = Image.Image | BrokenPicture | str
-"""What a row of tokens becomes: a picture, or a text."""
+Output = Image.Image | BrokenImage | str
+"""What a row of tokens becomes: an image, or a text."""
 
-Medium = Literal["picture", "text"]
+Modality = Literal["image", "text"]
 """Which of the two."""
 
 

@@ -18,7 +18,7 @@ code         what of the project counts as part of a key; checkout is where it l
 placing/     where a stage is done, in how many parts, and what is tried again
 storage/     where results are kept
 pruning/     what of them may be taken away
-reports/     what a person sees: tables, curves, pictures
+reports/     what a person sees: tables, curves, images
 record, draw_figures, figure_names   an iteration's figures, gathered from its stages
 progress     how far a stage is
 """

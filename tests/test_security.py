@@ -22,11 +22,11 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
-from grpo_core.rewards.picture_files import MAX_PIXELS, decode_stored
+from grpo_core.rewards.image_files import MAX_PIXELS, decode_stored
 from grpo_core.rewards.remote.http import Service
 from tasks.execution.error_records import ErrorRecord
 from tasks.prompts.files import read_input_file
-from tasks.reports.pictures import read_pictures
+from tasks.reports.images import read_images
 from tasks.reports.target_reader import TargetReader
 from tasks.storage.tables.parquet import read_table
 from tasks.storage.tables.schemas import METRICS
@@ -74,8 +74,8 @@ class TestModels:
         return Path(shutil.copytree(MODELS / "tiny-text", tmp_path / "text-model"))
 
     @pytest.fixture
-    def picture_model(self, tmp_path: Path) -> Path:
-        return Path(shutil.copytree(MODELS / "tiny-glm-image", tmp_path / "picture-model"))
+    def image_model(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(MODELS / "tiny-glm-image", tmp_path / "image-model"))
 
     @pytest.mark.parametrize("raw", [False, True])
     def test_pickled_weights_of_a_language_model(self, text_model: Path, exploded: Path, raw: bool) -> None:
@@ -103,21 +103,21 @@ class TestModels:
         (text_model / "config.json").write_text(json.dumps({**known, "model_type": "evil"}))
         assert refusal(lambda: read_model_config(str(text_model))).place == "policy.model"
 
-    def test_code_among_the_parts_of_a_pipeline(self, picture_model: Path, exploded: Path) -> None:
-        for place in (picture_model, picture_model / "scheduler"):
+    def test_code_among_the_parts_of_a_pipeline(self, image_model: Path, exploded: Path) -> None:
+        for place in (image_model, image_model / "scheduler"):
             (place / "evil.py").write_text(hostile_module(exploded))
-        index = json.loads((picture_model / "model_index.json").read_text())
-        (picture_model / "model_index.json").write_text(json.dumps({**index, "scheduler": ["evil", "Evil"]}))
-        error = refusal(lambda: load_pipeline(str(picture_model), dtype=torch.float32, device=CPU))
-        assert (error.place, error.value) == ("policy.model", str(picture_model))
+        index = json.loads((image_model / "model_index.json").read_text())
+        (image_model / "model_index.json").write_text(json.dumps({**index, "scheduler": ["evil", "Evil"]}))
+        error = refusal(lambda: load_pipeline(str(image_model), dtype=torch.float32, device=CPU))
+        assert (error.place, error.value) == ("policy.model", str(image_model))
 
-    def test_pickled_weights_of_a_pipeline(self, picture_model: Path, exploded: Path) -> None:
-        (picture_model / "vision_language_encoder" / "model.safetensors").unlink()
-        torch.save({"weight": Bomb(exploded)}, picture_model / "vision_language_encoder" / "pytorch_model.bin")
-        error = refusal(lambda: load_pipeline(str(picture_model), dtype=torch.float32, device=CPU))
+    def test_pickled_weights_of_a_pipeline(self, image_model: Path, exploded: Path) -> None:
+        (image_model / "vision_language_encoder" / "model.safetensors").unlink()
+        torch.save({"weight": Bomb(exploded)}, image_model / "vision_language_encoder" / "pytorch_model.bin")
+        error = refusal(lambda: load_pipeline(str(image_model), dtype=torch.float32, device=CPU))
         assert error.place == "policy.model"
         with pytest.raises(OSError, match="safetensors"):
-            read_initial_state(str(picture_model), torch.float32)
+            read_initial_state(str(image_model), torch.float32)
 
 
 def test_an_extension_type_of_a_table_runs_nothing(tmp_path: Path, exploded: Path) -> None:
@@ -170,7 +170,7 @@ class TestInputFiles:
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "a.png").symlink_to(tmp_path / target)
         error = refusal(lambda: read_input_file(str(tmp_path / "a.png"), place="x"))
-        assert "pipe, a socket or a device" in error.mend
+        assert "pipe, a socket or a device" in error.hint
 
     def test_a_link_to_a_plain_file_is_read(self, tmp_path: Path) -> None:
         """The Hub's cache is made of links."""
@@ -180,7 +180,7 @@ class TestInputFiles:
 
 
 def bomb_png(width: int, height: int) -> bytes:
-    """A file of some bytes that says it is a picture of so many pixels."""
+    """A file of some bytes that says it is an image of so many pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -190,8 +190,8 @@ def bomb_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-class TestPictures:
-    """Pillow warns of large pictures and decodes them; nothing here does."""
+class TestImages:
+    """Pillow warns of large images and decodes them; nothing here does."""
 
     SIZES = ((40_000, 40_000), (8193, 8192), (2**31 - 1, 1))
 
@@ -205,14 +205,14 @@ class TestPictures:
     @pytest.mark.parametrize(("width", "height"), SIZES)
     def test_a_stored_one_is_refused_with_its_sample(self, width: int, height: int) -> None:
         error = refusal(lambda: decode_stored(bomb_png(width, height), "i000001.p0000.s01"))
-        assert error.place == "picture of sample i000001.p0000.s01"
-        assert f"at most {MAX_PIXELS} pixels" in error.mend
+        assert error.place == "image of sample i000001.p0000.s01"
+        assert f"at most {MAX_PIXELS} pixels" in error.hint
 
     def test_in_a_report(self, tmp_path: Path) -> None:
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         image = pa.array([{"bytes": bomb_png(40_000, 40_000), "path": None}], kind)
         pq.write_table(pa.table({"sample_id": ["s01"], "image": image}), tmp_path / "part-00000.parquet")
-        assert refusal(lambda: read_pictures(tmp_path, ["s01"])).place == "picture of sample s01"
+        assert refusal(lambda: read_images(tmp_path, ["s01"])).place == "image of sample s01"
 
     def test_a_target_of_an_inspected_run(self, tmp_path: Path) -> None:
         (tmp_path / "a.png").write_bytes(content := bomb_png(9000, 9000))
@@ -222,7 +222,7 @@ class TestPictures:
 
     @pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a\1\0\1\0", b""])
     def test_a_stored_one_of_another_format_meets_no_other_decoder(self, content: bytes) -> None:
-        assert "not a whole PNG" in refusal(lambda: decode_stored(content, "s")).mend
+        assert "not a whole PNG" in refusal(lambda: decode_stored(content, "s")).hint
 
 
 def test_a_service_that_repeats_the_token_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:

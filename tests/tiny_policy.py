@@ -58,7 +58,7 @@ def build_policy(
         own_frozen=FROZEN_PARTS,
         initial_state=lambda: read_initial_state(str(MODEL), torch.float32),
     )
-    drawing = GlmImageSettings(
+    prefetching = GlmImageSettings(
         height,
         width,
         temperature=temperature,
@@ -67,7 +67,7 @@ def build_policy(
         guidance_scale=1.0,
         decode_batch_size=decode_batch_size,
     )
-    policy = GlmImagePolicy(parts, drawing, trained, autocast=autocast)
+    policy = GlmImagePolicy(parts, prefetching, trained, autocast=autocast)
     disturb(policy, disturbed)
     return policy
 

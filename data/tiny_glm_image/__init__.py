@@ -4,7 +4,7 @@
     tokenizer        one id a caption word, bytes for any other text
     vae              an autoencoder set by hand to the identity
     components       the seven parts of the pipeline, with fresh weights
-    corpus           the imperfect pictures of the supervised training
+    corpus           the imperfect images of the supervised training
     optimization     optimizer and schedule of both trainings
     autoregressive   supervised training of the token model
     decoder          flow matching of the diffusion transformer

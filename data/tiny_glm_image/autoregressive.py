@@ -24,7 +24,7 @@ class AutoregressiveMetrics:
 
     Attributes:
         final_loss: mean cross-entropy over the last twentieth of the steps, nats a token.
-        heldout_preview_loss: cross-entropy of clean held-out pictures' preview tokens, nats a token.
+        heldout_preview_loss: cross-entropy of clean held-out images' preview tokens, nats a token.
         heldout_large_loss: the same for the large grid's tokens.
     """
 
@@ -43,7 +43,7 @@ def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> Encode
 
 
 def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Tensor) -> Tensor:
-    """Negative log-likelihood of the given tokens, float [pictures, tokens], in nats."""
+    """Negative log-likelihood of the given tokens, float [images, tokens], in nats."""
     everything = torch.ones_like(tokens, dtype=torch.bool)
     scored = score_tokens(
         pipeline.vision_language_encoder,

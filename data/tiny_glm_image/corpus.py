@@ -1,4 +1,4 @@
-"""The imperfect pictures that the tiny GLM-Image learns from before any reward is seen."""
+"""The imperfect images that the tiny GLM-Image learns from before any reward is seen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ from data.tiny_glm_image.recipe import TinyRecipe
 
 @dataclass(frozen=True)
 class Corpus:
-    """Captioned pictures as tokens.
+    """Captioned images as tokens.
 
     Attributes:
-        scene_index: int64 [pictures], which of the given scenes the caption describes.
-        tokens: int64 [pictures, 16 + 64], preview then large grid.
+        scene_index: int64 [images], which of the given scenes the caption describes.
+        tokens: int64 [images, 16 + 64], preview then large grid.
     """
 
     scene_index: Tensor
@@ -26,7 +26,7 @@ class Corpus:
 
 
 def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> Corpus:
-    """Draws `recipe.corpus_size` pictures of random scenes, with slips, confusions and speckles at its rates."""
+    """Draws `recipe.corpus_size` images of random scenes, with slips, confusions and speckles at its rates."""
     rng = np.random.default_rng(recipe.seed)
     index = rng.integers(len(scenes), size=recipe.corpus_size)
     cells = np.stack([_draw_imperfect(scenes[i], recipe, rng) for i in index])

@@ -28,7 +28,7 @@ _GLYPH_TEXTS = (
 )
 _TIME_SHIFT = 3.0
 _PURE_NOISE = 0.25
-# Without tokens a picture can only be guessed, and that loss would drown the small ones that make cells flat.
+# Without tokens an image can only be guessed, and that loss would drown the small ones that make cells flat.
 _DROPPED_WEIGHT = 0.3
 
 
@@ -81,7 +81,7 @@ def train_decoder(
 
 
 def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Corpus pictures, and as many grids in which any share of the cells is replaced by random codes.
+    """Corpus images, and as many grids in which any share of the cells is replaced by random codes.
 
     A policy in training draws grids that no corpus holds, and those must be decoded as faithfully.
     """
@@ -95,7 +95,7 @@ def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -
 def _draw_times(count: int, generator: torch.Generator) -> Tensor:
     """Logit-normal times, shifted towards noise, a quarter of them pure noise.
 
-    Latents are large against the noise, so the picture shows through it except near time 1: it is there that the
+    Latents are large against the noise, so the image shows through it except near time 1: it is there that the
     decoder learns to read the tokens.
     """
     time = torch.sigmoid(torch.randn(count, generator=generator))

@@ -28,7 +28,7 @@ from data.shapes import (
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import TrainingChoice
-from grpo_core.rewards.pictures import to_tensor
+from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.similarity.psnr import peak_signal_to_noise_ratio
 from grpo_core.rewards.similarity.ssim import structural_similarity
 from grpo_core.seeds import derive_seed
@@ -36,21 +36,21 @@ from grpo_core.seeds import derive_seed
 
 @dataclass(frozen=True)
 class TinyModelReport:
-    """What a tiny GLM-Image draws for captions, as means over pictures.
+    """What a tiny GLM-Image draws for captions, as means over images.
 
     Attributes:
         temperature: of the token distribution.
-        pictures: number of pictures measured.
-        color, background: share of pictures that agree with the caption, read off by :func:`read_scene`.
+        images: number of images measured.
+        color, background: share of images that agree with the caption, read off by :func:`read_scene`.
         shape, position: likewise.
         ssim: to the caption's drawing, raw in [-1, 1].
         psnr: to the caption's drawing, dB.
-        ssim_group_std: Bessel-corrected standard deviation of SSIM among pictures of one caption: what a reward can
+        ssim_group_std: Bessel-corrected standard deviation of SSIM among images of one caption: what a reward can
             tell apart.
     """
 
     temperature: float
-    pictures: int
+    images: int
     color: float
     shape: float
     position: float
@@ -60,7 +60,7 @@ class TinyModelReport:
     ssim_group_std: float
 
 
-def sample_pictures(
+def sample_images(
     folder: Path,
     prompts: Sequence[str],
     *,
@@ -70,7 +70,7 @@ def sample_pictures(
     num_inference_steps: int = 4,
     guidance_scale: float = 1.0,
 ) -> list[Image.Image]:
-    """Draws `group_size` pictures of each prompt, siblings side by side, with seeds derived from `seed`."""
+    """Draws `group_size` images of each prompt, siblings side by side, with seeds derived from `seed`."""
     settings = GlmImageSettings(
         height=IMAGE_PIXELS,
         width=IMAGE_PIXELS,
@@ -83,48 +83,48 @@ def sample_pictures(
     seeds = [derive_seed(seed, "tokens", row) for row in range(len(prompts) * group_size)]
     noise = [derive_seed(seed, "noise", row // group_size) for row in range(len(seeds))]
     drawn = policy.render(policy.sample(prompts, group_size=group_size, seeds=seeds).tokens, noise_seeds=noise)
-    pictures = [each for each in drawn if isinstance(each, Image.Image)]
-    assert len(pictures) == len(drawn), "the tiny model's decoder gives numbers"
-    return pictures
+    images = [each for each in drawn if isinstance(each, Image.Image)]
+    assert len(images) == len(drawn), "the tiny model's decoder gives numbers"
+    return images
 
 
 def evaluate_tiny_model(
     folder: Path, scenes: Sequence[Scene], *, temperature: float, group_size: int = 4, seed: int = 0
 ) -> TinyModelReport:
-    """Draws and measures `group_size` pictures of each scene's caption.
+    """Draws and measures `group_size` images of each scene's caption.
 
     Args:
         folder: a saved pipeline.
         scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
         temperature: of the token distribution.
-        group_size: pictures a caption, at least two.
+        group_size: images a caption, at least two.
         seed: of tokens and decoder noise.
     """
     captions = [scene.caption for scene in scenes]
-    images = sample_pictures(folder, captions, group_size=group_size, temperature=temperature, seed=seed)
+    images = sample_images(folder, captions, group_size=group_size, temperature=temperature, seed=seed)
     wanted = [scene for scene in scenes for _ in range(group_size)]
     found = [read_scene(image) for image in images]
-    pictures, targets = _batch(images), _batch([draw(scene) for scene in wanted])
-    ssim = structural_similarity(pictures, targets)
+    pixels, targets = _batch(images), _batch([draw(scene) for scene in wanted])
+    ssim = structural_similarity(pixels, targets)
     return TinyModelReport(
         temperature=temperature,
-        pictures=len(images),
+        images=len(images),
         color=_share([scene.color for scene in found], [scene.color for scene in wanted]),
         shape=_share([scene.shape for scene in found], [scene.shape for scene in wanted]),
         position=_share([scene.position for scene in found], [scene.position for scene in wanted]),
         background=_share([scene.background for scene in found], [scene.background for scene in wanted]),
         ssim=ssim.mean().item(),
-        psnr=peak_signal_to_noise_ratio(pictures, targets).mean().item(),
+        psnr=peak_signal_to_noise_ratio(pixels, targets).mean().item(),
         ssim_group_std=ssim.view(-1, group_size).std(1).mean().item(),
     )
 
 
 def read_scene(image: Image.Image) -> Scene:
-    """Reads a picture back as a scene.
+    """Reads an image back as a scene.
 
     Each pixel votes for the nearest of all colours: the sprite colour and the background with most votes are taken.
     The shape is the sprite that, in these two colours and anywhere on the canvas, has the smallest mean squared
-    difference to the picture; the position is the one that this sprite's place is nearest to, in cells along both axes.
+    difference to the image; the position is the one that this sprite's place is nearest to, in cells along both axes.
     """
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
     names = [*COLORS, *BACKGROUNDS]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 class TinyRecipe:
     """How the tiny GLM-Image is built and trained; the same recipe gives the same weights on the same machine.
 
-    The supervised pictures are imperfect on purpose, as those of a real corpus are: the policy learns what a caption
+    The supervised images are imperfect on purpose, as those of a real corpus are: the policy learns what a caption
     means and also draws slips and stray cells, which is what training by rewards can then remove.
 
     Attributes:
         seed: of weights, data order, noise and the split of captions.
         heldout_fraction: share of the captions that the supervised training never sees.
-        corpus_size: pictures drawn for the supervised training.
+        corpus_size: images drawn for the supervised training.
         slip_probability: chance that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
         confusion_probability: chance that another shape than the caption's is drawn.
         speckle_probability: chance, a cell, that it has a random colour.
@@ -24,7 +24,7 @@ class TinyRecipe:
         decoder_size, decoder_layers, decoder_heads: of the diffusion transformer.
         decoder_steps, decoder_batch, decoder_learning_rate: its training by flow matching.
         latent_std: pixels, in [-1, 1], are divided by it to give latents; small values make the decoder's remaining
-            noise small against the picture.
+            noise small against the image.
         prior_drop_probability: chance that the image tokens are dropped in decoder training, for guidance.
         train_prompts, heldout_prompts: sizes of the prompt files for training by rewards.
     """

@@ -5,7 +5,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 _CHANNELS = 8
-# Two constant channels of this size pin the group's standard deviation, whatever the picture holds.
+# Two constant channels of this size pin the group's standard deviation, whatever the image holds.
 _PIN = 1000.0
 
 

@@ -44,8 +44,8 @@ def draw_corpus(tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe) -> C
 def encode_answer(tokenizer: PreTrainedTokenizerFast, word: str, answer: str) -> tuple[list[int], list[int]]:
     """Ids of the prompt about a word, and of an answer with its end."""
     messages = [{"role": "user", "content": prompt_of(word)}]
-    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    prompt: list[int] = tokenizer.encode(asked, add_special_tokens=False)
+    requested = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt: list[int] = tokenizer.encode(requested, add_special_tokens=False)
     written: list[int] = tokenizer.encode(answer, add_special_tokens=False)
     return prompt, [*written, tokenizer.eos_token_id]
 

@@ -13,7 +13,7 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object on the last 
 
 
 @contextmanager
-def told_in_one_message() -> Iterator[None]:
+def handle_errors() -> Iterator[None]:
     """Turn an error into one message on stderr and the exit code for its kind."""
     try:
         yield

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.command_line.errors import Json, told_in_one_message
+from flows.command_line.errors import Json, handle_errors
 from flows.command_line.prune import prune
 from flows.command_line.rewards import commands as reward_commands
 from flows.command_line.worker import worker
@@ -60,7 +60,7 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "Run
 @application.command()
 def train(config: Config, run: RunName = None, overrides: Overrides = None, as_json: Json = False) -> None:
     """Run, or go on with, a training run."""
-    with told_in_one_message():
+    with handle_errors():
         checked = resolved(config, run, overrides)
         # Wrong input is told before Prefect and the models' libraries are imported, which takes many seconds.
         from flows.preflight.inputs import require_inputs
@@ -97,12 +97,14 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; nothing is sampled to train on."""
-    with told_in_one_message():
+    with handle_errors():
         from flows.preflight.inputs import require_inputs
         from flows.replay.request import ReplayRequest, plan_replay
 
-        asked = ReplayRequest(source, root, run, advantages, iterations, policy, max_staleness, tuple(overrides or ()))
-        plan = plan_replay(asked)
+        requested = ReplayRequest(
+            source, root, run, advantages, iterations, policy, max_staleness, tuple(overrides or ())
+        )
+        plan = plan_replay(requested)
         require_inputs(plan.config)
         from flows.replay.replay import replay as replay_flow
         from flows.terminal.progress import training_progress
@@ -126,7 +128,7 @@ def rescore(
     as_json: Json = False,
 ) -> None:
     """Score stored rollouts with other rewards or weights, and tell what changed; only what is missing is computed."""
-    with told_in_one_message():
+    with handle_errors():
         from flows.rescoring.request import RescoreRequest, plan_rescore
 
         plan = plan_rescore(RescoreRequest(tuple(sources), rewards, name, root, iterations, html))
@@ -160,11 +162,11 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Held-out scores of a policy version, with fixed seeds; what is stored is not computed again."""
-    with told_in_one_message():
+    with handle_errors():
         from flows.evaluation.request import read_request
 
-        asked = {"run": run, "policy": policy, "prompts": prompts, "overrides": overrides or [], "root": root}
-        request = read_request(asked)
+        requested = {"run": run, "policy": policy, "prompts": prompts, "overrides": overrides or [], "root": root}
+        request = read_request(requested)
         # Wrong input is told before Prefect starts a server, which takes many seconds.
         _ = request.plan
         from flows.server.reachable import require_server
@@ -199,13 +201,13 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
-    with told_in_one_message():
+    with handle_errors():
         checked = resolved(config, run, overrides)
         from flows.deployment.deploy import DeployRequest, deploy_run
         from flows.terminal.deployment import show_deployed
 
-        asked = DeployRequest(checked, name, pool, cron, timezone, with_evaluation, tuple(rescorings or ()))
-        deployed = asyncio.run(deploy_run(asked))
+        requested = DeployRequest(checked, name, pool, cron, timezone, with_evaluation, tuple(rescorings or ()))
+        deployed = asyncio.run(deploy_run(requested))
         show_deployed(deployed)
         if as_json:
             typer.echo(deployed.model_dump_json())
@@ -213,8 +215,8 @@ def deploy(
 
 @application.command()
 def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Check a configuration, weights, memory, storage and server: each finding with its mend."""
-    with told_in_one_message():
+    """Check a configuration, weights, memory, storage and server: each finding with its hint."""
+    with handle_errors():
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
         from flows.terminal.doctor import show_diagnosis
@@ -237,8 +239,8 @@ def inspect(
     root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """Show a run: curves, best and worst pictures a prompt, reward breakdown; nothing is changed."""
-    with told_in_one_message():
+    """Show a run: curves, best and worst images a prompt, reward breakdown; nothing is changed."""
+    with handle_errors():
         from flows.inspection.inspect_run import inspect_run
         from flows.terminal.inspection import report
 
@@ -263,8 +265,8 @@ def ui(
         str | None, typer.Option(metavar="URL", help="without a password; or PREFECT_API_DATABASE_CONNECTION_URL")
     ] = None,
 ) -> None:
-    """Start Prefect's server with its UI: stages, reports and pictures of every run, schedules and work pools."""
-    with told_in_one_message():
+    """Start Prefect's server with its UI: stages, reports and images of every run, schedules and work pools."""
+    with handle_errors():
         from flows.server.start import ServerRequest, serve
 
         serve(ServerRequest(host, port, url, auth, csrf, database), typer.echo)

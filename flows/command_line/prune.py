@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flows.command_line.errors import Json, told_in_one_message
+from flows.command_line.errors import Json, handle_errors
 
 
 def prune(
@@ -15,12 +15,12 @@ def prune(
     policies_last: Annotated[
         int | None, typer.Option(metavar="K", help="versions kept at the end; 2 unless said otherwise")
     ] = None,
-    pictures_older_than: Annotated[
+    images_older_than: Annotated[
         str | None,
         typer.Option(metavar="AGE", help="of iterations: 30d, 12h, or 20i for all but the last 20 iterations"),
     ] = None,
     evaluations: Annotated[
-        bool, typer.Option("--evaluations", help="pictures of evaluations too, but of the first, the best and the last")
+        bool, typer.Option("--evaluations", help="images of evaluations too, but of the first, the best and the last")
     ] = False,
     set_aside_older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="what was set aside, with the reason: 30d or 12h")
@@ -29,8 +29,8 @@ def prune(
     root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """Remove policy versions and pictures that nothing needs any more; all records stay, and runs go on as before."""
-    with told_in_one_message():
+    """Remove policy versions and images that nothing needs any more; all records stay, and runs go on as before."""
+    with handle_errors():
         from flows.pruning.request import PruneRequest, read_rules
 
         request = PruneRequest(
@@ -38,7 +38,7 @@ def prune(
             root=root,
             policies_every=policies_every,
             policies_last=policies_last,
-            pictures_older_than=pictures_older_than,
+            images_older_than=images_older_than,
             evaluations=evaluations,
             set_aside_older_than=set_aside_older_than,
             dry_run=dry_run,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.command_line.errors import Json, told_in_one_message
+from flows.command_line.errors import Json, handle_errors
 
 commands = typer.Typer(
     name="rewards", help="Rewards: list them, analyse stored scores, serve them.", no_args_is_help=True
@@ -17,7 +17,7 @@ commands = typer.Typer(
 @commands.command("list")
 def list_rewards(as_json: Json = False) -> None:
     """Every reward that a configuration may name, with its settings and their defaults."""
-    with told_in_one_message():
+    with handle_errors():
         from rich.console import Console
 
         from flows.terminal.rewards import show_rewards
@@ -45,7 +45,7 @@ def analyse(
     as_json: Json = False,
 ) -> None:
     """Range, saturation, spread, agreement, noise and cost of each reward of a run; plots as PNG."""
-    with told_in_one_message():
+    with handle_errors():
         from rich.console import Console
 
         from flows.rewards.analysis import AnalysisRequest, analyse_rewards
@@ -71,7 +71,7 @@ def serve_rewards(
     ] = None,
 ) -> None:
     """Score for others over HTTP, as docs/remote_rewards.md describes; Ctrl-C ends it."""
-    with told_in_one_message():
+    with handle_errors():
         from configs.placement_sections import PlacementSection
         from configs.rewards_file import read_rewards_file
         from flows.rewards.server import serve

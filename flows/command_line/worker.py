@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.command_line.errors import told_in_one_message
+from flows.command_line.errors import handle_errors
 from grpo_core.errors import InputError
 
 
@@ -13,12 +13,12 @@ def worker(
     pool: Annotated[str, typer.Argument(metavar="POOL", help="made if there is none of this name")],
 ) -> None:
     """Do the stages that runs send to a work pool, one by one, the model kept; beside them, one run deployed to it."""
-    with told_in_one_message():
+    with handle_errors():
         from flows.server.reachable import require_server, server_database, server_url
 
         if server_url() is None:
-            mend = "A worker asks a server for work: start one with `grpo ui` and export the address that it prints."
-            raise InputError("PREFECT_API_URL", None, mend)
+            hint = "A worker asks a server for work: start one with `grpo ui` and export the address that it prints."
+            raise InputError("PREFECT_API_URL", None, hint)
         require_server()
         if server_database() == "sqlite":
             typer.secho(

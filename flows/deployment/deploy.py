@@ -19,8 +19,8 @@ from configs.schema import RunConfig
 from configs.section import NAME_MEND, Name
 from flows.deployment.deployments import TAG, Deployable, evaluation, rescoring, training
 from flows.prefect_settings import CLIENT
+from flows.server.heartbeat_automation import ensure_automations
 from flows.server.reachable import require_pools
-from flows.server.silent_runs import ensure_automations
 from grpo_core.errors import InputError, InputErrors
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
@@ -91,7 +91,7 @@ async def deploy_run(request: DeployRequest) -> DeployedRun:
     """Register what is asked for; nothing else on the server is changed.
 
     Raises:
-        InputError, InputErrors: with the option or key, the value and the mend; nothing is registered then.
+        InputError, InputErrors: with the option or key, the value and the hint; nothing is registered then.
     """
     name = request.name or request.config.run.name
     _require_name(name)
@@ -156,8 +156,8 @@ def _require_name(name: str) -> None:
 def _require_distinct(wanted: Sequence[Deployable], files: Sequence[Path]) -> None:
     names = [(each.flow.name, each.name) for each in wanted]
     if len(set(names)) < len(names):
-        mend = "Rescorings have the names of their files, which must differ; rename one."
-        raise InputErrors([InputError("--rescore", [str(file) for file in files], mend)])
+        hint = "Rescorings have the names of their files, which must differ; rename one."
+        raise InputErrors([InputError("--rescore", [str(file) for file in files], hint)])
 
 
 async def _register(
@@ -214,7 +214,7 @@ def job_variables(pool_type: str) -> dict[str, Any]:
         pool_type: as the server has it.
     """
     # A process that Prefect starts has read its settings before this project is imported, and would beat so seldom that
-    # flows.server.silent_runs takes it for dead.
+    # flows.server.heartbeat_automation takes it for dead.
     variables: dict[str, Any] = {"env": {name: CLIENT[name] for name in _SETTINGS}}
     # Prefect's own workers begin each run in an empty folder; paths of a configuration are of the checkout.
     return variables | ({"working_dir": "."} if pool_type == "process" else {})

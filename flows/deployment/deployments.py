@@ -122,5 +122,5 @@ def credential_problems(values: Any, place: str = "") -> Iterator[InputError]:
         for index, value in enumerate(values):
             yield from credential_problems(value, f"{place}.{index}")
     elif isinstance(values, str) and _CREDENTIALS.search(values):
-        mend = "Parameters are shown to whoever opens the UI; leave user and password to the worker's environment."
-        yield InputError(place, _CREDENTIALS.sub("://***@", values), mend)
+        hint = "Parameters are shown to whoever opens the UI; leave user and password to the worker's environment."
+        yield InputError(place, _CREDENTIALS.sub("://***@", values), hint)

@@ -12,16 +12,16 @@ from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rew
 from flows.pipeline.forms import Form
 from flows.pipeline.run import Run
 from flows.pipeline.stages import recording
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.runs.evaluations import StoredEvaluation
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.locks.run_lock import locked
 
 EvaluateForm = Annotated[EvaluateRequest, Form(EvaluateRequest, read_request)]
 
 
-class RewardFigures(BaseModel):
+class RewardMetrics(BaseModel):
     """What one reward gave.
 
     Attributes:
@@ -59,8 +59,8 @@ class EvaluateSummary(BaseModel):
     policy_digest: str
     prompts: str | None
     heldout: float | None
-    rewards: dict[str, RewardFigures]
-    guardrails: dict[str, RewardFigures]
+    rewards: dict[str, RewardMetrics]
+    guardrails: dict[str, RewardMetrics]
     samples: int
     stored: bool
     seconds: dict[str, float]
@@ -73,7 +73,7 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
     started = time.perf_counter()
     plan = request.plan
     for note in plan.notes:
-        announce(note)
+        log(note)
     done = plan.stored or await draw(plan)
     summary = summarize(plan, done, time.perf_counter() - started)
     await publish(summary)
@@ -82,20 +82,20 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
 
 async def draw(plan: EvaluatePlan) -> StoredEvaluation:
     """The first three stages, and the guardrails."""
-    config, draws = plan.config, plan.draws
-    with locked(plan.store, draws.folder, setting="--policy", value=str(plan.policy.version)) as lock:
+    config, rounds = plan.config, plan.rounds
+    with locked(plan.store, rounds.folder, setting="--policy", value=str(plan.policy.version)) as lock:
         run = Run(config, plan.store, lock, plan.model, (), plan.heldout)
         async with recording(run.store, lock):
-            rollouts = collect_rollouts(run, plan.policy, draws)
-            rewards = score_rewards(run, rollouts, draws, config.rewards, "rewards")
-            advantages = compute_advantages(run, (Draw(rollouts, rewards),), draws.folder, draws.title)
-            guardrails = score_rewards(run, rollouts, draws, config.watch.guardrails, "guardrails")
+            rollouts = collect_rollouts(run, plan.policy, rounds)
+            rewards = score_rewards(run, rollouts, rounds, config.rewards, "rewards")
+            advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), rounds.folder, rounds.title)
+            guardrails = score_rewards(run, rollouts, rounds, config.watch.guardrails, "guardrails")
     return StoredEvaluation(rollouts, advantages, rewards, guardrails)
 
 
 def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> EvaluateSummary:
     """Gather the figures."""
-    rewards = {label: figures_of(label, scores) for label, scores in done.rewards.items()}
+    rewards = {label: metrics_of(label, scores) for label, scores in done.rewards.items()}
     return EvaluateSummary(
         run=plan.store.run,
         policy=plan.policy.version,
@@ -103,7 +103,7 @@ def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> Eva
         prompts=plan.config.evaluate.prompts,
         heldout=done.advantages.metrics.get("reward"),
         rewards=rewards,
-        guardrails={label: figures_of(label, scores) for label, scores in done.guardrails.items()},
+        guardrails={label: metrics_of(label, scores) for label, scores in done.guardrails.items()},
         samples=done.advantages.rows,
         stored=plan.stored is not None,
         seconds={
@@ -113,14 +113,14 @@ def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> Eva
             "rewards": max(scores.seconds for scores in done.rewards.values()),
             "advantages": done.advantages.seconds,
         },
-        folder=plan.store.path(plan.draws.folder),
+        folder=plan.store.path(plan.rounds.folder),
     )
 
 
-def figures_of(label: str, scores: ArtifactRef) -> RewardFigures:
+def metrics_of(label: str, scores: ArtifactRef) -> RewardMetrics:
     """The figures that a table of scores holds."""
     metrics = scores.metrics
-    return RewardFigures(
+    return RewardMetrics(
         mean=metrics.get(f"rewards/{label}/mean"),
         std=metrics.get(f"rewards/{label}/std"),
         without=int(metrics[f"rewards/{label}/null"]),

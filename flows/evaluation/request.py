@@ -56,7 +56,7 @@ class EvaluateRequest(Section):
         """What is done for it.
 
         Raises:
-            InputError, InputErrors: with the option or the key, the value and the mend.
+            InputError, InputErrors: with the option or the key, the value and the hint.
         """
         return plan_evaluate(self)
 
@@ -81,7 +81,7 @@ class EvaluatePlan:
     model: ModelSpec
     policy: PolicyRef
     heldout: tuple[PromptSet, ...]
-    draws: RolloutPlan
+    rounds: RolloutPlan
     stored: StoredEvaluation | None
     notes: tuple[str, ...]
 
@@ -99,20 +99,20 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     """Find the run, the policy and the prompts, and check that they go together.
 
     Raises:
-        InputError, InputErrors: with the option or the key, the value and the mend.
+        InputError, InputErrors: with the option or the key, the value and the hint.
     """
     _require_changeable(request)
     store = find_run(request.run, request.root)
     described = _description(store)
     own, config = stored_config(store), stored_config(store, [*_of_prompts(request), *request.overrides])
     if not config.evaluate.sets:
-        mend = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
-        raise InputErrors([InputError("--prompts", None, mend)])
+        hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
+        raise InputErrors([InputError("--prompts", None, hint)])
     _require_inputs(config)
     digest = model_digest(config.policy.model)
     if described.get("model_digest") not in (None, digest):
-        mend = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); put those back."
-        raise InputErrors([InputError("policy.model", digest[:12], mend)])
+        hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); put those back."
+        raise InputErrors([InputError("policy.model", digest[:12], hint)])
     policy, notes = choose_policy(store, request.policy, digest)
     heldout = read_prompt_sets(config, config.evaluate, "evaluate")
     adapter_seed, reference = derive_seed(config.run.seed, "adapter"), reference_placement(config)
@@ -120,16 +120,16 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     settings = model.family.settings(config.rollout.model_dump())
     texts = [prompt.text for each in heldout for prompt in each.prompts]
     model.family.refuse_prompts(config.policy.model, settings, texts)
-    draws = plan_heldout(config, heldout, policy.version)
-    assert draws is not None, "there are held-out prompts"
+    rounds = plan_heldout(config, heldout, policy.version)
+    assert rounds is not None, "there are held-out prompts"
     own_place = _scored_alike(own, config) and described.get("evaluation") == _digest_of_own(config, heldout)
-    stored = find_stored(store, draws.folder, config) if own_place else None
+    stored = find_stored(store, rounds.folder, config) if own_place else None
     if stored is None:
-        draws = draws.model_copy(update={"folder": _place(config, draws)})
-        stored = find_stored(store, draws.folder, config)
+        rounds = rounds.model_copy(update={"folder": _place(config, rounds)})
+        stored = find_stored(store, rounds.folder, config)
     if stored is not None and samplers(store, [stored.rollouts]) != {(policy.version, policy.digest)}:
         stored = None  # it is of the version that stood here before
-    return EvaluatePlan(store, config, model, policy, heldout, draws, stored, notes)
+    return EvaluatePlan(store, config, model, policy, heldout, rounds, stored, notes)
 
 
 def _require_changeable(request: EvaluateRequest) -> None:
@@ -137,8 +137,8 @@ def _require_changeable(request: EvaluateRequest) -> None:
     for override in request.overrides:
         path = override.partition("=")[0].strip()
         if not any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _CHANGEABLE):
-            mend = f"An evaluation takes the policy as it was trained; {', '.join(_CHANGEABLE[:-1])} may be changed."
-            problems.append(InputError("--set", override, mend))
+            hint = f"An evaluation takes the policy as it was trained; {', '.join(_CHANGEABLE[:-1])} may be changed."
+            problems.append(InputError("--set", override, hint))
     if problems:
         raise InputErrors(problems)
 
@@ -148,8 +148,8 @@ def _description(store: ArtifactStore) -> Mapping[str, Any]:
     described = read_description(store)
     version = described.get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int) or version > SCHEMA_VERSION:
-        mend = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
-        raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", mend)
+        hint = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
+        raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
     return described
 
 
@@ -194,10 +194,10 @@ def _digest_of_own(config: RunConfig, heldout: tuple[PromptSet, ...]) -> str:
     return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
-def _place(config: RunConfig, draws: RolloutPlan) -> str:
+def _place(config: RunConfig, rounds: RolloutPlan) -> str:
     """A folder for all versions that are evaluated alike: none of the training's, which may be writing those."""
-    described = {**_sampling(config), "draws": draws.model_dump(mode="json", exclude={"folder", "title"})}
+    described = {**_sampling(config), "rounds": rounds.model_dump(mode="json", exclude={"folder", "title"})}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     stem = PurePosixPath(config.evaluate.prompts).stem if config.evaluate.prompts else "heldout"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:60] or "heldout"
-    return f"{OTHERS}/{name}-{digest[:8]}/{draws.folder.rsplit('/', 1)[-1]}"
+    return f"{OTHERS}/{name}-{digest[:8]}/{rounds.folder.rsplit('/', 1)[-1]}"

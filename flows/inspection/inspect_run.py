@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.pipeline.run_summary import RunFigures
+from flows.pipeline.run_summary import RunSummary
 from grpo_core.errors import InputError
 from tasks.metrics.names import SIGNS_FILE
 from tasks.reports.group_records import Groups
@@ -20,11 +20,11 @@ from tasks.runs.iterations import iteration_numbers
 from tasks.runs.lookup import find_run
 from tasks.storage.artifacts.reader import ArtifactReader
 
-MOST_GROUPS = 60
+MAX_GROUPS = 60
 """Groups with all their samples in a page; an iteration may have thousands."""
 
 
-class InspectSummary(RunFigures):
+class InspectSummary(RunSummary):
     """What `--json` prints.
 
     Attributes:
@@ -103,7 +103,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     targets = TargetReader(LARGE)
     with tempfile.TemporaryDirectory() as fetched:
         stages = run.shown.stages if run.shown else {}
-        groups = read_groups(reader, stages, Path(fetched), targets, limit=MOST_GROUPS)
+        groups = read_groups(reader, stages, Path(fetched), targets, limit=MAX_GROUPS)
         heldout = _read_heldout(reader, run, Path(fetched), targets)
     inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
@@ -131,8 +131,8 @@ def _read_heldout(reader: ArtifactReader, run: RunView, fetched: Path, targets: 
     if len(evaluated) < 2:
         return None
     first, last = evaluated[0], evaluated[-1]
-    before = read_groups(reader, first.stages, fetched, targets, limit=MOST_GROUPS)
-    after = read_groups(reader, last.stages, fetched, targets, limit=MOST_GROUPS)
+    before = read_groups(reader, first.stages, fetched, targets, limit=MAX_GROUPS)
+    after = read_groups(reader, last.stages, fetched, targets, limit=MAX_GROUPS)
     return pair_heldout(first.version, before, last.version, after)
 
 
@@ -147,13 +147,13 @@ def _warnings(reader: ArtifactReader, run: RunView, targets: TargetReader) -> It
         uri, reason = next(iter(targets.missing.items()))
         count = len(targets.missing)
         yield (
-            f"{count} target picture{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
+            f"{count} target image{'s' if count > 1 else ''} cannot be shown, the first {uri}: {reason} "
             "Relative paths are read from the folder that `grpo` is started in"
         )
 
 
 def _pruned(reader: ArtifactReader, run: RunView) -> Iterator[str]:
-    """Of what is shown, the pictures that were taken away on purpose."""
+    """Of what is shown, the images that were taken away on purpose."""
     ends = run.evaluated[:1] + run.evaluated[-1:] if len(run.evaluated) > 1 else ()
     shown = [*((f"iteration {run.shown.iteration}", run.shown.stages) for _ in range(1) if run.shown)]
     shown += [(f"the evaluation of policy {each.version}", each.stages) for each in ends]
@@ -161,7 +161,7 @@ def _pruned(reader: ArtifactReader, run: RunView) -> Iterator[str]:
         told = [reader.pruned[each.folder] for each in stages.get("rollouts", ()) if each.folder in reader.pruned]
         if told:
             by, on = told[0].get("by", "grpo prune"), told[0].get("on", "a day that nothing says")
-            yield f"{name}: its pictures were removed on {on} by `{by}`; everything else of it is there"
+            yield f"{name}: its images were removed on {on} by `{by}`; everything else of it is there"
 
 
 def _signs(reader: ArtifactReader) -> Iterator[str]:

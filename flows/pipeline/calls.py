@@ -9,8 +9,8 @@ from tasks.advantages.compute import compute_advantages_task
 from tasks.execution.shards import clear_shards
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 
 
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
@@ -30,8 +30,8 @@ def score_rewards(
 
 
 def compute_advantages(
-    run: Run, draws: tuple[Draw, ...], folder: str, title: str, earlier: ArtifactRef | None = None
+    run: Run, rounds: tuple[SamplingRound, ...], folder: str, title: str, earlier: ArtifactRef | None = None
 ) -> ArtifactRef:
     """Stage 3."""
     config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
-    return stage(draws, config.rewards, config.advantages, folder, title, earlier, config.placement)
+    return stage(rounds, config.rewards, config.advantages, folder, title, earlier, config.placement)

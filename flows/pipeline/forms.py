@@ -1,7 +1,7 @@
 """What a flow run may be asked for: the form of Prefect's UI, and what it becomes in the flow.
 
 The server refuses unknown keys and wrong types when a flow run is created, by the JSON schema of the form. The flow
-reads the same values again with the project's own checks, which tell every mistake at once, each with its mend.
+reads the same values again with the project's own checks, which tell every mistake at once, each with its hint.
 """
 
 import inspect
@@ -26,13 +26,13 @@ class Form:
         read: the values of a form -> the record; raises InputError or InputErrors for what cannot be used.
     """
 
-    asked: Any
+    requested: Any
     read: Callable[[Mapping[str, Any]], object]
 
     def __get_pydantic_core_schema__(self, source: type[object], handler: GetCoreSchemaHandler) -> CoreSchema:
         """The form as JSON schema; in Python the record itself, or the values that it is read from."""
         return core_schema.json_or_python_schema(
-            json_schema=handler.generate_schema(self.asked),
+            json_schema=handler.generate_schema(self.requested),
             python_schema=core_schema.no_info_before_validator_function(
                 self._as_record, core_schema.is_instance_schema(source)
             ),
@@ -46,7 +46,7 @@ TrainConfig = Annotated[RunConfig, Form(RunConfig, check_config)]
 """The resolved configuration, section by section."""
 
 
-def form_schema(parameter: str, asked: type[BaseModel]) -> dict[str, Any]:
+def form_schema(parameter: str, requested: type[BaseModel]) -> dict[str, Any]:
     """The schema of a flow with one parameter, for a deployment whose form is narrower than the flow's own.
 
     Args:
@@ -54,5 +54,5 @@ def form_schema(parameter: str, asked: type[BaseModel]) -> dict[str, Any]:
         asked: what it holds.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=asked)])
+    signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=requested)])
     return generate_parameter_schema(signature, {}).model_dump()

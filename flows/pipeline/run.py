@@ -12,7 +12,7 @@ import yaml
 
 from configs.core_settings import reference_placement, with_total_steps
 from configs.determining import changed_keys, determining
-from configs.schema import PictureRolloutSection, RunConfig, UpdateSection
+from configs.schema import ImageRolloutSection, RunConfig, UpdateSection
 from flows.preflight.inputs import read_prompt_sets, require_inputs
 from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
@@ -22,7 +22,7 @@ from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.rewards.stored import provenance_json
-from tasks.rollouts.plan import RolloutPlan, plan_draw, plan_evaluation
+from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.schema_guard import refuse_newer
 from tasks.storage.artifacts.open_store import open_store
 from tasks.storage.artifacts.reference import PolicyRef
@@ -98,7 +98,7 @@ class Run:
             statistics=statistics,
             avoided={(group.dataset, group.prompt_id) for plan in earlier for group in plan.groups},
         )
-        return plan_draw(
+        return plan_round(
             drawn,
             seed=config.run.seed,
             iteration=iteration,
@@ -130,7 +130,7 @@ def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) 
 
 
 def _shares_noise(config: RunConfig) -> bool:
-    return isinstance(config.rollout, PictureRolloutSection) and config.rollout.shared_noise
+    return isinstance(config.rollout, ImageRolloutSection) and config.rollout.shared_noise
 
 
 @contextmanager
@@ -195,12 +195,12 @@ def _set_other_lineage_aside(run: Run) -> None:
         return
     if described.get("lineage") == _lineage(run):
         return
-    # Whoever takes up what the former configuration asked for finds nothing.
+    # Whoever takes up what the previous configuration asked for finds nothing.
     clear_calls(store)
-    former = _mapping(store.read_file(CONFIG_FILE))
+    previous = _mapping(store.read_file(CONFIG_FILE))
     changes: Sequence[str] = ()
-    if former is not None:
-        changes = changed_keys(determining(former), determining(run.config.model_dump(mode="json")))
+    if previous is not None:
+        changes = changed_keys(determining(previous), determining(run.config.model_dump(mode="json")))
     unnamed = "the code, model, prompts, or a reward's function or weights changed"
     reason = "the configuration changed: " + "; ".join(changes) if changes else unnamed
     # run.json goes last: while it stands, the next start goes on with setting aside.
@@ -210,7 +210,7 @@ def _set_other_lineage_aside(run: Run) -> None:
 def _set_other_evaluations_aside(run: Run) -> None:
     """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
     held = run.store.filesystem.exists(run.store.path("evaluations"))
-    if held and run.heldout and _former_evaluation(run) not in (None, _evaluation(run)):
+    if held and run.heldout and _previous_evaluation(run) not in (None, _evaluation(run)):
         run.store.set_aside(["evaluations"], reason="the held-out prompts, their targets, number or seed changed")
 
 
@@ -218,11 +218,11 @@ def _evaluation(run: Run) -> str | None:
     """Digest of what the evaluation of a policy draws; that of an earlier start where this one draws none."""
     plan = run.evaluation_plan(0)
     if plan is None:
-        return _former_evaluation(run)
+        return _previous_evaluation(run)
     return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
-def _former_evaluation(run: Run) -> str | None:
+def _previous_evaluation(run: Run) -> str | None:
     return (_described(run.store) or {}).get("evaluation")
 
 

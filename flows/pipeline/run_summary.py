@@ -3,7 +3,7 @@
 from pydantic import BaseModel
 
 
-class RunFigures(BaseModel):
+class RunSummary(BaseModel):
     """What a run has reached.
 
     Attributes:

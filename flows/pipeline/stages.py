@@ -13,9 +13,9 @@ from configs.reward_sections import RewardSection
 from flows.server.temporary import end_temporary_server_with_this_process
 from tasks.execution.caching import configured
 from tasks.execution.child_process import close_stage_processes
-from tasks.execution.pool_run import stages_given_up_on_interrupt, stages_given_up_on_signal
+from tasks.execution.pool_run import stages_cancelled_on_interrupt, stages_cancelled_on_signal
 from tasks.execution.shards import clear_shards
-from tasks.progress import is_heard, listen
+from tasks.progress import has_listener, listen
 from tasks.rewards.process_pool import close_scoring_processes
 from tasks.rewards.score import score_reward_task
 from tasks.rewards.stored import failed_scores
@@ -34,7 +34,7 @@ class RunLog:
     def advance(self, stage: str, done: int, total: int) -> None:
         """Its stages stand in the UI by themselves."""
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A line of the log."""
         get_run_logger().info(line)
 
@@ -42,14 +42,14 @@ class RunLog:
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Tasks of this context keep their artifacts, and the records of them, in the run's folder while it is held."""
-    if not is_heard():
+    if not has_listener():
         listen(RunLog())
     use_store(store)
     use_lock(lock)
     use_records(await registered_records())
     end_temporary_server_with_this_process()
     # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
-    with SyncClientContext.get_or_create(), stages_given_up_on_signal():
+    with SyncClientContext.get_or_create(), stages_cancelled_on_signal():
         try:
             yield
         finally:
@@ -96,7 +96,7 @@ def score_side_by_side(
         # A record of a table with failures is no reason not to try those again.
         stage = stage.with_options(refresh_cache=any(failed_scores(each) for each in known))
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
-    with stages_given_up_on_interrupt():
+    with stages_cancelled_on_interrupt():
         wait(list(futures.values()))
     made = {label: future.result() for label, future in futures.items()}
     if placement.rewards.shards > 1:

@@ -1,4 +1,4 @@
-"""Looks a configuration over before it costs anything: inputs, weights, memory, storage, server, each with its mend."""
+"""Looks a configuration over before it costs anything: inputs, weights, memory, storage, server, each with its hint."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from PIL import features
 
 from configs.checks import pools_of
 from configs.core_settings import reference_placement, training_choice
-from configs.schema import PictureRolloutSection, RunConfig
+from configs.schema import ImageRolloutSection, RunConfig
 from flows.preflight.inputs import input_problems
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
@@ -30,13 +30,13 @@ class Finding:
         subject: what.
         healthy: whether a run would get past it.
         said: what was found.
-        mend: what to do when it is not healthy.
+        hint: what to do when it is not healthy.
     """
 
     subject: str
     healthy: bool
     said: str
-    mend: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def examine(config: RunConfig) -> Diagnosis:
         findings += [_weights(config, estimate.counted), _memory(config, memory)]
     except InputError as error:
         if not any(finding.said.startswith(error.place) for finding in findings):
-            findings.append(Finding("model", False, f"{error.place}: {error.value!r}", error.mend))
+            findings.append(Finding("model", False, f"{error.place}: {error.value!r}", error.hint))
     findings += [_storage(config, checkpoint), _fonts(), *_server(config)]
     return Diagnosis(tuple(findings), memory)
 
@@ -78,10 +78,10 @@ def examine(config: RunConfig) -> Diagnosis:
 def _inputs(config: RunConfig) -> Iterator[Finding]:
     problems = list(input_problems(config))
     for problem in problems:
-        yield Finding("inputs", False, f"{problem.place}: got {problem.value!r}", problem.mend)
+        yield Finding("inputs", False, f"{problem.place}: got {problem.value!r}", problem.hint)
     if not problems:
         labels = ", ".join(reward.label for reward in config.rewards)
-        yield Finding("inputs", True, f"prompts, targets and picture size are usable; rewards ready: {labels}")
+        yield Finding("inputs", True, f"prompts, targets and image size are usable; rewards ready: {labels}")
 
 
 def model_estimate(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
@@ -104,8 +104,8 @@ def _weights(config: RunConfig, counted: str) -> Finding:
         return Finding("weights", False, f"{model}: {counted}", "The folder holds no weights; save the model there.")
     if folder.is_dir() or _cached(model):
         return Finding("weights", True, f"{model}: {counted}")
-    mend = f"They are not on this machine: run `hf download {model}`, or set policy.model to a folder."
-    return Finding("weights", False, f"{model}: {counted}", mend)
+    hint = f"They are not on this machine: run `hf download {model}`, or set policy.model to a folder."
+    return Finding("weights", False, f"{model}: {counted}", hint)
 
 
 def _cached(model: str) -> bool:
@@ -124,20 +124,20 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     if config.placement.device == "cpu" or not torch.cuda.is_available():
         wanted = config.placement.device == "cuda"
         said = f"no GPU here; the run would need about {needed:.3g} GiB"
-        mend = "Set placement.device: auto, or run on a machine with a GPU." if wanted else ""
-        return Finding("memory", not wanted, said, mend)
+        hint = "Set placement.device: auto, or run on a machine with a GPU." if wanted else ""
+        return Finding("memory", not wanted, said, hint)
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
     said = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in all) on {name}"
-    mend = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing."
-    return Finding("memory", needed * GIB <= free, said, "" if needed * GIB <= free else mend)
+    hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing."
+    return Finding("memory", needed * GIB <= free, said, "" if needed * GIB <= free else hint)
 
 
 def _storage(config: RunConfig, checkpoint: int) -> Finding:
     try:
         store = open_store(config.storage, config.run.name)
     except InputError as error:
-        return Finding("storage", False, f"{error.place}: got {error.value!r}", error.mend)
+        return Finding("storage", False, f"{error.place}: got {error.value!r}", error.hint)
     if not is_local(store.filesystem):
         return Finding("storage", True, f"{config.storage.root} (not tried: looking changes nothing)")
     nearest = next(place for place in (Path(store.path()), *Path(store.path()).parents) if place.exists())
@@ -148,10 +148,10 @@ def _storage(config: RunConfig, checkpoint: int) -> Finding:
     rollout = config.rollout
     said = ""
     drawn = 0.0
-    if isinstance(rollout, PictureRolloutSection):
+    if isinstance(rollout, ImageRolloutSection):
         # Uncompressed, so that a PNG of noise is covered too.
         drawn = samples * rollout.height * rollout.width * 3 / GIB
-        said = f"{samples} pictures take at most {drawn:.2g} GiB, "
+        said = f"{samples} images take at most {drawn:.2g} GiB, "
     policies = config.run.iterations * checkpoint / GIB
     said = (
         f"{config.storage.root}: {free:.3g} GiB free; {said}"
@@ -163,8 +163,8 @@ def _storage(config: RunConfig, checkpoint: int) -> Finding:
 
 def _fonts() -> Finding:
     ready = bool(features.check("freetype2"))
-    mend = "" if ready else "Install a Pillow that was built with FreeType: the contact sheet's labels need it."
-    return Finding("fonts", ready, "Pillow draws labels with FreeType" if ready else "Pillow lacks FreeType", mend)
+    hint = "" if ready else "Install a Pillow that was built with FreeType: the contact sheet's labels need it."
+    return Finding("fonts", ready, "Pillow draws labels with FreeType" if ready else "Pillow lacks FreeType", hint)
 
 
 def _server(config: RunConfig) -> Iterator[Finding]:
@@ -174,11 +174,11 @@ def _server(config: RunConfig) -> Iterator[Finding]:
         require_server()
     except InputErrors as errors:
         yield from (
-            Finding("server", False, f"{error.place}: got {error.value!r}", error.mend) for error in errors.errors
+            Finding("server", False, f"{error.place}: got {error.value!r}", error.hint) for error in errors.errors
         )
         return
     except InputError as error:
-        yield Finding("server", False, f"{error.place}: got {error.value!r}", error.mend)
+        yield Finding("server", False, f"{error.place}: got {error.value!r}", error.hint)
         return
     if url is None:
         yield Finding("server", True, "none configured: a run starts a temporary one of its own")
@@ -186,5 +186,5 @@ def _server(config: RunConfig) -> Iterator[Finding]:
     yield Finding("server", True, f"{url} answers")
     for pool in sorted({pool for _, pool in pools}):
         online = workers_online(pool)
-        mend = "" if online else f"Start one with `grpo worker {pool}`; until then its stages wait."
-        yield Finding("workers", online > 0, f"{online} of pool {pool} heard of lately", mend)
+        hint = "" if online else f"Start one with `grpo worker {pool}`; until then its stages wait."
+        yield Finding("workers", online > 0, f"{online} of pool {pool} heard of lately", hint)

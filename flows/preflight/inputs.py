@@ -8,7 +8,7 @@ import torch
 from configs.checks import pools_of
 from configs.core_settings import training_choice
 from configs.reward_sections import RewardSection
-from configs.schema import DatasetSection, PictureRolloutSection, PromptsSection, RunConfig
+from configs.schema import DatasetSection, ImageRolloutSection, PromptsSection, RunConfig
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
@@ -27,21 +27,21 @@ def read_prompt_sets(config: RunConfig, section: PromptsSection, place: str) -> 
     """The prompts of one section, set by set, with their targets: a later rescoring may ask for those.
 
     Raises:
-        InputError: a file or picture that is missing or cannot be used; `place` names the section.
+        InputError: a file or image that is missing or cannot be used; `place` names the section.
     """
     return tuple(_read_prompt_set(config, dataset, place) for dataset in section.sets)
 
 
 def _read_prompt_set(config: RunConfig, section: DatasetSection, place: str) -> PromptSet:
     rollout = config.rollout
-    size = (rollout.width, rollout.height) if isinstance(rollout, PictureRolloutSection) else None
+    size = (rollout.width, rollout.height) if isinstance(rollout, ImageRolloutSection) else None
     try:
-        # Pictures of a folder pair with the whole file, so the limit comes last.
+        # Images of a folder pair with the whole file, so the limit comes last.
         prompts = read_prompts(section.prompts, column=section.prompt_column)
         base = posixpath.dirname(section.prompts)
         targets = pair_targets(prompts, folder=section.targets, column=section.target_column, base=base, size=size)
     except InputError as error:
-        raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.mend) from error
+        raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.hint) from error
     return PromptSet(section.name, section.weight, prompts[: section.limit], targets[: section.limit])
 
 
@@ -131,8 +131,8 @@ def _column_problems(
                 continue  # told with the prompts
             found = sorted({name for prompt in prompts for name in prompt.columns})
             if column not in found:
-                mend = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
-                yield InputError(place, column, mend)
+                hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
+                yield InputError(place, column, hint)
 
 
 def require_inputs(config: RunConfig) -> None:

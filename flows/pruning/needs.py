@@ -27,8 +27,8 @@ class Needs:
 
     Attributes:
         policies: by version.
-        evaluations: of their pictures, by version.
-        iterations: of their pictures: first and last iteration, None for all from the first on, and the reason.
+        evaluations: of their images, by version.
+        iterations: of their images: first and last iteration, None for all from the first on, and the reason.
     """
 
     policies: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -36,7 +36,7 @@ class Needs:
     iterations: list[tuple[int, int | None, str]] = field(default_factory=list)
 
     def of_iteration(self, number: int) -> list[str]:
-        """Reasons to keep an iteration's pictures."""
+        """Reasons to keep an iteration's images."""
         return [
             reason for first, last, reason in self.iterations if first <= number and (last is None or number <= last)
         ]
@@ -117,17 +117,19 @@ class _Finder:
             return
         self.of_training(config, who)
 
-    def _of_scheduled_evaluation(self, asked: Mapping[str, Any], who: str) -> None:
-        version = asked.get("policy")
-        if isinstance(version, int) and means_run(self.store, str(asked.get("run")), str(asked.get("root", "runs"))):
+    def _of_scheduled_evaluation(self, requested: Mapping[str, Any], who: str) -> None:
+        version = requested.get("policy")
+        if isinstance(version, int) and means_run(
+            self.store, str(requested.get("run")), str(requested.get("root", "runs"))
+        ):
             self.needs.policies[version].append(f"{who} evaluates it")
             self.needs.evaluations[version].append(f"{who} scores it")
 
-    def _of_scheduled_rescoring(self, asked: Mapping[str, Any], who: str) -> None:
-        sources, root = asked.get("sources"), str(asked.get("root", "runs"))
+    def _of_scheduled_rescoring(self, requested: Mapping[str, Any], who: str) -> None:
+        sources, root = requested.get("sources"), str(requested.get("root", "runs"))
         named = [str(source) for source in sources] if isinstance(sources, list | tuple) else []
         if any(means_run(self.store, source, root) for source in named):
-            self.needs.iterations.append((*_iterations(asked.get("iterations")), f"{who} scores them again"))
+            self.needs.iterations.append((*_iterations(requested.get("iterations")), f"{who} scores them again"))
 
 
 def numbers_in(store: ArtifactStore, folder: str) -> list[int]:

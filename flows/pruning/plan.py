@@ -11,18 +11,18 @@ from flows.evaluation.request import OTHERS, OWN
 from flows.pruning.needs import BEST, Needs, find_needs, numbers_in, rewards_of
 from flows.pruning.request import Age, PruneRules
 from flows.pruning.scheduled import ScheduledFlow
+from tasks.pruning.images import image_bytes, remove_images
 from tasks.pruning.leftovers import abandoned_writes, old_calls
-from tasks.pruning.pictures import picture_bytes, remove_pictures
 from tasks.pruning.prunable import Prunable, State, bytes_of, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
-from tasks.runs.iterations import POLICIES, draw_names, iteration_numbers
+from tasks.runs.iterations import POLICIES, iteration_numbers, round_names
 from tasks.storage.artifacts.lineage import LINEAGE, lineage_of
 from tasks.storage.artifacts.reader import ArtifactReader
 from tasks.storage.artifacts.store import ArtifactStore
 
-VERSIONS, PICTURES, EVALUATIONS = "policy versions", "pictures of iterations", "pictures of evaluations"
+VERSIONS, IMAGES, EVALUATIONS = "policy versions", "images of iterations", "images of evaluations"
 ASIDE, CALLS, WRITES = "set aside", "calls of work pools", "unfinished writes"
-KINDS = (VERSIONS, PICTURES, EVALUATIONS, ASIDE, CALLS, WRITES)
+KINDS = (VERSIONS, IMAGES, EVALUATIONS, ASIDE, CALLS, WRITES)
 """Of what goes, in the order in which people are told."""
 
 ENDS = "the first and the last evaluation are shown side by side"
@@ -71,16 +71,16 @@ class RunPlan:
     """
 
     store: ArtifactStore
-    removals: list[Removal] = field(default_factory=list)
-    staying: list[Staying] = field(default_factory=list)
+    deletions: list[Removal] = field(default_factory=list)
+    kept_names: list[Staying] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def decide(self, kind: str, name: str, reasons: Sequence[str], remove: Callable[[], Removal]) -> None:
         """Let something go unless there are reasons to keep it."""
         if reasons:
-            self.staying.append(Staying(kind, name, "; ".join(dict.fromkeys(reasons))))
+            self.kept_names.append(Staying(kind, name, "; ".join(dict.fromkeys(reasons))))
         else:
-            self.removals.append(remove())
+            self.deletions.append(remove())
 
 
 def plan_run(
@@ -98,10 +98,10 @@ def plan_run(
     plan = RunPlan(store)
     versions = _held_versions(store)
     alive = [version for version, held in versions.items() if held.state is State.WHOLE]
-    asked = rules.last is not None or rules.pictures is not None
-    needs = find_needs(store, config, alive, scheduled) if asked else Needs()
+    requested = rules.last is not None or rules.images is not None
+    needs = find_needs(store, config, alive, scheduled) if requested else Needs()
     _plan_versions(plan, config, rules, versions, needs, now)
-    _plan_pictures(plan, config, rules, needs, now)
+    _plan_images(plan, config, rules, needs, now)
     _plan_set_aside(plan, rules.set_aside, now)
     _plan_leftovers(plan, now)
     return plan
@@ -150,7 +150,7 @@ def _last_whole(store: ArtifactStore, versions: Sequence[int], count: int) -> tu
 def _without_files(store: ArtifactStore, held: Prunable, rules: PruneRules, now: datetime) -> Removal:
     pruned = _pruned(store, held, "files", rules.of_policies if rules.last else "", now)
     size = bytes_of(store, [store.path(f"{held.folder}/{name}") for name in held.files])
-    return Removal(VERSIONS, size, lambda: store.succeed(held.reference, None, pruned=pruned))
+    return Removal(VERSIONS, size, lambda: store.replace_artifact(held.reference, None, pruned=pruned))
 
 
 def _pruned(store: ArtifactStore, held: Prunable, removed: str, rule: str, now: datetime) -> Mapping[str, Any]:
@@ -159,33 +159,33 @@ def _pruned(store: ArtifactStore, held: Prunable, removed: str, rule: str, now: 
     return held.manifest.pruned or {**said, LINEAGE: lineage_of(store, held.folder)}
 
 
-def _plan_pictures(plan: RunPlan, config: RunConfig, rules: PruneRules, needs: Needs, now: datetime) -> None:
+def _plan_images(plan: RunPlan, config: RunConfig, rules: PruneRules, needs: Needs, now: datetime) -> None:
     if isinstance(config.rollout, TextRolloutSection):
-        if rules.pictures is not None:
-            plan.notes.append("its rollouts are texts, which have no pictures")
+        if rules.images is not None:
+            plan.notes.append("its rollouts are texts, which have no images")
         return
     drawn = {number: list(_rollouts(plan.store, number)) for number in iteration_numbers(ArtifactReader(plan.store))}
-    last = max((number for number, draws in drawn.items() if draws), default=0)
-    for number, draws in drawn.items():
-        going = [held for held in draws if _goes(held, rules.pictures, now, number, last)]
+    last = max((number for number, rounds in drawn.items() if rounds), default=0)
+    for number, rounds in drawn.items():
+        going = [held for held in rounds if _goes(held, rules.images, now, number, last)]
         reasons = needs.of_iteration(number)
         if going and not _is_scored(plan.store, config, number):
             reasons.append(UNSCORED)
         for held in going:
-            _decide_pictures(plan, PICTURES, held, reasons, rules, now)
+            _decide_images(plan, IMAGES, held, reasons, rules, now)
     for folder in [OWN, *(f"{OTHERS}/{name}" for name in ArtifactReader(plan.store).names(OTHERS))]:
         _plan_evaluations(plan, folder, rules, needs.evaluations if folder == OWN else {}, now, last)
 
 
 def _rollouts(store: ArtifactStore, number: int) -> Iterator[Prunable]:
-    for folder in _draws(store, number):
+    for folder in _rounds(store, number):
         if held := look_at(store, f"{folder}/rollouts"):
             yield held
 
 
-def _draws(store: ArtifactStore, number: int) -> list[str]:
+def _rounds(store: ArtifactStore, number: int) -> list[str]:
     place = f"iteration_{number:06d}"
-    return [place, *(f"{place}/{name}" for name in draw_names(ArtifactReader(store), place))]
+    return [place, *(f"{place}/{name}" for name in round_names(ArtifactReader(store), place))]
 
 
 def _goes(held: Prunable, age: Age | None, now: datetime, number: int, last: int) -> bool:
@@ -195,8 +195,8 @@ def _goes(held: Prunable, age: Age | None, now: datetime, number: int, last: int
 
 
 def _is_scored(store: ArtifactStore, config: RunConfig, number: int) -> bool:
-    """Whether no stage of the iteration has to look at its pictures any more."""
-    folders = _draws(store, number)
+    """Whether no stage of the iteration has to look at its images any more."""
+    folders = _rounds(store, number)
     scores = [f"{folder}/rewards/{section.label}" for folder in folders for section in config.rewards]
     return all(store.find(each) is not None for each in [f"{folders[-1]}/advantages", *scores])
 
@@ -210,24 +210,24 @@ def _plan_evaluations(
     rewards = rewards_of(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
     for version, held in found.items():
-        if not _goes(held, rules.pictures if rules.evaluations else None, now, version, last):
+        if not _goes(held, rules.images if rules.evaluations else None, now, version, last):
             continue
         reasons = [*([ENDS] if version in (min(found), max(found)) else []), *([BEST] if version == best else [])]
         reasons += needed.get(version, [])
         if plan.store.find(f"{folder}/{version:06d}/advantages") is None:
             reasons.append(UNSCORED)
-        _decide_pictures(plan, EVALUATIONS, held, reasons, rules, now)
+        _decide_images(plan, EVALUATIONS, held, reasons, rules, now)
 
 
-def _decide_pictures(
+def _decide_images(
     plan: RunPlan, kind: str, held: Prunable, reasons: Sequence[str], rules: PruneRules, now: datetime
 ) -> None:
     # What was cut short is partly gone already; to end it is all that can be done.
     reasons = reasons if held.state is State.WHOLE else []
 
     def removal() -> Removal:
-        pruned = _pruned(plan.store, held, "pictures", rules.of_pictures if rules.pictures else "", now)
-        return Removal(kind, picture_bytes(plan.store, held), lambda: remove_pictures(plan.store, held, pruned))
+        pruned = _pruned(plan.store, held, "images", rules.of_images if rules.images else "", now)
+        return Removal(kind, image_bytes(plan.store, held), lambda: remove_images(plan.store, held, pruned))
 
     plan.decide(kind, held.folder.removesuffix("/rollouts"), reasons, removal)
 
@@ -246,8 +246,8 @@ def _plan_set_aside(plan: RunPlan, age: Age | None, now: datetime) -> None:
 def _plan_leftovers(plan: RunPlan, now: datetime) -> None:
     store = plan.store
     for path in old_calls(store, now):
-        plan.removals.append(Removal(CALLS, bytes_of(store, [path]), partial(store.filesystem.rm_file, path)))
+        plan.deletions.append(Removal(CALLS, bytes_of(store, [path]), partial(store.filesystem.rm_file, path)))
     for folder in abandoned_writes(store):
         size = bytes_of(store, store.filesystem.find(folder))
         # It looks once more whose they are.
-        plan.removals.append(Removal(WRITES, size, store.clear_abandoned))
+        plan.deletions.append(Removal(WRITES, size, store.clear_abandoned))

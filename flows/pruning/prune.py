@@ -86,7 +86,7 @@ def prune(request: PruneRequest) -> PruneSummary:
     """Take away what the rules let go and nothing needs; with a dry run, tell it alone.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the mend; nothing is changed then.
+        InputError, InputErrors: with the option, the value and the hint; nothing is changed then.
         StorageError: a disk or a bucket does not take it.
     """
     rules = read_rules(request)
@@ -131,7 +131,7 @@ def _held(store: ArtifactStore) -> Iterator[list[RunLock]]:
 
 
 def _carry_out(plan: RunPlan, locks: Sequence[RunLock], told: PrunedRun) -> None:
-    for removal in plan.removals:
+    for removal in plan.deletions:
         for lock in locks:
             lock.require_held()
         try:
@@ -144,9 +144,9 @@ def _carry_out(plan: RunPlan, locks: Sequence[RunLock], told: PrunedRun) -> None
 
 
 def _told(plan: RunPlan) -> PrunedRun:
-    sizes = {kind: [each.size for each in plan.removals if each.kind == kind] for kind in KINDS}
+    sizes = {kind: [each.size for each in plan.deletions if each.kind == kind] for kind in KINDS}
     kept: dict[tuple[str, str], list[str]] = {}
-    for each in plan.staying:
+    for each in plan.kept_names:
         kept.setdefault((each.kind, each.reason), []).append(each.name)
     return PrunedRun(
         run=plan.store.run,

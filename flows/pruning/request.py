@@ -51,8 +51,8 @@ class PruneRequest:
         root: where runs are kept.
         policies_every: keep every so many versions; None for no such version.
         policies_last: keep so many at the end; None for the default.
-        pictures_older_than: age of rollouts whose pictures go; None for none.
-        evaluations: whether pictures of evaluations go too.
+        images_older_than: age of rollouts whose images go; None for none.
+        evaluations: whether images of evaluations go too.
         set_aside_older_than: age of what was set aside; None for none.
         dry_run: tell, and change nothing.
     """
@@ -61,7 +61,7 @@ class PruneRequest:
     root: str = "runs"
     policies_every: int | None = None
     policies_last: int | None = None
-    pictures_older_than: str | None = None
+    images_older_than: str | None = None
     evaluations: bool = False
     set_aside_older_than: str | None = None
     dry_run: bool = False
@@ -74,14 +74,14 @@ class PruneRules:
     Attributes:
         every: policy versions that are multiples of it stay; None: none for that.
         last: versions at the end that stay; None: all stay.
-        pictures: age of rollouts whose pictures go.
+        images: age of rollouts whose images go.
         evaluations: whether those of evaluations go too.
         set_aside: age.
     """
 
     every: int | None
     last: int | None
-    pictures: Age | None
+    images: Age | None
     evaluations: bool
     set_aside: Age | None
 
@@ -96,10 +96,10 @@ class PruneRules:
         return f"{every}--policies-last {self.last}"
 
     @property
-    def of_pictures(self) -> str:
-        """The rule for pictures, as options."""
-        assert self.pictures is not None, "pictures are pruned"
-        return f"--pictures-older-than {self.pictures.text}" + (" --evaluations" if self.evaluations else "")
+    def of_images(self) -> str:
+        """The rule for images, as options."""
+        assert self.images is not None, "images are pruned"
+        return f"--images-older-than {self.images.text}" + (" --evaluations" if self.evaluations else "")
 
 
 def read_rules(request: PruneRequest) -> PruneRules:
@@ -111,11 +111,11 @@ def read_rules(request: PruneRequest) -> PruneRules:
     problems = list(_problems(request))
     if problems:
         raise InputErrors(problems)
-    asked = request.policies_every is not None or request.policies_last is not None
+    requested = request.policies_every is not None or request.policies_last is not None
     return PruneRules(
         every=request.policies_every,
-        last=(request.policies_last or POLICIES_LAST) if asked else None,
-        pictures=_age(request.pictures_older_than),
+        last=(request.policies_last or POLICIES_LAST) if requested else None,
+        images=_age(request.images_older_than),
         evaluations=request.evaluations,
         set_aside=_age(request.set_aside_older_than),
     )
@@ -124,15 +124,15 @@ def read_rules(request: PruneRequest) -> PruneRules:
 def _problems(request: PruneRequest) -> Iterator[InputError]:
     numbers = (("--policies-every", request.policies_every), ("--policies-last", request.policies_last))
     ages = (
-        ("--pictures-older-than", request.pictures_older_than),
+        ("--images-older-than", request.images_older_than),
         ("--set-aside-older-than", request.set_aside_older_than),
     )
     if all(value is None for _, value in (*numbers, *ages)):
-        mend = (
-            "Say what may go: --policies-every N, --policies-last K, --pictures-older-than AGE or "
+        hint = (
+            "Say what may go: --policies-every N, --policies-last K, --images-older-than AGE or "
             "--set-aside-older-than AGE; --dry-run then shows what that would remove."
         )
-        yield InputError("grpo prune", "no rule", mend)
+        yield InputError("grpo prune", "no rule", hint)
     for option, number in numbers:
         if number is not None and number < 1:
             yield InputError(option, number, "Give 1 or more; the last version always stays.")
@@ -141,13 +141,13 @@ def _problems(request: PruneRequest) -> Iterator[InputError]:
             continue
         age = _age(text)
         if age is None:
-            mend = "Write days or hours, as 30d or 12h"
-            back = "; or iterations back from the last, as 20i" if option.startswith("--pictures") else ""
-            yield InputError(option, text, f"{mend}{back}.")
+            hint = "Write days or hours, as 30d or 12h"
+            back = "; or iterations back from the last, as 20i" if option.startswith("--images") else ""
+            yield InputError(option, text, f"{hint}{back}.")
         elif age.time is None and option.startswith("--set-aside"):
             yield InputError(option, text, "What was set aside belongs to no iteration; write days or hours, as 30d.")
-    if request.evaluations and request.pictures_older_than is None:
-        yield InputError("--evaluations", True, "Say how old their pictures must be with --pictures-older-than.")
+    if request.evaluations and request.images_older_than is None:
+        yield InputError("--evaluations", True, "Say how old their images must be with --images-older-than.")
     if len(set(request.sources)) < len(request.sources):
         yield InputError("RUN", list(request.sources), "A run stands twice; name each once.")
 

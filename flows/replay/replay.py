@@ -14,9 +14,9 @@ from flows.training.history import TrainingHistory
 from flows.training.iteration_report import publish, told
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError
-from tasks.advantages.copy import take_advantages_task
+from tasks.advantages.copy import copy_advantages_task
 from tasks.metrics.iteration import gather_metrics, has_metrics, write_metrics
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.reports.iteration import IterationRecord
 from tasks.runs.iterations import RECOMPUTED, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -49,13 +49,13 @@ async def replay(plan: ReplayPlan) -> ReplaySummary:
     started = time.perf_counter()
     with open_run(plan.config) as run:
         history, policy = TrainingHistory(), plan.start or run.base_policy
-        announce(introduction(plan))
+        log(introduction(plan))
         async with recording(run.store, run.lock):
             evaluate(run, policy, history)
             for stored in plan.iterations:
                 policy = await replay_iteration(run, plan, policy, stored, history)
                 if history.stopped_by(plan.config, policy.version):
-                    announce(f"stopped after iteration {policy.version}, as watch.stop asks")
+                    log(f"stopped after iteration {policy.version}, as watch.stop asks")
                     break
         summary = summarize(run, policy, history, time.perf_counter() - started)
     return _with_staleness(summary, plan, history)
@@ -79,7 +79,7 @@ async def replay_iteration(
 ) -> PolicyRef:
     """One update from a stored iteration, and what people see of it."""
     iteration = policy.version + 1
-    advantages = take_advantages(run, plan, stored, iteration, history.advantages or plan.before)
+    advantages = copy_advantages(run, plan, stored, iteration, history.advantages or plan.before)
     history.drawn.append(advantages)
     policy = update_policy(run, plan, policy, stored, advantages)
     if is_evaluated(run.config, iteration):
@@ -88,14 +88,14 @@ async def replay_iteration(
     return policy
 
 
-def take_advantages(
+def copy_advantages(
     run: Run, plan: ReplayPlan, stored: StoredIteration, iteration: int, earlier: ArtifactRef | None
 ) -> ArtifactRef:
     """The advantages as they are stored, or computed anew from the stored rewards."""
     folder, title = f"iteration_{iteration:06d}", f"iteration {iteration}"
     if plan.config.replay.advantages != RECOMPUTED:
-        return named(take_advantages_task, title, plan.config.placement)(stored.advantages, folder)
-    return compute_advantages(run, stored.draws, folder, title, earlier)
+        return named(copy_advantages_task, title, plan.config.placement)(stored.advantages, folder)
+    return compute_advantages(run, stored.rounds, folder, title, earlier)
 
 
 def update_policy(
@@ -103,15 +103,15 @@ def update_policy(
 ) -> PolicyRef:
     """The stage of training, with importance weights where other weights sampled the rows."""
     config, title = run.config, f"iteration {policy.version + 1}"
-    rollouts = tuple(draw.rollouts for draw in stored.draws)
+    rollouts = tuple(draw.rollouts for draw in stored.rounds)
     staleness = plan.config.replay.max_staleness
     own = all(digest == policy.digest for _, digest in stored.samplers)
     if not own and staleness == 0:
-        mend = (
+        hint = (
             f"No row is left: iteration {stored.number} was sampled by other weights than version {policy.version} "
             "has here, though its number may be the same. Allow at least 1."
         )
-        raise InputError("--max-staleness", 0, mend)
+        raise InputError("--max-staleness", 0, hint)
     update = run.update if own else corrected(run.update, plan.config.replay.correction)
     stage = named(update_policy_task, title, config.placement)
     return stage(policy, rollouts, advantages, run.model, update, config.run.seed, staleness, title, config.placement)
@@ -127,13 +127,13 @@ async def report(
     metrics = gather_metrics((), advantages, policy.checkpoint, heldout, history.guardrails.get(iteration))
     record = IterationRecord(
         iteration=iteration,
-        draws=stored.draws,
+        rounds=stored.rounds,
         advantages=advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
     )
     history.iterations.append(record)
-    announce(told(record, config.run.iterations))
+    log(told(record, config.run.iterations))
     if not has_metrics(run.store, iteration) or iteration == config.run.iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)

@@ -92,7 +92,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """Find what is stored, and check that it can be used as asked.
 
     Raises:
-        InputError, InputErrors: with the option or the key, the value and the mend.
+        InputError, InputErrors: with the option or the key, the value and the hint.
     """
     _require_options(request)
     store = find_run(request.source, request.root)
@@ -100,12 +100,12 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     _require_own_place(store, name)
     chosen = None if request.iterations is None else read_range(request.iterations)
     iterations = read_iterations(store, chosen, request.advantages or STORED)
-    former, config = _configurations(request, store, name, updates=len(iterations))
+    previous, config = _configurations(request, store, name, updates=len(iterations))
     start = read_policy(store, request.policy) if request.policy else None
-    advantages = _advantages(request, former, config)
+    advantages = _advantages(request, previous, config)
     problems = [
-        *_policy_problems(store, former, config, start),
-        *_advantages_problems(request, former, config),
+        *_policy_problems(store, previous, config, start),
+        *_advantages_problems(request, previous, config),
         *_staleness_problems(request, iterations),
     ]
     if problems:
@@ -134,9 +134,9 @@ def _require_options(request: ReplayRequest) -> None:
     ]
     for override in request.overrides:
         path = override.partition("=")[0].strip()
-        mend = next((mend for key, mend in _FIXED.items() if path == key or path.startswith(f"{key}.")), None)
-        if mend:
-            problems.append(InputError("--set", override, mend))
+        hint = next((hint for key, hint in _FIXED.items() if path == key or path.startswith(f"{key}.")), None)
+        if hint:
+            problems.append(InputError("--set", override, hint))
     if problems:
         raise InputErrors(problems)
 
@@ -162,8 +162,8 @@ def _configurations(
     with tempfile.TemporaryDirectory() as fetched:
         path = Path(fetched) / f"{store.run}.yaml"
         path.write_bytes(content)
-        asked = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
-        return read_config(path), read_config(path, asked)
+        requested = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+        return read_config(path), read_config(path, requested)
 
 
 def root_of(source: str, root: str, store: ArtifactStore) -> str:
@@ -178,10 +178,10 @@ def _mix(config: RunConfig) -> list[object]:
     return [(section.label, section.weight) for section in config.rewards]
 
 
-def _advantages(request: ReplayRequest, former: RunConfig, config: RunConfig) -> str:
+def _advantages(request: ReplayRequest, previous: RunConfig, config: RunConfig) -> str:
     if request.advantages is not None:
         return request.advantages
-    changed = config.advantages != former.advantages or _mix(config) != _mix(former)
+    changed = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     return RECOMPUTED if changed else STORED
 
 
@@ -196,23 +196,23 @@ def _advantages_before(
 
 
 def _policy_problems(
-    store: ArtifactStore, former: RunConfig, config: RunConfig, start: PolicyRef | None
+    store: ArtifactStore, previous: RunConfig, config: RunConfig, start: PolicyRef | None
 ) -> Iterator[InputError]:
     trained = {"lora", "frozen", "dtype"}
     if start is not None:
-        was, now = (each.policy.model_dump(include=trained) for each in (former, config))
+        was, now = (each.policy.model_dump(include=trained) for each in (previous, config))
         for key in sorted(trained):
             if was[key] != now[key]:
-                mend = f"Version {start.version} was trained with {was[key]}; start from the model with --policy 0."
-                yield InputError(f"policy.{key}", now[key], mend)
+                hint = f"Version {start.version} was trained with {was[key]}; start from the model with --policy 0."
+                yield InputError(f"policy.{key}", now[key], hint)
     try:
         known, present = _model_of(store), model_digest(config.policy.model)
     except InputError as error:
         yield error
         return
     if known not in (None, present):
-        mend = f"Its files have changed since the source sampled with it ({known[:12]}); put those back."
-        yield InputError("policy.model", present[:12], mend)
+        hint = f"Its files have changed since the source sampled with it ({known[:12]}); put those back."
+        yield InputError("policy.model", present[:12], hint)
 
 
 def _model_of(store: ArtifactStore) -> str | None:
@@ -220,25 +220,25 @@ def _model_of(store: ArtifactStore) -> str | None:
     return read_description(store).get("model_digest")
 
 
-def _advantages_problems(request: ReplayRequest, former: RunConfig, config: RunConfig) -> Iterator[InputError]:
-    chosen = _advantages(request, former, config)
-    stored = {section.label: section for section in former.rewards}
+def _advantages_problems(request: ReplayRequest, previous: RunConfig, config: RunConfig) -> Iterator[InputError]:
+    chosen = _advantages(request, previous, config)
+    stored = {section.label: section for section in previous.rewards}
     for index, section in enumerate(config.rewards):
         known = stored.get(section.label)
         if known is None or section.model_copy(update={"weight": known.weight}) != known:
-            mend = f"The source has scores of {', '.join(stored)}, as they were configured; weights alone can change."
-            yield InputError(f"rewards.{index}", section.label, mend)
-    changed = config.advantages != former.advantages or _mix(config) != _mix(former)
+            hint = f"The source has scores of {', '.join(stored)}, as they were configured; weights alone can change."
+            yield InputError(f"rewards.{index}", section.label, hint)
+    changed = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     if changed and chosen != RECOMPUTED:
-        mend = "The settings that --set changes have no effect on these; give --advantages recomputed, or leave it out."
-        yield InputError("--advantages", chosen, mend)
-    if chosen == RECOMPUTED and config.advantages.kl_coef and not former.advantages.kl_coef:
-        mend = "The stored rollouts hold no log-probs of the reference; set update.kl_coef in its place."
-        yield InputError("advantages.kl_coef", config.advantages.kl_coef, mend)
+        hint = "The settings that --set changes have no effect on these; give --advantages recomputed, or leave it out."
+        yield InputError("--advantages", chosen, hint)
+    if chosen == RECOMPUTED and config.advantages.kl_coef and not previous.advantages.kl_coef:
+        hint = "The stored rollouts hold no log-probs of the reference; set update.kl_coef in its place."
+        yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
     named = any(override.startswith("update.mismatch.mode") for override in request.overrides)
     if named and config.update.mismatch.mode == "none" and request.max_staleness:
-        mend = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
-        yield InputError("update.mismatch.mode", "none", mend)
+        hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
+        yield InputError("update.mismatch.mode", "none", hint)
 
 
 def _staleness_problems(request: ReplayRequest, iterations: Sequence[StoredIteration]) -> Iterator[InputError]:
@@ -248,11 +248,11 @@ def _staleness_problems(request: ReplayRequest, iterations: Sequence[StoredItera
         if needed <= request.max_staleness:
             continue
         samplers = sorted({sampler for sampler, _ in iteration.samplers})
-        mend = (
+        hint = (
             f"No row would be left: those of iteration {iteration.number} were sampled by version "
             f"{', '.join(map(str, samplers))}, and version {version} is trained on them. Allow {needed}, choose other "
             f"--iterations, or start from another --policy."
         )
-        yield InputError("--max-staleness", request.max_staleness, mend)
+        yield InputError("--max-staleness", request.max_staleness, hint)
         # The others are as far away; one says it.
         return

@@ -25,7 +25,7 @@ def read_form(values: Mapping[str, Any]) -> RescorePlan:
     """The values of a form -> what is done for it.
 
     Raises:
-        InputError, InputErrors: with the key, the value and the mend.
+        InputError, InputErrors: with the key, the value and the hint.
     """
     form = validated(RescoreForm, values)
     return plan_rescore(RescoreRequest(form.sources, Path(form.rewards), form.name, form.root, form.iterations))

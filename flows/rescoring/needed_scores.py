@@ -32,7 +32,7 @@ def needed_scores(
     """What each reward needs over each draw of an iteration: tables of the run and of all its rescorings count."""
     reader = ArtifactReader(store)
     needed = []
-    for draw in stored.draws:
+    for draw in stored.rounds:
         place = draw.rollouts.folder.rsplit("/", 1)[0]
         folders = [f"{RESCORED}/{name}/{place}/rewards" for name in reader.names(RESCORED)]
         others = [store.find(f"{folder}/{label}") for folder in folders for label in reader.artifact_names(folder)]

@@ -79,7 +79,7 @@ class RescoredRun:
     @property
     def missing(self) -> tuple[RewardSection, ...]:
         """The rewards that have to be computed for any draw."""
-        wanted = [each for draws in self.needed.values() for draw in draws for each in draw if each.stored is None]
+        wanted = [each for rounds in self.needed.values() for draw in rounds for each in draw if each.stored is None]
         return tuple({each.section.label: each.section for each in wanted}.values())
 
 
@@ -108,9 +108,9 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     """Find what is stored, and check that it can be scored as asked.
 
     Raises:
-        InputError, InputErrors: with the option or the key, the value and the mend.
+        InputError, InputErrors: with the option or the key, the value and the hint.
     """
-    asked = read_rewards_file(request.rewards, "--rewards")
+    requested = read_rewards_file(request.rewards, "--rewards")
     problems = list(_option_problems(request))
     if problems:
         raise InputErrors(problems)
@@ -123,7 +123,7 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
         raise InputErrors(
             [InputError("RUN", twice, "A report tells runs apart by their names; score these one by one.")]
         )
-    runs = [_plan_run(store, asked, chosen) for store in stores]
+    runs = [_plan_run(store, requested, chosen) for store in stores]
     problems = [problem for run in runs for problem in _scoring_problems(run)]
     if problems:
         raise InputErrors(list({str(problem): problem for problem in problems}.values()))
@@ -146,35 +146,35 @@ def _option_problems(request: RescoreRequest) -> Iterator[InputError]:
     if request.name in OWN_NAMES:
         yield InputError("--name", request.name, "grpo replay has a meaning of its own for it; give another name.")
     elif not request.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or request.name[0] in ".-_":
-        mend = "It becomes a folder: letters, digits, dots, dashes and underscores, the first a letter or digit."
-        yield InputError("--name", request.name, mend)
+        hint = "It becomes a folder: letters, digits, dots, dashes and underscores, the first a letter or digit."
+        yield InputError("--name", request.name, hint)
     if len(set(request.sources)) < len(request.sources):
         yield InputError("RUN", list(request.sources), "A run stands twice; name each once.")
 
 
-def _plan_run(store: ArtifactStore, asked: RewardsFile, chosen: tuple[int, int] | None) -> RescoredRun:
+def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, int] | None) -> RescoredRun:
     config = stored_config(store)
-    advantages = asked.advantages or config.advantages
+    advantages = requested.advantages or config.advantages
     # Only what concerns the rewards is looked at: the rest is done, and its files may be elsewhere by now.
-    mixed = config.model_copy(update={"rewards": asked.rewards, "advantages": advantages})
+    mixed = config.model_copy(update={"rewards": requested.rewards, "advantages": advantages})
     problems = list(reward_contradictions(mixed))
     if problems:
         raise InputErrors(problems)
     iterations = read_iterations(store, chosen, STORED)
-    running = [section.label for section in asked.rewards if section.normalize == "running"]
+    running = [section.label for section in requested.rewards if section.normalize == "running"]
     if running and chosen is not None and chosen[0] > first_iteration(store):
-        mend = f"The running moments of {', '.join(running)} need every iteration before; start with the first."
-        raise InputErrors([InputError("--iterations", f"{chosen[0]}-{chosen[1]}", mend)])
-    needed = {each.number: needed_scores(store, each, asked.rewards) for each in iterations}
-    return RescoredRun(store, config, asked.rewards, advantages, iterations, needed)
+        hint = f"The running moments of {', '.join(running)} need every iteration before; start with the first."
+        raise InputErrors([InputError("--iterations", f"{chosen[0]}-{chosen[1]}", hint)])
+    needed = {each.number: needed_scores(store, each, requested.rewards) for each in iterations}
+    return RescoredRun(store, config, requested.rewards, advantages, iterations, needed)
 
 
 def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
     """What stands in the way of the scores that are missing; those that are stored need nothing any more."""
     kl_coef = run.advantages.kl_coef
     if kl_coef and not run.config.advantages.kl_coef:
-        mend = f"The rollouts of {run.store.run} hold no log-probs of the reference; leave it out."
-        yield InputError("advantages.kl_coef", kl_coef, mend)
+        hint = f"The rollouts of {run.store.run} hold no log-probs of the reference; leave it out."
+        yield InputError("advantages.kl_coef", kl_coef, hint)
     for section in run.missing:
         place = f"rewards.{run.rewards.index(section)}.{section.label}"
         reward = build_reward(section.reward, section.settings)
@@ -183,37 +183,35 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
         yield from _pruned_problems(run, section, place)
         prompts = _stored_prompts(run)
         if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
-            mend = (
-                f"The rollouts of {run.store.run} were collected without target pictures, and are compared with none."
-            )
-            yield InputError(place, section.reward, mend)
+            hint = f"The rollouts of {run.store.run} were collected without target images, and are compared with none."
+            yield InputError(place, section.reward, hint)
         found = sorted({name for columns in prompts["columns"].unique() for name in json.loads(columns)})
         for column in sorted({*filter(None, [reward.needs_column]), *(section.where or {})} - set(found)):
-            mend = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
-            yield InputError(place, column, mend)
+            hint = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
+            yield InputError(place, column, hint)
 
 
 def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:
-    """Scores that are missing where the pictures are too."""
+    """Scores that are missing where the images are too."""
     lacking = [
         each.number
         for each in run.iterations
-        for draw, needed in zip(each.draws, run.needed[each.number], strict=True)
+        for draw, needed in zip(each.rounds, run.needed[each.number], strict=True)
         if any(one.section == section and one.stored is None for one in needed)
         and run.store.pruned_reason(draw.rollouts) is not None
     ]
     if lacking:
-        mend = (
+        hint = (
             f"{run.store.run} has no scores of it for iteration {', '.join(map(str, dict.fromkeys(lacking)))}, whose "
-            "pictures were removed by `grpo prune`. Choose other --iterations, or rewards whose scores are stored."
+            "images were removed by `grpo prune`. Choose other --iterations, or rewards whose scores are stored."
         )
-        yield InputError(place, section.reward, mend)
+        yield InputError(place, section.reward, hint)
 
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
     """Target and other columns of every sample of the run."""
     store, parts = run.store, []
-    for rollouts in (draw.rollouts for each in run.iterations for draw in each.draws):
+    for rollouts in (draw.rollouts for each in run.iterations for draw in each.rounds):
         for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
             with store.filesystem.open(path) as file:
                 held = pq.ParquetFile(file)

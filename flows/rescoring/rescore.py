@@ -19,7 +19,7 @@ from flows.pipeline.stages import named, recording, score_side_by_side
 from flows.rescoring.form import RescoreForm, read_form
 from flows.rescoring.request import REWARDS_FILE, RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.reports.page_file import write_page
 from tasks.reports.rescoring.compare import compare
 from tasks.reports.rescoring.moved import moved_most
@@ -29,9 +29,9 @@ from tasks.reports.rescoring.samples import RescoredIteration, read_outputs, rea
 from tasks.reports.rescoring.table import HEADINGS, reward_rows
 from tasks.rewards.stored import failed_scores
 from tasks.runs.iterations import RESCORED, StoredIteration
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reader import ArtifactReader
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.locks.run_lock import locked
 
 SUMMARY_FILE, PAGE_FILE = "report.json", "report.html"
@@ -103,21 +103,21 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[Re
     done: list[RescoredIteration] = []
     for stored in run.iterations:
         begun = time.perf_counter()
-        draws = tuple(score_missing(name, run, stored, index) for index in range(len(stored.draws)))
+        rounds = tuple(score_missing(name, run, stored, index) for index in range(len(stored.rounds)))
         between = time.perf_counter()
-        advantages = compute_advantages(name, run, stored, draws, done[-1].advantages if done else None)
+        advantages = compute_advantages(name, run, stored, rounds, done[-1].advantages if done else None)
         spent["scores"] += between - begun
         spent["advantages"] += time.perf_counter() - between
-        done.append(RescoredIteration(stored.number, stored.draws, stored.advantages, draws, advantages))
-    announce(f"{run.store.run}: {len(done)} iterations scored as {name}")
+        done.append(RescoredIteration(stored.number, stored.rounds, stored.advantages, rounds, advantages))
+    log(f"{run.store.run}: {len(done)} iterations scored as {name}")
     return done
 
 
 def open_place(name: str, run: RescoredRun) -> None:
     """Say what the scores are of; advantages that other rewards made under the same name are set aside."""
     store, place = run.store, f"{RESCORED}/{name}"
-    asked = RewardsFile(rewards=run.rewards, advantages=run.advantages)
-    content = asked.model_dump_json(indent=1).encode()
+    requested = RewardsFile(rewards=run.rewards, advantages=run.advantages)
+    content = requested.model_dump_json(indent=1).encode()
     if store.read_file(f"{place}/{REWARDS_FILE}") == content:
         return
     reader = ArtifactReader(store)
@@ -130,9 +130,9 @@ def open_place(name: str, run: RescoredRun) -> None:
     store.write_file(f"{place}/{REWARDS_FILE}", content)
 
 
-def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: int) -> Draw:
+def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: int) -> SamplingRound:
     """A draw with the scores that are asked for: stored ones where they are, else computed, side by side."""
-    draw, needed = stored.draws[index], run.needed[stored.number][index]
+    draw, needed = stored.rounds[index], run.needed[stored.number][index]
     place = draw.rollouts.folder.rsplit("/", 1)[0]
     missing = [each for each in needed if each.stored is None]
     computed = score_side_by_side(
@@ -144,17 +144,19 @@ def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: i
         earlier={each.section.label: each.earlier for each in missing},
     )
     known = {each.section.label: each.stored for each in needed if each.stored is not None}
-    return Draw(draw.rollouts, {each.section.label: {**known, **computed}[each.section.label] for each in needed})
+    return SamplingRound(
+        draw.rollouts, {each.section.label: {**known, **computed}[each.section.label] for each in needed}
+    )
 
 
 def compute_advantages(
-    name: str, run: RescoredRun, stored: StoredIteration, draws: tuple[Draw, ...], earlier: ArtifactRef | None
+    name: str, run: RescoredRun, stored: StoredIteration, rounds: tuple[SamplingRound, ...], earlier: ArtifactRef | None
 ) -> ArtifactRef:
     """One table over the samples of all draws of an iteration."""
     title = f"iteration {stored.number}"
     stage = named(compute_advantages_task, title, run.config.placement)
     folder = f"{RESCORED}/{name}/iteration_{stored.number:06d}"
-    return stage(draws, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
+    return stage(rounds, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
 
 
 def report(
@@ -199,7 +201,7 @@ def summarize(
     computed, failed = dict.fromkeys(labels, 0), dict.fromkeys(labels, 0)
     for run in plan.runs:
         for each in done[run.store.run]:
-            for draw, needed in zip(each.draws, run.needed[each.iteration], strict=True):
+            for draw, needed in zip(each.rounds, run.needed[each.iteration], strict=True):
                 for one in needed:
                     scores = draw.rewards[one.section.label]
                     standing = max((each.rows - failed_scores(each) for each in one.earlier), default=0)

@@ -29,13 +29,13 @@ from tasks.reports.run_view import read_run
 from tasks.runs.config import stored_config
 from tasks.runs.iterations import RESCORED, STORED, read_iterations, read_range
 from tasks.runs.lookup import find_run
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 FOLDER = "analysis"
 REPEATED = 32
-"""Samples that are scored once more to see whether the same picture gets the same score."""
+"""Samples that are scored once more to see whether the same image gets the same score."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
     """Look a run's scores over, and keep what was found in its `analysis` folder.
 
     Raises:
-        InputError, InputErrors: with the option, the value and the mend.
+        InputError, InputErrors: with the option, the value and the hint.
     """
     if request.html is not None:
         require_page_place(request.html)
@@ -89,9 +89,9 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
         raise InputError("--repeats", request.repeats, "Give a whole number of samples; 0 scores none again.")
     store = find_run(request.source, request.root)
     config = stored_config(store)
-    sections, draws = _scored_draws(store, config, request)
-    repeats, not_repeated = _score_again(store, sections, draws, request.repeats)
-    analysis = analyse(read_scores(store, draws), repeats)
+    sections, rounds = _scored_rounds(store, config, request)
+    repeats, not_repeated = _score_again(store, sections, rounds, request.repeats)
+    analysis = analyse(read_scores(store, rounds), repeats)
     signs, watch = _watch(store, config)
     plots = {**draw_plots(analysis), **watch}
     title = f"{store.run}: rewards" + (f" of the rescoring {request.rescored}" if request.rescored else "")
@@ -112,34 +112,34 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
     return summary, analysis
 
 
-def _scored_draws(
+def _scored_rounds(
     store: ArtifactStore, config: RunConfig, request: AnalysisRequest
-) -> tuple[tuple[RewardSection, ...], dict[int, tuple[Draw, ...]]]:
+) -> tuple[tuple[RewardSection, ...], dict[int, tuple[SamplingRound, ...]]]:
     """The rewards, and each iteration's draws with their scores."""
     chosen = None if request.iterations is None else read_range(request.iterations)
     stored = read_iterations(store, chosen, request.rescored or STORED)
     if request.rescored is None:
-        return config.rewards, {each.number: each.draws for each in stored}
+        return config.rewards, {each.number: each.rounds for each in stored}
     content = store.read_file(f"{RESCORED}/{request.rescored}/{REWARDS_FILE}")
     if content is None:
-        mend = "It does not say with which rewards it was made; run grpo rescore again."
-        raise InputError("--rescored", request.rescored, mend)
+        hint = "It does not say with which rewards it was made; run grpo rescore again."
+        raise InputError("--rescored", request.rescored, hint)
     rewards = RewardsFile.model_validate_json(content).rewards
-    draws: dict[int, tuple[Draw, ...]] = {}
+    rounds: dict[int, tuple[SamplingRound, ...]] = {}
     for each in stored:
         found = needed_scores(store, each, rewards)
         if missing := {one.section.label for draw in found for one in draw if one.stored is None}:
-            mend = f"Scores of {', '.join(sorted(missing))} are missing in iteration {each.number}; run it again."
-            raise InputError("--rescored", request.rescored, mend)
-        draws[each.number] = tuple(
+            hint = f"Scores of {', '.join(sorted(missing))} are missing in iteration {each.number}; run it again."
+            raise InputError("--rescored", request.rescored, hint)
+        rounds[each.number] = tuple(
             replace(draw, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
-            for draw, needed in zip(each.draws, found, strict=True)
+            for draw, needed in zip(each.rounds, found, strict=True)
         )
-    return rewards, draws
+    return rewards, rounds
 
 
 def _score_again(
-    store: ArtifactStore, sections: Sequence[RewardSection], draws: Mapping[int, Sequence[Draw]], samples: int
+    store: ArtifactStore, sections: Sequence[RewardSection], rounds: Mapping[int, Sequence[SamplingRound]], samples: int
 ) -> tuple[pl.DataFrame | None, dict[str, str]]:
     """The last iteration's first samples once more, by every reward that can be asked here."""
     able, unable = [], {}
@@ -151,15 +151,15 @@ def _score_again(
             able.append(section)
     if not samples or not able:
         return None, unable
-    last = max((each for each in draws if store.pruned_reason(draws[each][0].rollouts) is None), default=None)
+    last = max((each for each in rounds if store.pruned_reason(rounds[each][0].rollouts) is None), default=None)
     if last is None:
-        gone = "the pictures were removed by `grpo prune`"
+        gone = "the images were removed by `grpo prune`"
         return None, {**unable, **{section.label: gone for section in able}}
-    return score_again(store, last, draws[last][0], able, samples), unable
+    return score_again(store, last, rounds[last][0], able, samples), unable
 
 
 def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
-    """Signs of hacking by the run's own rule, and the picture of it; nothing where no guardrail was scored."""
+    """Signs of hacking by the run's own rule, and the image of it; nothing where no guardrail was scored."""
     evaluated = [each for each in read_run(ArtifactReader(store)).evaluations if each.guardrails]
     if not evaluated:
         return (), {}

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.rewards.pictures import fits_reward, shown_bounds, shown_size
+from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.protocol import Reward, ScoringBatch
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import Service
@@ -25,7 +25,7 @@ from grpo_core.rewards.scoring import provenance_of, score_samples
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
-"""Of all pictures of a request together: 256 of 1024x1024."""
+"""Of all images of a request together: 256 of 1024x1024."""
 
 MAX_REQUESTS = 16
 """Requests that are held at a time; further ones are sent away with status 429."""
@@ -56,7 +56,7 @@ class RewardService:
         concurrency: batches scored at a time, each in a thread.
         max_requests: requests held at a time.
         max_body_bytes: largest body of a request.
-        max_pixels: of all pictures of a request together; bytes do not bound them, as a black picture has hardly any.
+        max_pixels: of all images of a request together; bytes do not bound them, as a black image has hardly any.
 
     Raises:
         InputError: a weight file is missing or not the right one.
@@ -130,17 +130,17 @@ class RewardService:
 
     def _answer(self, body: bytes) -> dict[str, object]:
         try:
-            asked = wire.ScoreRequest.model_validate_json(body)
+            requested = wire.ScoreRequest.model_validate_json(body)
         except ValidationError as error:
             raise _Refused(422, wire.first_fault(error)) from error
-        if asked.reward not in self._rewards:
-            raise _Refused(404, f"no reward {asked.reward!r}; this server has {', '.join(sorted(self._rewards))}")
-        reward, described = self._rewards[asked.reward], self._described[asked.reward]
+        if requested.reward not in self._rewards:
+            raise _Refused(404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self._rewards))}")
+        reward, described = self._rewards[requested.reward], self._described[requested.reward]
         try:
-            pixels = wire.declared_pixels(asked)
+            pixels = wire.declared_pixels(requested)
             if pixels > self._max_pixels:
-                raise _Refused(413, f"the pictures have {pixels} pixels together, more than {self._max_pixels}")
-            batch = wire.read_batch(asked)
+                raise _Refused(413, f"the images have {pixels} pixels together, more than {self._max_pixels}")
+            batch = wire.read_batch(requested)
             _refuse_unfit(reward, batch)
             scores = score_samples(reward, batch)
         except InputError as error:
@@ -197,7 +197,7 @@ def serve(
     token_env: str | None = None,
     *,
     concurrency: int = 2,
-    tell: Callable[[str], None] = print,
+    report_progress: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; what is being scored then is finished, for up to ten seconds.
 
@@ -210,7 +210,7 @@ def serve(
         tell: is called with one line, the server's address, when requests are accepted.
 
     Raises:
-        InputErrors: rewards that are not ready, each problem with its mend.
+        InputErrors: rewards that are not ready, each problem with its hint.
         InputError: no token where one is due; an address that cannot be listened on.
     """
     problems = [
@@ -219,13 +219,13 @@ def serve(
     if problems:
         raise InputErrors(problems)
     if token_env is None and host not in _LOOPBACK:
-        mend = "Other machines can reach this address. Name the environment variable of a token, or use 127.0.0.1."
-        raise InputError("host", host, mend)
+        hint = "Other machines can reach this address. Name the environment variable of a token, or use 127.0.0.1."
+        raise InputError("host", host, hint)
     token = Service("server", "", token_env=token_env).token()
     app = create_app(rewards, token, concurrency=concurrency)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10, lifespan="off")
     with _listening(host, port) as listener:
-        tell(f"serving {', '.join(rewards)} on {_address(listener)}")
+        report_progress(f"serving {', '.join(rewards)} on {_address(listener)}")
         _run(uvicorn.Server(config), listener)
 
 
@@ -245,16 +245,16 @@ def _address(listener: socket.socket) -> str:
 def _run(server: uvicorn.Server, listener: socket.socket) -> None:
     # When uvicorn has ended it raises the signal that ended it once more, for the handlers that stood before its own.
     signals = (signal.SIGTERM, signal.SIGINT)
-    former = {number: signal.signal(number, lambda *_: None) for number in signals}
+    previous = {number: signal.signal(number, lambda *_: None) for number in signals}
     try:
         server.run(sockets=[listener])
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
-    kind = "text" if batch.completions else "picture"
+    kind = "text" if batch.completions else "image"
     if kind not in reward.media:
         raise _Refused(422, f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s")
     if reward.needs_group and not batch.group_ids:

@@ -82,16 +82,16 @@ def decide_access(
     """
     here = host in _LOOPBACK
     if not here and not (auth or environment.get(AUTH_VARIABLES[0])):
-        mend = (
+        hint = (
             "Other machines can reach this address, and the server would do for each of them whatever they ask. Add "
             f"--auth with {AUTH_VARIABLES[0]}=USER:PASSWORD in the environment, and put a proxy that speaks TLS in "
             "front, since the password crosses the network with every request; or listen on 127.0.0.1 and let the "
             "others in through the proxy or a tunnel."
         )
-        raise InputError("--host", host, mend)
+        raise InputError("--host", host, hint)
     if url is None and host in _EVERYWHERE:
-        mend = "Add --url with the address under which browsers, runs and workers find it, such as https://prefect.lab."
-        raise InputError("--host", host, mend)
+        hint = "Add --url with the address under which browsers, runs and workers find it, such as https://prefect.lab."
+        raise InputError("--host", host, hint)
     secret = _secret(environment) if auth or environment.get(AUTH_VARIABLES[0]) else None
     return Access(host, port, _own_url(url) if url else _address(host, port), secret, csrf or not here)
 
@@ -99,8 +99,8 @@ def decide_access(
 def _secret(environment: Mapping[str, str]) -> str:
     name = next((name for name in AUTH_VARIABLES if environment.get(name)), None)
     if name is None:
-        mend = f"Put USER:PASSWORD into {AUTH_VARIABLES[0]}; an argument would be seen by everyone on this machine."
-        raise InputError("--auth", "no user and password in the environment", mend)
+        hint = f"Put USER:PASSWORD into {AUTH_VARIABLES[0]}; an argument would be seen by everyone on this machine."
+        raise InputError("--auth", "no user and password in the environment", hint)
     user, _, password = environment[name].partition(":")
     if not user or not password or not environment[name].isascii():
         # The server compares it in a way that other characters break: each request would end in an error of its own.

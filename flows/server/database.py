@@ -38,8 +38,8 @@ def choose_database(given: str | None, environment: MutableMapping[str, str] = o
     except (ArgumentError, ValueError) as error:
         raise InputError(place, "(not shown)", f"It is no address of a database; one is {FORM}.") from error
     if given and url.password is not None:
-        mend = f"Everyone on this machine can read arguments: put the address into {VARIABLES[1]} instead."
-        raise InputError(place, url.render_as_string(hide_password=True), mend)
+        hint = f"Everyone on this machine can read arguments: put the address into {VARIABLES[1]} instead."
+        raise InputError(place, url.render_as_string(hide_password=True), hint)
     backend = url.drivername.partition("+")[0]
     if backend not in _DRIVERS:
         shown = url.render_as_string(hide_password=True)
@@ -108,27 +108,27 @@ async def _require_postgres(shown: str, database: str) -> None:
         raise _refusal(error, shown, database) from error
     except (OSError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
-        mend = f"PostgreSQL does not answer there ({reason}). Start it, or mend host and port."
-        raise InputError("database", shown, mend) from error
+        hint = f"PostgreSQL does not answer there ({reason}). Start it, or hint host and port."
+        raise InputError("database", shown, hint) from error
     if divmod(number, 10000) < OLDEST_POSTGRES:
         oldest = ".".join(map(str, OLDEST_POSTGRES))
         raise InputError("database", f"PostgreSQL {version}", f"Prefect needs {oldest} or later: upgrade the server.")
     if not writable:
-        mend = f"The user may not make tables there: as an administrator, ALTER DATABASE {database} OWNER TO that user."
-        raise InputError("database", shown, mend)
+        hint = f"The user may not make tables there: as an administrator, ALTER DATABASE {database} OWNER TO that user."
+        raise InputError("database", shown, hint)
 
 
 def _refusal(error: Exception, shown: str, database: str) -> InputError:
     said = str(getattr(error, "orig", error))
-    mends: Mapping[str, str] = {
+    hints: Mapping[str, str] = {
         "28P01": "User or password is wrong. Set them in the address, with / : @ % of the password percent-encoded.",
-        "28000": "The user may not log in from here: CREATE ROLE ... LOGIN, or mend the server's pg_hba.conf.",
+        "28000": "The user may not log in from here: CREATE ROLE ... LOGIN, or hint the server's pg_hba.conf.",
         "3D000": f'It does not exist: as an administrator, CREATE DATABASE "{database}" OWNER USER.',
         "53300": "The server has no connection left: raise its max_connections, or end what holds them.",
         "57P03": "The server is just starting or ending: try again in a moment.",
     }
     code = getattr(getattr(error, "orig", error), "sqlstate", None)
-    return InputError("database", shown, mends.get(code or "", f"PostgreSQL refused: {said}."))
+    return InputError("database", shown, hints.get(code or "", f"PostgreSQL refused: {said}."))
 
 
 async def _migrate(create: Callable[[], Awaitable[None]], shown: str) -> None:
@@ -139,8 +139,8 @@ async def _migrate(create: Callable[[], Awaitable[None]], shown: str) -> None:
         await create()
     except CommandError as error:
         # A revision that this release does not know.
-        mend = f"Its tables are of another release of Prefect ({error}): use that release, or another database."
-        raise InputError("database", shown, mend) from error
+        hint = f"Its tables are of another release of Prefect ({error}): use that release, or another database."
+        raise InputError("database", shown, hint) from error
     except SQLAlchemyError as error:
-        mend = f"Its tables cannot be brought up to date: {getattr(error, 'orig', error)}."
-        raise InputError("database", shown, mend) from error
+        hint = f"Its tables cannot be brought up to date: {getattr(error, 'orig', error)}."
+        raise InputError("database", shown, hint) from error

@@ -13,7 +13,7 @@ from grpo_core.errors import InputError, InputErrors
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
 
-_PATIENCE = httpx.Timeout(8.0, connect=3.0)
+_TIMEOUT = httpx.Timeout(8.0, connect=3.0)
 """A busy server takes its time to answer; one that is not there says so, or nothing, at once."""
 
 _PAGE = 200
@@ -53,8 +53,8 @@ def require_server() -> None:
     except InvalidVersion as error:
         raise _no_api(url) from error
     if theirs.major != ours.major or theirs.release[:2] < ours.release[:2]:
-        mend = f"The server is Prefect {theirs} and this is {ours}: give both the same release, the server's first."
-        raise InputError("PREFECT_API_URL", _shown(url), mend)
+        hint = f"The server is Prefect {theirs} and this is {ours}: give both the same release, the server's first."
+        raise InputError("PREFECT_API_URL", _shown(url), hint)
 
 
 def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") -> None:
@@ -65,17 +65,17 @@ def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") 
         kind: type that the pools must be of; None for any.
 
     Raises:
-        InputErrors: no server is configured, or a pool is missing, of another type or paused; each with its mend.
+        InputErrors: no server is configured, or a pool is missing, of another type or paused; each with its hint.
         InputError: as require_server.
     """
     if not places:
         return
     if server_url() is None:
-        mend = (
+        hint = (
             "Work pools are kept by a Prefect server, and none is configured: start one with `grpo ui`, export the "
             "PREFECT_API_URL that it prints here and on the workers; or leave the pool out to do the stage here."
         )
-        raise InputErrors([InputError(place, name, mend) for place, name in places])
+        raise InputErrors([InputError(place, name, hint) for place, name in places])
     require_server()
     pools = {pool.name: pool for pool in _read_pools()}
     problems = [problem for place, name in places if (problem := _pool_problem(place, name, pools, kind))]
@@ -87,14 +87,14 @@ def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]", kind: str
     pool = pools.get(name)
     if pool is None:
         there = ", ".join(sorted(each for each, found in pools.items() if kind in (None, found.type))) or "none"
-        mend = f"The server has no such work pool; it has: {there}. `grpo worker {name}` starts a worker and makes it."
-        return InputError(place, name, mend)
+        hint = f"The server has no such work pool; it has: {there}. `grpo worker {name}` starts a worker and makes it."
+        return InputError(place, name, hint)
     if kind is not None and pool.type != kind:
-        mend = f"That work pool is of type {pool.type}, and stages need one of type {kind}: name another."
-        return InputError(place, name, mend)
+        hint = f"That work pool is of type {pool.type}, and stages need one of type {kind}: name another."
+        return InputError(place, name, hint)
     if pool.is_paused:
-        mend = f"That work pool is paused, and nothing would be done: `prefect work-pool resume {name}`."
-        return InputError(place, name, mend)
+        hint = f"That work pool is paused, and nothing would be done: `prefect work-pool resume {name}`."
+        return InputError(place, name, hint)
     return None
 
 
@@ -154,25 +154,25 @@ def _get(url: str, path: str) -> object:
             headers=headers,
             auth=(credentials[0], credentials[1]) if len(credentials) == 2 else None,
             verify=verify,
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
         )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InputError(
             "PREFECT_API_URL", _shown(url), "It must be as `grpo ui` prints it: http://HOST:PORT/api."
         ) from error
     except httpx.TransportError as error:
-        mend = (
-            f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, mend "
+        hint = (
+            f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, hint "
             "the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server of its own."
         )
-        raise InputError("PREFECT_API_URL", _shown(url), mend) from error
+        raise InputError("PREFECT_API_URL", _shown(url), hint) from error
     if answer.status_code in (401, 403):
         given = "(not shown)" if secret is not None else os.environ.get("PREFECT_API_AUTH_STRING", "not set")
-        mend = f"The server at {_shown(url)} asks for another USER:PASSWORD; set the one it was started with."
-        raise InputError("PREFECT_API_AUTH_STRING", given, mend)
+        hint = f"The server at {_shown(url)} asks for another USER:PASSWORD; set the one it was started with."
+        raise InputError("PREFECT_API_AUTH_STRING", given, hint)
     if answer.status_code >= 500:
-        mend = f"It answered {answer.status_code}: the server, its database or a proxy in front of it is busy or away."
-        raise InputError("PREFECT_API_URL", _shown(url), mend)
+        hint = f"It answered {answer.status_code}: the server, its database or a proxy in front of it is busy or away."
+        raise InputError("PREFECT_API_URL", _shown(url), hint)
     if answer.status_code != 200:
         raise _no_api(url)
     try:

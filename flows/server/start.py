@@ -42,7 +42,7 @@ class ServerRequest:
     database: str | None = None
 
 
-def serve(request: ServerRequest, tell: Callable[[str], None]) -> None:
+def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Args:
@@ -59,13 +59,13 @@ def serve(request: ServerRequest, tell: Callable[[str], None]) -> None:
         port = int(listener.getsockname()[1])
         access = decide_access(request.host, port, request.url, auth=request.auth, csrf=request.csrf)
         choose_database(request.database)
-        tell("starting Prefect's server ...")
+        report_progress("starting Prefect's server ...")
         _settle(access)
         database = asyncio.run(_prepare())
         if database.startswith("sqlite"):
             _hush_sqlite()
         with _database_named(database):
-            _serve(access, listener, lambda: _tell(access, database, tell))
+            _serve(access, listener, lambda: _tell(access, database, report_progress))
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -73,8 +73,8 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
-        mend = f"{error}. Choose another with --port, or end what listens there; a server may be running already."
-        raise InputError("--host and --port", f"{host}:{port}", mend) from error
+        hint = f"{error}. Choose another with --port, or end what listens there; a server may be running already."
+        raise InputError("--host and --port", f"{host}:{port}", hint) from error
 
 
 def _settle(access: Access) -> None:
@@ -90,10 +90,10 @@ def _settle(access: Access) -> None:
 
 
 async def _prepare() -> str:
-    from flows.server.silent_runs import grant_patience
+    from flows.server.heartbeat_automation import extend_deadline
 
     database = await prepare_database()
-    await grant_patience()
+    await extend_deadline()
     return database
 
 
@@ -115,7 +115,7 @@ def _hush_sqlite() -> None:
     actions.addFilter(lambda record: "Run is already in terminal state" not in record.getMessage())
 
 
-def _serve(access: Access, listener: socket.socket, tell: Callable[[], None]) -> None:
+def _serve(access: Access, listener: socket.socket, report_progress: Callable[[], None]) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.settings import get_current_settings
@@ -132,20 +132,22 @@ def _serve(access: Access, listener: socket.socket, tell: Callable[[], None]) ->
     server = uvicorn.Server(config)
     # When uvicorn has ended it raises the signal that ended it once more, for the handlers that stood before its own.
     signals = (signal.SIGTERM, signal.SIGINT)
-    former = {number: signal.signal(number, lambda *_: None) for number in signals}
+    previous = {number: signal.signal(number, lambda *_: None) for number in signals}
     try:
-        asyncio.run(_serving(server, access, listener, tell))
+        asyncio.run(_serving(server, access, listener, report_progress))
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
     if not server.started:
         raise RuntimeError("the server did not start; the lines above say why")
 
 
-async def _serving(server: "uvicorn.Server", access: Access, listener: socket.socket, tell: Callable[[], None]) -> None:
+async def _serving(
+    server: "uvicorn.Server", access: Access, listener: socket.socket, report_progress: Callable[[], None]
+) -> None:
     from prefect.client.orchestration import PrefectClient
 
-    from flows.server.silent_runs import ensure_automations
+    from flows.server.heartbeat_automation import ensure_automations
 
     ended = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not ended.done():
@@ -154,7 +156,7 @@ async def _serving(server: "uvicorn.Server", access: Access, listener: socket.so
         try:
             async with PrefectClient(access.own_api_url, auth_string=access.auth) as client:
                 await ensure_automations(client)
-            tell()
+            report_progress()
         except BaseException:
             server.should_exit = True
             await ended
@@ -162,11 +164,13 @@ async def _serving(server: "uvicorn.Server", access: Access, listener: socket.so
     await ended
 
 
-def _tell(access: Access, database: str, tell: Callable[[str], None]) -> None:
-    tell(f"Prefect's server and UI: {access.url} (records in {database}); Ctrl-C ends it")
-    tell("For runs and workers, in their environment:")
-    tell(f"    export PREFECT_API_URL={access.api_url}")
+def _tell(access: Access, database: str, report_progress: Callable[[str], None]) -> None:
+    report_progress(f"Prefect's server and UI: {access.url} (records in {database}); Ctrl-C ends it")
+    report_progress("For runs and workers, in their environment:")
+    report_progress(f"    export PREFECT_API_URL={access.api_url}")
     if access.auth:
-        tell(f"    export {AUTH_VARIABLES[1]}=...   # the user and password that the server was given")
+        report_progress(f"    export {AUTH_VARIABLES[1]}=...   # the user and password that the server was given")
     if database.startswith("sqlite"):
-        tell(f"SQLite is for one machine without workers; with workers set {VARIABLES[1]} (docs/operations.md)")
+        report_progress(
+            f"SQLite is for one machine without workers; with workers set {VARIABLES[1]} (docs/operations.md)"
+        )

@@ -8,12 +8,12 @@ from flows.terminal.progress import _console
 
 
 def show_diagnosis(diagnosis: Diagnosis) -> None:
-    """Each finding with its mend, and the memory estimate part by part."""
+    """Each finding with its hint, and the memory estimate part by part."""
     for finding in diagnosis.findings:
-        mark = "[green]ok  [/]" if finding.healthy else "[red]mend[/]"
+        mark = "[green]ok  [/]" if finding.healthy else "[red]hint[/]"
         _console.print(f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}", highlight=False, soft_wrap=True)
-        if finding.mend:
-            _console.print(f"     {escape(finding.mend)}", highlight=False, soft_wrap=True)
+        if finding.hint:
+            _console.print(f"     {escape(finding.hint)}", highlight=False, soft_wrap=True)
     if diagnosis.memory is not None:
         table = Table(title="GPU memory, estimated", title_justify="left")
         table.add_column("part")

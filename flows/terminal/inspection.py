@@ -1,4 +1,4 @@
-"""A run in the terminal: tables, sparklines, texts, and small pictures where the terminal has the colours for them."""
+"""A run in the terminal: tables, sparklines, texts, and small images where the terminal has the colours for them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,15 +15,15 @@ from rich.text import Text
 from flows.inspection.inspect_run import Inspection, change, heading
 from flows.terminal.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, plain, sparkline
 from tasks.reports.group_records import GroupView, SampleView
+from tasks.reports.images import PRUNED
 from tasks.reports.metric_titles import metric_title
 from tasks.reports.page import CHARTED, counted, metric_rows, number, progress, reward_means, signed, stage_shares
 from tasks.reports.passages import shortened
-from tasks.reports.pictures import PRUNED
 
 WIDE = 100
-MOST_ROWS = 24
+MAX_ROWS = 24
 THUMBNAIL = 16
-"""Characters across a picture; each character is two pixels, one above the other."""
+"""Characters across an image; each character is two pixels, one above the other."""
 
 LETTERS = 400
 """Of a text; the page has the whole of it."""
@@ -110,14 +110,14 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=_has_colours(console))
     table.add_column("prompt", overflow="fold", ratio=1)
     table.add_column("reward", no_wrap=True)
-    texts, pictures = inspection.run.noun == "completion", _has_colours(console)
-    if texts or pictures:
+    texts, images = inspection.run.noun == "completion", _has_colours(console)
+    if texts or images:
         table.add_column("before", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
         table.add_column("after", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
-    for pair in heldout.pairs[:MOST_ROWS]:
-        asked = plain(shortened(pair.before.prompt, LETTERS)) if texts else plain(pair.before.prompt)
-        cells: list[RenderableType] = [asked, change(pair.before.reward, pair.after.reward)]
-        if texts or pictures:
+    for pair in heldout.pairs[:MAX_ROWS]:
+        requested = plain(shortened(pair.before.prompt, LETTERS)) if texts else plain(pair.before.prompt)
+        cells: list[RenderableType] = [requested, change(pair.before.reward, pair.after.reward)]
+        if texts or images:
             cells += [_output(pair.before.samples[0]), _output(pair.after.samples[0])]
         table.add_row(*cells)
     table.caption = _left_out(len(heldout.pairs), heldout.total)
@@ -136,9 +136,9 @@ def _groups(inspection: Inspection, console: Console) -> Table:
     table.add_column("prompt", overflow="fold", ratio=2)
     table.add_column("best", overflow="fold", ratio=3)
     table.add_column("worst", overflow="fold", ratio=3)
-    for group in groups.shown[:MOST_ROWS]:
+    for group in groups.shown[:MAX_ROWS]:
         table.add_row(_about(group, groups.datasets), *(_cell(sample, console) for sample in _ends(group)))
-    replaced = counted(groups) if groups.draws > 1 or groups.dropped else None
+    replaced = counted(groups) if groups.rounds > 1 or groups.dropped else None
     table.caption = "\n".join(filter(None, (replaced, _left_out(len(groups.shown), groups.total)))) or None
     return table
 
@@ -178,7 +178,7 @@ def _output(sample: SampleView) -> Text:
 
 
 def _left_out(read: int, total: int) -> str | None:
-    shown = min(read, MOST_ROWS)
+    shown = min(read, MAX_ROWS)
     return f"{shown} of {total} prompts; --html FILE shows more" if shown < total else None
 
 
@@ -204,7 +204,7 @@ def _has_colours(console: Console) -> bool:
 
 
 def thumbnail(image: Image.Image, across: int = THUMBNAIL) -> Text:
-    """A picture in half blocks: the upper pixel is the character's colour, the lower one its background."""
+    """An image in half blocks: the upper pixel is the character's colour, the lower one its background."""
     down = max(2, 2 * round(across * image.height / image.width / 2))
     small = image.resize((across, down), Image.Resampling.BOX)
     text = Text(no_wrap=True)
@@ -218,5 +218,5 @@ def thumbnail(image: Image.Image, across: int = THUMBNAIL) -> Text:
 
 def _pixel(image: Image.Image, x: int, y: int) -> tuple[int, int, int]:
     value = image.getpixel((x, y))
-    assert isinstance(value, tuple), "pictures are RGB"
+    assert isinstance(value, tuple), "images are RGB"
     return int(value[0]), int(value[1]), int(value[2])

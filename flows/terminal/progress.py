@@ -71,7 +71,7 @@ class _Bars:
                 self.tasks[stage] = self.bars.add_task(stage, total=total)
             self.bars.update(self.tasks[stage], completed=done, total=total)
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.bars.console.print(line, markup=False, highlight=False)
 
 
@@ -84,7 +84,7 @@ class _Lines:
     def advance(self, stage: str, done: int, total: int) -> None:
         begun = self.begun.setdefault(stage, time.perf_counter())
         if done == total:
-            self.announce(f"{stage}: {done}/{total} in {time.perf_counter() - begun:.1f} s")
+            self.log(f"{stage}: {done}/{total} in {time.perf_counter() - begun:.1f} s")
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

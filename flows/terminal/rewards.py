@@ -18,7 +18,7 @@ from tasks.reports.rewards_analysis.findings import findings
 from tasks.reports.rewards_analysis.records import RewardAnalysis
 from tasks.reports.rewards_analysis.table import HEADINGS, PAIR_HEADINGS, agreement_rows, figure_rows
 
-MOST_PAIRS = 12
+MAX_PAIRS = 12
 
 
 def show_analysis(analysis: RewardAnalysis, console: Console) -> None:
@@ -31,9 +31,9 @@ def show_analysis(analysis: RewardAnalysis, console: Console) -> None:
     console.print(reward_table(f"Rewards, {size}", HEADINGS, list(figure_rows(analysis)), console))
     if analysis.agreements:
         pairs = list(agreement_rows(analysis))
-        table = reward_table("Agreement between rewards", PAIR_HEADINGS, pairs[:MOST_PAIRS], console)
-        if len(pairs) > MOST_PAIRS:
-            table.caption = f"{MOST_PAIRS} of {len(pairs)} pairs; the page shows all"
+        table = reward_table("Agreement between rewards", PAIR_HEADINGS, pairs[:MAX_PAIRS], console)
+        if len(pairs) > MAX_PAIRS:
+            table.caption = f"{MAX_PAIRS} of {len(pairs)} pairs; the page shows all"
         console.print(table)
 
 

@@ -21,7 +21,7 @@ def show_summary(summary: TrainSummary) -> None:
     table.add_row("policy digest", (summary.policy_digest or "none")[:16])
     table.add_row("kept in", _shown(summary.folder))
     if summary.contact_sheet:
-        table.add_row("pictures before and after", _shown(summary.contact_sheet))
+        table.add_row("images before and after", _shown(summary.contact_sheet))
     if summary.heldout_texts:
         table.add_row("completions before and after", _shown(summary.heldout_texts))
     if summary.watch:

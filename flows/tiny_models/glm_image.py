@@ -38,16 +38,16 @@ TEMPERATURES = (1.0, 0.7)
 
 @task(name="train token model", cache_policy=NO_CACHE)
 def train_token_model(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> AutoregressiveMetrics:
-    """Cross-entropy on the tokens of captioned pictures; changes the pipeline in place."""
-    tell = progress_of("train token model", recipe.autoregressive_steps)
-    return train_autoregressive(pipeline, recipe, lambda step, steps, loss: tell(step, steps))
+    """Cross-entropy on the tokens of captioned images; changes the pipeline in place."""
+    report_progress = progress_of("train token model", recipe.autoregressive_steps)
+    return train_autoregressive(pipeline, recipe, lambda step, steps, loss: report_progress(step, steps))
 
 
 @task(name="train decoder", cache_policy=NO_CACHE)
-def train_picture_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
+def train_image_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
     """Flow matching from tokens to pixels; changes the pipeline in place."""
-    tell = progress_of("train decoder", recipe.decoder_steps)
-    return train_decoder(pipeline, recipe, lambda step, steps, loss: tell(step, steps))
+    report_progress = progress_of("train decoder", recipe.decoder_steps)
+    return train_decoder(pipeline, recipe, lambda step, steps, loss: report_progress(step, steps))
 
 
 @task(name="measure and save", cache_policy=NO_CACHE)
@@ -61,7 +61,7 @@ def measure_and_save(pipeline: GlmImagePipeline, recipe: TinyRecipe, measured: d
 
 @task(name="write prompt files", cache_policy=NO_CACHE)
 def write_prompt_files(recipe: TinyRecipe) -> None:
-    """Prompts and target pictures for training by rewards; the held-out ones were never seen before."""
+    """Prompts and target images for training by rewards; the held-out ones were never seen before."""
     seen, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
     for name, scenes, count in (
         (TRAIN_FILE, seen, recipe.train_prompts),
@@ -72,12 +72,12 @@ def write_prompt_files(recipe: TinyRecipe) -> None:
 
 @flow(name="tiny model", validate_parameters=False)
 def make_tiny_model(recipe: TinyRecipe, folder: Path) -> None:
-    """Build, train, save, measure. The former model stays until the new one is whole."""
+    """Build, train, save, measure. The previous model stays until the new one is whole."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     pipeline = build_pipeline(recipe)
     token_model = train_token_model(pipeline, recipe)
-    decoder = train_picture_decoder(pipeline, recipe)
+    decoder = train_image_decoder(pipeline, recipe)
     measured: dict[str, object] = {
         "train_seconds": round(time.perf_counter() - started),
         "token_model": asdict(token_model),
@@ -88,7 +88,7 @@ def make_tiny_model(recipe: TinyRecipe, folder: Path) -> None:
         fresh = Path(scratch) / "model"
         measure_and_save(pipeline, recipe, measured, fresh)
         if folder.exists():
-            folder.rename(Path(scratch) / "former")
+            folder.rename(Path(scratch) / "previous")
         fresh.rename(folder)
     write_prompt_files(recipe)
 

@@ -40,8 +40,8 @@ def train_text_model(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe
 ) -> TrainingMetrics:
     """Cross-entropy on imperfect answers; changes the model in place."""
-    tell = progress_of("train text model", recipe.steps)
-    return train_model(model, tokenizer, recipe, lambda step, steps, loss: tell(step, steps))
+    report_progress = progress_of("train text model", recipe.steps)
+    return train_model(model, tokenizer, recipe, lambda step, steps, loss: report_progress(step, steps))
 
 
 @task(name="measure and save", cache_policy=NO_CACHE)
@@ -67,7 +67,7 @@ def write_files(recipe: TinyTextRecipe) -> None:
 
 @flow(name="tiny text model", validate_parameters=False)
 def make_tiny_text_model(recipe: TinyTextRecipe, folder: Path) -> None:
-    """Build, train, save, measure. The former model stays until the new one is whole."""
+    """Build, train, save, measure. The previous model stays until the new one is whole."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     tokenizer = build_tokenizer()
@@ -79,7 +79,7 @@ def make_tiny_text_model(recipe: TinyTextRecipe, folder: Path) -> None:
         fresh = Path(scratch) / "model"
         measure_and_save(model, tokenizer, recipe, measured, fresh)
         if folder.exists():
-            folder.rename(Path(scratch) / "former")
+            folder.rename(Path(scratch) / "previous")
         fresh.rename(folder)
     write_files(recipe)
 

@@ -3,10 +3,10 @@
 from configs.schema import RunConfig
 from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rewards
 from flows.pipeline.run import Run
-from flows.training.guardrails import find_signs, tell_signs
+from flows.training.guardrails import find_hacking_signs, report_hacking_signs
 from flows.training.history import TrainingHistory
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 
 
 def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
@@ -15,13 +15,15 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     if plan is not None:
         rollouts = collect_rollouts(run, policy, plan)
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
-        draws = (Draw(rollouts, rewards),)
-        history.heldout[policy.version] = compute_advantages(run, draws, plan.folder, plan.title)
+        rounds = (SamplingRound(rollouts, rewards),)
+        history.heldout[policy.version] = compute_advantages(run, rounds, plan.folder, plan.title)
         watched = run.config.watch
         history.guardrails[policy.version] = score_rewards(run, rollouts, plan, watched.guardrails, "guardrails")
-        history.signs = find_signs(watched, history.heldout, history.guardrails)
+        history.signs = find_hacking_signs(watched, history.heldout, history.guardrails)
         if watched.guardrails:
-            tell_signs(run.store, policy.version, history.signs, stop=history.stopped_by(run.config, policy.version))
+            report_hacking_signs(
+                run.store, policy.version, history.signs, stop=history.stopped_by(run.config, policy.version)
+            )
 
 
 def is_evaluated(config: RunConfig, iteration: int) -> bool:

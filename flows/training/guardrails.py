@@ -7,7 +7,7 @@ from configs.core_settings import hacking_rule
 from configs.reward_sections import WatchSection
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.metrics.names import SIGNS_FILE
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -17,7 +17,9 @@ Guardrails = Mapping[int, Mapping[str, ArtifactRef]]
 """Scores of the held-out samples, by policy version and label."""
 
 
-def find_signs(section: WatchSection, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> list[HackingSign]:
+def find_hacking_signs(
+    section: WatchSection, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails
+) -> list[HackingSign]:
     """The guardrails that have fallen while the reward rose, as of the last evaluation."""
     if not section.guardrails:
         return []
@@ -39,16 +41,16 @@ def held_out_series(
     return versions, rewards, levels
 
 
-def tell_signs(store: ArtifactStore, version: int, signs: Sequence[HackingSign], *, stop: bool) -> None:
+def report_hacking_signs(store: ArtifactStore, version: int, signs: Sequence[HackingSign], *, stop: bool) -> None:
     """Tell people, and keep it for those who come later; without signs, that there are none any more."""
     for sign in signs:
-        announce(f"watch, policy {version}: {sign}")
+        log(f"watch, policy {version}: {sign}")
     told = {"version": version, "signs": [str(sign) for sign in signs], "stopped": stop}
     store.write_file(SIGNS_FILE, json.dumps(told, indent=1).encode())
 
 
 def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
-    """Draw the held-out reward above the guardrails; where the picture is."""
+    """Draw the held-out reward above the guardrails; where the image is."""
     # The plotting library takes a second to import, which a run without guardrails need not wait for.
     from tasks.reports.rewards_analysis.watch_plot import draw_watch
 

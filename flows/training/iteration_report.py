@@ -4,13 +4,13 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from flows.pipeline.run import Run
 from flows.training.history import TrainingHistory
-from flows.training.prefetch import Drawn
+from flows.training.prefetch import ScoredRollouts
 from tasks.metrics.iteration import gather_metrics, has_metrics, write_metrics
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.storage.artifacts.reference import PolicyRef
 
-TOLD = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
+LOGGED_METRICS = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
 
 
 async def report(
@@ -18,23 +18,23 @@ async def report(
     history: TrainingHistory,
     iteration: int,
     policy: PolicyRef,
-    drawn: Drawn,
+    drawn: ScoredRollouts,
 ) -> None:
     """Gather the iteration's figures, show them in Prefect's UI once, and keep them."""
     assert policy.checkpoint is not None
     heldout = history.heldout.get(iteration)
     guardrails = history.guardrails.get(iteration)
-    metrics = gather_metrics(drawn.draws, drawn.advantages, policy.checkpoint, heldout, guardrails)
+    metrics = gather_metrics(drawn.rounds, drawn.advantages, policy.checkpoint, heldout, guardrails)
     record = IterationRecord(
         iteration=iteration,
-        draws=drawn.draws,
+        rounds=drawn.rounds,
         advantages=drawn.advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
     )
     history.iterations.append(record)
-    announce(told(record, run.config.run.iterations))
-    # A run that goes on passes by its former iterations; they have been reported.
+    log(told(record, run.config.run.iterations))
+    # A run that goes on passes by its previous iterations; they have been reported.
     if not has_metrics(run.store, iteration) or iteration == run.config.run.iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
@@ -42,7 +42,7 @@ async def report(
 
 def told(record: IterationRecord, iterations: int) -> str:
     """The iteration in one line."""
-    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in TOLD if name in record.metrics]
+    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
     return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rewards
 from flows.pipeline.run import Run
 from flows.training.history import TrainingHistory
-from tasks.execution.pool_run import stages_given_up_on_interrupt, stages_withdrawn_on_failure
+from tasks.execution.pool_run import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
 from tasks.rollouts.plan import RolloutPlan
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ScoredRollouts:
     """What an iteration learns from.
 
     Attributes:
@@ -26,12 +26,12 @@ class Drawn:
     """
 
     policy: PolicyRef
-    draws: tuple[Draw, ...]
+    rounds: tuple[SamplingRound, ...]
     advantages: ArtifactRef
 
 
 @dataclass
-class Drawing:
+class RolloutPrefetcher:
     """Draws iteration after iteration, each with the policy that is `run.staleness` versions older than it might be.
 
     Which policy samples an iteration is settled by its number, not by who is faster; so a run that is done again, or in
@@ -49,9 +49,9 @@ class Drawing:
     history: TrainingHistory
     thread: ThreadPoolExecutor | None
     policies: dict[int, PolicyRef] = field(default_factory=dict)
-    ahead: dict[int, Future[Drawn]] = field(default_factory=dict)
+    ahead: dict[int, Future[ScoredRollouts]] = field(default_factory=dict)
 
-    def know(self, policy: PolicyRef) -> None:
+    def publish_policy(self, policy: PolicyRef) -> None:
         """There is another version; the thread may draw the iterations that wait for it."""
         self.policies[policy.version] = policy
         if self.thread is None:
@@ -61,7 +61,7 @@ class Drawing:
         for iteration in range(first, last + 1):
             self.ahead[iteration] = self.thread.submit(contextvars.copy_context().run, self._draw, iteration)
 
-    def take(self, iteration: int) -> Drawn:
+    def take(self, iteration: int) -> ScoredRollouts:
         """What the iteration learns from, once it is there.
 
         Raises:
@@ -69,53 +69,53 @@ class Drawing:
         """
         if self.thread is None:
             return self._draw(iteration)
-        with stages_given_up_on_interrupt():
+        with stages_cancelled_on_interrupt():
             return self.ahead[iteration].result()
 
-    def _draw(self, iteration: int) -> Drawn:
+    def _draw(self, iteration: int) -> ScoredRollouts:
         policy = self.policies[max(0, iteration - 1 - self.run.config.run.staleness)]
-        draws, advantages = draw_groups(self.run, policy, iteration, self.history)
+        rounds, advantages = sample_groups(self.run, policy, iteration, self.history)
         self.history.drawn.append(advantages)
-        return Drawn(policy, draws, advantages)
+        return ScoredRollouts(policy, rounds, advantages)
 
 
 @contextmanager
-def drawing(run: Run, history: TrainingHistory, policy: PolicyRef) -> Iterator[Drawing]:
+def prefetching(run: Run, history: TrainingHistory, policy: PolicyRef) -> Iterator[RolloutPrefetcher]:
     """Draw for a run that begins with this policy.
 
     What is still being drawn when it ends is waited for; what has not begun, or lies untaken on a pool, is left.
     """
     if run.config.run.staleness == 0:
-        yield Drawing(run, history, None, {policy.version: policy})
+        yield RolloutPrefetcher(run, history, None, {policy.version: policy})
         return
-    thread = ThreadPoolExecutor(1, thread_name_prefix="drawing")
+    thread = ThreadPoolExecutor(1, thread_name_prefix="prefetching")
     try:
-        groups = Drawing(run, history, thread)
-        groups.know(policy)
-        with stages_given_up_on_interrupt(), stages_withdrawn_on_failure():
+        groups = RolloutPrefetcher(run, history, thread)
+        groups.publish_policy(policy)
+        with stages_cancelled_on_interrupt(), stages_withdrawn_on_failure():
             yield groups
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
 
 
-def draw_groups(
+def sample_groups(
     run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory
-) -> tuple[tuple[Draw, ...], ArtifactRef]:
+) -> tuple[tuple[SamplingRound, ...], ArtifactRef]:
     """The first three stages; where asked, groups that teach nothing are replaced by others, a bounded number of times.
 
     Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.2, dynamic sampling.
     """
     section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
-    draws: tuple[Draw, ...] = ()
+    rounds: tuple[SamplingRound, ...] = ()
     plans: tuple[RolloutPlan, ...] = ()
     count, statistics = wanted, history.statistics(run)
-    for draw in range(1, section.max_draws + 1):
+    for draw in range(1, section.max_rounds + 1):
         plan = run.plan(iteration, draw, count, statistics, plans)
         rollouts = collect_rollouts(run, policy, plan)
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
-        draws, plans = (*draws, Draw(rollouts, rewards)), (*plans, plan)
-        advantages = compute_advantages(run, draws, plan.folder, plan.title, history.advantages)
+        rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
+        advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.advantages)
         count = wanted - int(advantages.metrics["groups_kept"])
         if section.constant_groups != "redraw" or count <= 0:
             break
-    return draws, advantages
+    return rounds, advantages

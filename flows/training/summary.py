@@ -2,20 +2,20 @@
 
 from configs.schema import TextRolloutSection
 from flows.pipeline.run import Run
-from flows.pipeline.run_summary import RunFigures
+from flows.pipeline.run_summary import RunSummary
 from flows.training.guardrails import write_watch_plot
 from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.storage.artifacts.reference import PolicyRef
 
 
-class TrainSummary(RunFigures):
+class TrainSummary(RunSummary):
     """The end of a run; `seconds.total` is this start's wall time, the stages' are as measured when each ran.
 
     Attributes:
-        contact_sheet: picture of the held-out prompts before and after, where the policy draws and there are any.
+        contact_sheet: image of the held-out prompts before and after, where the policy draws and there are any.
         heldout_texts: page of the same, where it writes.
-        watch: picture of the held-out reward beside its guardrails, where there are any.
+        watch: image of the held-out reward beside its guardrails, where there are any.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
         stopped_early: the watch ended the run.
         set_aside: what this start moved out of the way, and why.

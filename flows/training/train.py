@@ -11,9 +11,9 @@ from flows.pipeline.stages import named, recording
 from flows.training.evaluation import evaluate, is_evaluated
 from flows.training.history import TrainingHistory
 from flows.training.iteration_report import report
-from flows.training.prefetch import Drawing, Drawn, drawing
+from flows.training.prefetch import RolloutPrefetcher, ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, summarize
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.update.policy import update_policy_task
 
@@ -25,34 +25,34 @@ async def train(config: TrainConfig) -> TrainSummary:
     with open_run(config) as run:
         history, policy = TrainingHistory(), run.base_policy
         async with recording(run.store, run.lock):
-            with drawing(run, history, policy) as groups:
+            with prefetching(run, history, policy) as groups:
                 evaluate(run, policy, history)
                 for iteration in range(1, config.run.iterations + 1):
                     policy = await train_iteration(run, policy, iteration, groups, history)
                     if history.stopped_by(config, policy.version):
-                        announce(f"stopped after iteration {iteration}, as watch.stop asks")
+                        log(f"stopped after iteration {iteration}, as watch.stop asks")
                         break
         return summarize(run, policy, history, time.perf_counter() - started)
 
 
 async def train_iteration(
-    run: Run, policy: PolicyRef, iteration: int, groups: Drawing, history: TrainingHistory
+    run: Run, policy: PolicyRef, iteration: int, groups: RolloutPrefetcher, history: TrainingHistory
 ) -> PolicyRef:
     """Four stages from one policy version to the next, and what people see of them."""
     drawn = groups.take(iteration)
     policy = update_policy(run, policy, drawn, iteration)
-    groups.know(policy)
+    groups.publish_policy(policy)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
     await report(run, history, iteration, policy, drawn)
     return policy
 
 
-def update_policy(run: Run, policy: PolicyRef, drawn: Drawn, iteration: int) -> PolicyRef:
+def update_policy(run: Run, policy: PolicyRef, drawn: ScoredRollouts, iteration: int) -> PolicyRef:
     """Stage 4; rows that an older version sampled count by their importance weights."""
     config, title = run.config, f"iteration {iteration}"
     stage = named(update_policy_task, title, config.placement)
-    rollouts = tuple(draw.rollouts for draw in drawn.draws)
+    rollouts = tuple(draw.rollouts for draw in drawn.rounds)
     stale = policy.version - drawn.policy.version
     update = corrected(run.update, CORRECTION) if stale else run.update
     return stage(policy, rollouts, drawn.advantages, run.model, update, config.run.seed, stale, title, config.placement)

@@ -10,7 +10,7 @@ from prefect import Flow, flow
 from tasks.execution.call import StageOutcome
 from tasks.execution.child_process import StageProcess
 from tasks.execution.error_records import record_of
-from tasks.execution.faults import Fault, LostStageError, StageGivenUpError, StageTimeoutError
+from tasks.execution.faults import Fault, LostStageError, StageCancelledError, StageTimeoutError
 from tasks.execution.pool import leave_outcome, read_call
 from tasks.execution.stages import STAGES
 from tasks.progress import listener
@@ -33,14 +33,14 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
         Exception: whatever the stage raised, told to the run as well.
     """
     store = ArtifactStore(root, run)
-    asked = read_call(store, call)
+    requested = read_call(store, call)
     try:
-        outcome = await asyncio.to_thread(PROCESS.carry_out, asked, timeout, listener())
+        outcome = await asyncio.to_thread(PROCESS.carry_out, requested, timeout, listener())
     except asyncio.CancelledError:
         # The thread that listens cannot be cancelled; it ends with the child.
         PROCESS.end()
         raise
-    except StageGivenUpError:
+    except StageCancelledError:
         # Nobody waits for an outcome.
         store.clear_abandoned()
         raise

@@ -25,7 +25,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, Proc
 from flows.workers.stage_flows import PROCESS, STAGE_FLOWS
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
-from tasks.progress import announce
+from tasks.progress import log
 
 KIND = "grpo"
 """Type of the work pools that these workers serve."""
@@ -96,7 +96,7 @@ class ResidentWorker(ProcessWorker):
             return await super().run(flow_run, configuration, task_status)
         if task_status is not None:
             task_status.started(os.getpid())
-        announce(f"{flow_run.name}: begun")
+        log(f"{flow_run.name}: begun")
         cancelled = anyio.Event()
         async with anyio.create_task_group() as beside:
             beside.start_soon(self._end_when_cancelled, flow_run, cancelled)
@@ -108,7 +108,7 @@ class ResidentWorker(ProcessWorker):
             # Only here: the server would take the failure of a stage that was ended for the last word.
             state = Cancelled()
             await self.client.set_flow_run_state(flow_run.id, state, force=True)
-        announce(f"{flow_run.name}: {state.name.lower()}")
+        log(f"{flow_run.name}: {state.name.lower()}")
         # A stage that failed has said so to its run; the worker itself is well.
         return ProcessWorkerResult(status_code=0, identifier=str(os.getpid()))
 
@@ -161,8 +161,8 @@ async def serve(pool: str) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         async with anyio.create_task_group() as both:
-            both.start_soon(partial(stages.start, printer=announce))
-            both.start_soon(partial(runs.start, printer=announce))
+            both.start_soon(partial(stages.start, printer=log))
+            both.start_soon(partial(runs.start, printer=log))
     finally:
         PROCESS.end()
 
@@ -177,8 +177,8 @@ async def _require_pool(client: PrefectClient, pool: str) -> None:
             await client.create_work_pool(WorkPoolCreate(name=pool, type=KIND, base_job_template=template))
         found = await client.read_work_pool(pool)
     if found.type != KIND:
-        mend = f"This pool is for workers of the type {found.type}; choose another name, or delete the pool."
-        raise InputError("POOL", pool, mend)
+        hint = f"This pool is for workers of the type {found.type}; choose another name, or delete the pool."
+        raise InputError("POOL", pool, hint)
 
 
 async def register_stages(client: PrefectClient, pool: str) -> None:

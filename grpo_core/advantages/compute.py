@@ -119,8 +119,8 @@ def _penalty(
         raise ValueError(f"kl_coef is {settings.kl_coef} but there are no penalties; give kl_penalty's, or set it to 0")
     broken = (combined.present & ~penalties.isfinite()).nonzero().tolist()
     if broken:
-        mend = "The log-probs that it was computed from are not finite; collect the rollouts anew."
-        raise NonFiniteError("KL in the reward", [f"{g}/{s}" for g, s in broken], mend)
+        hint = "The log-probs that it was computed from are not finite; collect the rollouts anew."
+        raise NonFiniteError("KL in the reward", [f"{g}/{s}" for g, s in broken], hint)
     return settings.kl_coef * penalties.double()
 
 

@@ -58,8 +58,8 @@ class AdvantageSettings:
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in get_args(choices):
-                mend = f"Choose one of {', '.join(get_args(choices))}."
-                raise InputError(f"advantages.{field}", getattr(self, field), mend)
+                hint = f"Choose one of {', '.join(get_args(choices))}."
+                raise InputError(f"advantages.{field}", getattr(self, field), hint)
         for field in ("eps", "kl_coef"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise InputError(f"advantages.{field}", getattr(self, field), "Give a finite number, 0 or above.")
@@ -71,14 +71,14 @@ class AdvantageSettings:
     def _check_normalize_then_sum(self) -> None:
         other = "or set advantages.aggregation to sum_then_normalize."
         if self.baseline == "leave_one_out":
-            mend = f"normalize_then_sum subtracts the mean of the whole batch last; set it to mean, {other}"
-            raise InputError("advantages.baseline", self.baseline, mend)
+            hint = f"normalize_then_sum subtracts the mean of the whole batch last; set it to mean, {other}"
+            raise InputError("advantages.baseline", self.baseline, hint)
         if self.scale != "group":
-            mend = f"normalize_then_sum divides each reward by its std within the group; set it to group, {other}"
-            raise InputError("advantages.scale", self.scale, mend)
+            hint = f"normalize_then_sum divides each reward by its std within the group; set it to group, {other}"
+            raise InputError("advantages.scale", self.scale, hint)
         if self.kl_coef > 0:
-            mend = f"With normalize_then_sum there is no common scale to subtract it on; use update.kl_coef, {other}"
-            raise InputError("advantages.kl_coef", self.kl_coef, mend)
+            hint = f"With normalize_then_sum there is no common scale to subtract it on; use update.kl_coef, {other}"
+            raise InputError("advantages.kl_coef", self.kl_coef, hint)
 
 
 def refuse_terms(terms: Sequence[RewardTerm], settings: AdvantageSettings) -> None:
@@ -90,11 +90,11 @@ def refuse_terms(terms: Sequence[RewardTerm], settings: AdvantageSettings) -> No
     """
     if not any(term.role == "sum" and term.weight for term in terms):
         found = [term.role if term.role == "gate" else term.weight for term in terms]
-        mend = "No reward adds with a weight other than 0, so nothing would be learned; give one a weight."
-        raise InputError("rewards", found, mend)
+        hint = "No reward adds with a weight other than 0, so nothing would be learned; give one a weight."
+        raise InputError("rewards", found, hint)
     if settings.aggregation != "normalize_then_sum":
         return
     for index, term in enumerate(terms):
         if term.normalize in ("group", "running"):
-            mend = "normalize_then_sum normalises every reward; set it to none or range, or set advantages.aggregation "
-            raise InputError(f"rewards.{index}.normalize", term.normalize, mend + "to sum_then_normalize.")
+            hint = "normalize_then_sum normalises every reward; set it to none or range, or set advantages.aggregation "
+            raise InputError(f"rewards.{index}.normalize", term.normalize, hint + "to sum_then_normalize.")

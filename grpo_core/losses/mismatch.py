@@ -36,11 +36,11 @@ class MismatchSettings:
 
     def __post_init__(self) -> None:
         if not self.cap >= 1.0:
-            mend = "A ratio of 1 is perfect agreement; give at least 1, for example 3.0."
-            raise InputError("update.mismatch.cap", self.cap, mend)
+            hint = "A ratio of 1 is perfect agreement; give at least 1, for example 3.0."
+            raise InputError("update.mismatch.cap", self.cap, hint)
         if not (0.0 <= self.floor <= 1.0 and self.floor < self.cap):
-            mend = "A ratio of 1 is perfect agreement; give a number from 0 to 1, below the cap."
-            raise InputError("update.mismatch.floor", self.floor, mend)
+            hint = "A ratio of 1 is perfect agreement; give a number from 0 to 1, below the cap."
+            raise InputError("update.mismatch.floor", self.floor, hint)
 
 
 @dataclass(frozen=True)

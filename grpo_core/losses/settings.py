@@ -75,8 +75,8 @@ class LossSettings:
         self._check_level()
         self._check_bounds()
         if self.loss == "vespo" and self.mismatch is not None and self.mismatch.level == "sequence":
-            mend = "vespo multiplies the token weights of a row itself; set it to token, or choose another loss."
-            raise InputError("update.mismatch.level", self.mismatch.level, mend)
+            hint = "vespo multiplies the token weights of a row itself; set it to token, or choose another loss."
+            raise InputError("update.mismatch.level", self.mismatch.level, hint)
 
     def _check_ranges(self) -> None:
         positive = [
@@ -109,24 +109,24 @@ class LossSettings:
         if self.importance_level not in get_args(ImportanceLevel):
             raise InputError("update.importance_level", self.importance_level, "Choose token or sequence.")
         if self.loss in SEQUENCE_LOSSES and self.importance_level == "token":
-            mend = f"{self.loss} has one ratio a sequence; set it to sequence, or update.loss to grpo."
-            raise InputError("update.importance_level", self.importance_level, mend)
+            hint = f"{self.loss} has one ratio a sequence; set it to sequence, or update.loss to grpo."
+            raise InputError("update.importance_level", self.importance_level, hint)
         if self.loss in TOKEN_LOSSES and self.importance_level == "sequence":
-            mend = f"{self.loss} is defined with token ratios; set it to token, or update.loss to gspo."
-            raise InputError("update.importance_level", self.importance_level, mend)
+            hint = f"{self.loss} is defined with token ratios; set it to token, or update.loss to gspo."
+            raise InputError("update.importance_level", self.importance_level, hint)
 
     def _check_bounds(self) -> None:
         if self.loss == "cispo" and self.ratio_cap < 1:
-            mend = "It caps the ratio itself, not its distance from 1; give at least 1, for example 5.0."
-            raise InputError("update.ratio_cap", self.ratio_cap, mend)
+            hint = "It caps the ratio itself, not its distance from 1; give at least 1, for example 5.0."
+            raise InputError("update.ratio_cap", self.ratio_cap, hint)
         if self.delta is None:
             return
         if self.loss not in CLIPPED_LOSSES:
-            mend = f"{self.loss} does not clip; leave it out, or choose one of {', '.join(CLIPPED_LOSSES)}."
-            raise InputError("update.delta", self.delta, mend)
+            hint = f"{self.loss} does not clip; leave it out, or choose one of {', '.join(CLIPPED_LOSSES)}."
+            raise InputError("update.delta", self.delta, hint)
         if not self.delta > 1 + self.clip_range_high:
-            mend = (
+            hint = (
                 f"It bounds ratios beyond the upper clip; give more than 1 + clip_range_high = "
                 f"{1 + self.clip_range_high:g}, or leave it out."
             )
-            raise InputError("update.delta", self.delta, mend)
+            raise InputError("update.delta", self.delta, hint)

@@ -29,11 +29,11 @@ def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
     if kind == "adamw":
         return
     if find_spec("bitsandbytes") is None:
-        mend = "It needs bitsandbytes, the extra eight-bit (pip install bitsandbytes); or take adamw."
-        raise InputError("update.optimizer", kind, mend)
+        hint = "It needs bitsandbytes, the extra eight-bit (pip install bitsandbytes); or take adamw."
+        raise InputError("update.optimizer", kind, hint)
     if kind.startswith("paged") and device.type != "cuda":
-        mend = f"Pages are CUDA's, and the model is on {device.type}; take {kind.removeprefix('paged_')}."
-        raise InputError("update.optimizer", kind, mend)
+        hint = f"Pages are CUDA's, and the model is on {device.type}; take {kind.removeprefix('paged_')}."
+        raise InputError("update.optimizer", kind, hint)
 
 
 def build_optimizer(

@@ -65,11 +65,11 @@ class LearningRateSchedule:
             self._multiplier = _multiplier(name, learning_rate, warmup_steps, self._last, given)
             rates = [self(step) for step in _probes(warmup_steps, self._last)]
         except (TypeError, ValueError, ArithmeticError) as error:
-            mend = f"{name} cannot be computed with these values ({error})."
-            raise InputError("update.lr_scheduler_kwargs", given, mend) from error
+            hint = f"{name} cannot be computed with these values ({error})."
+            raise InputError("update.lr_scheduler_kwargs", given, hint) from error
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
-            mend = f"{name} would give rates from {min(rates):g} to {max(rates):g}; none may be below zero."
-            raise InputError("update.lr_scheduler_kwargs", given, mend)
+            hint = f"{name} would give rates from {min(rates):g} to {max(rates):g}; none may be below zero."
+            raise InputError("update.lr_scheduler_kwargs", given, hint)
 
     def __call__(self, step: int) -> float:
         """The rate of the step that follows `step` earlier ones."""
@@ -81,11 +81,11 @@ def _length(name: str, warmup_steps: int, total_steps: int | None, kwargs: Mappi
     if name not in WITH_LENGTH:
         return None
     if total_steps is None:
-        mend = "It depends on the length of the run; set update.total_steps, or take constant_with_warmup."
-        raise InputError("update.lr_scheduler", name, mend)
+        hint = "It depends on the length of the run; set update.total_steps, or take constant_with_warmup."
+        raise InputError("update.lr_scheduler", name, hint)
     if warmup_steps >= total_steps:
-        mend = f"{name} has {total_steps} optimizer steps in all; warm up for fewer."
-        raise InputError("update.warmup_steps", warmup_steps, mend)
+        hint = f"{name} has {total_steps} optimizer steps in all; warm up for fewer."
+        raise InputError("update.warmup_steps", warmup_steps, hint)
     if name == "warmup_stable_decay":
         _refuse_phases(warmup_steps, total_steps, kwargs)
     return total_steps
@@ -94,11 +94,11 @@ def _length(name: str, warmup_steps: int, total_steps: int | None, kwargs: Mappi
 def _refuse_phases(warmup_steps: int, total_steps: int, kwargs: Mapping[str, ScheduleValue]) -> None:
     decay = kwargs.get("num_decay_steps")
     if not isinstance(decay, int) or isinstance(decay, bool) or not 0 <= decay <= total_steps - warmup_steps:
-        mend = f"Set num_decay_steps, an integer from 0 to {total_steps - warmup_steps}: what warm-up leaves."
-        raise InputError("update.lr_scheduler_kwargs", dict(kwargs), mend)
+        hint = f"Set num_decay_steps, an integer from 0 to {total_steps - warmup_steps}: what warm-up leaves."
+        raise InputError("update.lr_scheduler_kwargs", dict(kwargs), hint)
     if "num_stable_steps" in kwargs:
-        mend = "Leave out num_stable_steps: it is total_steps without warm-up and decay."
-        raise InputError("update.lr_scheduler_kwargs", dict(kwargs), mend)
+        hint = "Leave out num_stable_steps: it is total_steps without warm-up and decay."
+        raise InputError("update.lr_scheduler_kwargs", dict(kwargs), hint)
 
 
 def _multiplier(
@@ -110,8 +110,8 @@ def _multiplier(
     from transformers import get_scheduler
 
     # A schedule is asked of an optimizer; this one only lends its learning rate.
-    lender = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
-    scheduler = get_scheduler(name, lender, warmup_steps, total_steps, scheduler_specific_kwargs=kwargs)
+    dummy_optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
+    scheduler = get_scheduler(name, dummy_optimizer, warmup_steps, total_steps, scheduler_specific_kwargs=kwargs)
     multiplier: Callable[[int], float] = scheduler.lr_lambdas[0]
     return multiplier
 

@@ -69,8 +69,8 @@ def _refuse_another_kind(kind: OptimizerKind, state: Mapping[str, Tensor]) -> No
         raise ValueError("the optimizer state does not say which optimizer it is of")
     stored = bytes(state[KIND].tolist()).decode()
     if stored != kind:
-        mend = f"The policy was trained with {stored}, and its moments are stored that way; go on with {stored}."
-        raise InputError("update.optimizer", kind, mend)
+        hint = f"The policy was trained with {stored}, and its moments are stored that way; go on with {stored}."
+        raise InputError("update.optimizer", kind, hint)
 
 
 def _layout(kind: OptimizerKind, parameter: nn.Parameter) -> Layout:

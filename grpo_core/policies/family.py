@@ -9,7 +9,7 @@ import torch
 from grpo_core.policies.estimate import ModelEstimate, Workload
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import TrainingChoice
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 
 
 class PolicyFamily(Protocol):
@@ -19,7 +19,7 @@ class PolicyFamily(Protocol):
         medium: what its rows of tokens become.
     """
 
-    medium: Medium
+    modality: Modality
 
     def settings(self, values: Mapping[str, Any]) -> Any:
         """The frozen record that says how it samples, from a configuration's section or from a stored row.

@@ -38,7 +38,7 @@ class Policy(Protocol):
         """
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> Sequence[Output]:
-        """The finished picture or text of each row; rows with one prompt and one noise seed share their noise."""
+        """The finished image or text of each row; rows with one prompt and one noise seed share their noise."""
 
     def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
         """Log-probs of the given tokens under the current weights; gradients flow if enabled.

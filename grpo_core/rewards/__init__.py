@@ -1,4 +1,4 @@
-"""Rewards: named, versioned functions from finished pictures or texts to scores.
+"""Rewards: named, versioned functions from finished images or texts to scores.
 
 - ``protocol``: what a reward is given (:class:`~grpo_core.rewards.protocol.ScoringBatch`), what it gives back
   (:class:`~grpo_core.rewards.protocol.Score`) and what it must be able to say about itself.
@@ -9,18 +9,18 @@
 
 Rewards, one a file, each a frozen dataclass whose fields are its settings:
 
-- ``likeness``: to a target picture: mse, psnr, ssim, lpips.
-- ``reading``: the words that a picture should show, read by OCR: text_accuracy.
+- ``likeness``: to a target image: mse, psnr, ssim, lpips.
+- ``reading``: the words that an image should show, read by OCR: text_accuracy.
 - ``embedding``: CLIP: clip_score, aesthetic.
 - ``judges``: models of what people prefer: pickscore, hpsv2, a language model as judge, a text reward model.
-- ``looks``: what a picture looks like, whatever it shows: jpeg, edge_density, sharpness, colour_entropy, diversity.
+- ``looks``: what an image looks like, whatever it shows: jpeg, edge_density, sharpness, colour_entropy, diversity.
 - ``completions``: of texts: answer, format, box_iou.
 - ``external``: any function written for TRL, and any scorer behind HTTP.
 
 What they share:
 
-- ``picture_files``: which kinds of picture file are read, and how large a picture may be, before it is decoded.
-- ``pictures``: from whatever a picture file holds to RGB, to the size of another picture, to a tensor.
+- ``image_files``: which kinds of image file are read, and how large an image may be, before it is decoded.
+- ``images``: from whatever an image file holds to RGB, to the size of another image, to a tensor.
 - ``weights``: weight files: is the right one there, and what is in it.
 - ``settings``, ``devices``, ``long_prompts``: checks of a reward's settings, where it computes, and what CLIP cuts off.
 

@@ -57,9 +57,9 @@ def exact_inference(device: str) -> Iterator[None]:
 @contextmanager
 def _exact_products() -> Iterator[None]:
     """Without TF32 in cuBLAS's matrix products, which cuDNN's switch leaves alone."""
-    former = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(former)
+        torch.set_float32_matmul_precision(previous)

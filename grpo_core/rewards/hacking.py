@@ -1,7 +1,7 @@
 """The hacking watch: the reward goes up while something goes down that no one trains on.
 
 A policy that learns to please its reward instead of doing better shows in measures that it is not trained on: a second
-engine reads less of the text, the pictures of a group grow alike, edges or colours vanish (Gao, Schulman and Hilton,
+engine reads less of the text, the images of a group grow alike, edges or colours vanish (Gao, Schulman and Hilton,
 2022, "Scaling Laws for Reward Model Overoptimization", arXiv:2210.10760, section 3, for the two curves that part).
 
 The rule in one sentence: there is an earlier evaluation since which the reward has risen by a share of its value, the
@@ -177,5 +177,5 @@ def _mean(values: Sequence[float]) -> float:
 
 def _check_length(place: str, values: Sequence[object], versions: Sequence[int]) -> None:
     if len(values) != len(versions):
-        mend = f"There are {len(versions)} evaluations; give one for each, None where it is missing."
-        raise InputError(place, f"{len(values)} values", mend)
+        hint = f"There are {len(versions)} evaluations; give one for each, None where it is missing."
+        raise InputError(place, f"{len(values)} values", hint)

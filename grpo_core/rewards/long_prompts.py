@@ -33,11 +33,11 @@ def check_prompts(
         return
     first, tokens = batch.sample_ids[long[0]], lengths[batch.prompts[long[0]]]
     if long_prompts == "refuse":
-        mend = (
+        hint = (
             f"The model reads {context_length} tokens. Shorten the prompt, or set `long_prompts: cut` to score "
             "against its beginning."
         )
-        raise InputError(f"rewards.{reward}, sample {first}", f"prompt of {tokens} tokens", mend)
+        raise InputError(f"rewards.{reward}, sample {first}", f"prompt of {tokens} tokens", hint)
     _LOGGER.warning(
         "rewards.%s: %d of %d prompts are longer than the %d tokens that the model reads, and scored by their "
         "beginning; the first is that of sample %s with %d tokens",

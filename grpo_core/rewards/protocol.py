@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class ScoringBatch:
     Attributes:
         sample_ids: stable names of the samples.
         prompts: the prompt of each sample.
-        images: the picture of each sample (RGB, 8 bit); empty where samples are texts.
-        targets: the target picture that belongs to the sample's prompt, None where there is none; empty for texts.
+        images: the image of each sample (RGB, 8 bit); empty where samples are texts.
+        targets: the target image that belongs to the sample's prompt, None where there is none; empty for texts.
         columns: every other column of the prompt file, by name, one value a sample.
-        completions: the text of each sample; empty where samples are pictures.
+        completions: the text of each sample; empty where samples are images.
         group_ids: siblings have the same; whole groups stand together. Empty where nothing says it.
         token_ids: the tokens that each sample was decoded from; empty where no reward needs them, or nothing says it.
     """
@@ -44,7 +44,7 @@ class ScoringBatch:
         sizes = {len(self.prompts), len(outputs), *(len(values or outputs) for values in optional)}
         sizes |= {len(values) for values in self.columns.values()}
         assert sizes <= {len(self.sample_ids)}, f"one entry a sample in every field, got {sizes}"
-        assert not (self.completions and self.images), "a sample is a picture or a text"
+        assert not (self.completions and self.images), "a sample is an image or a text"
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -107,13 +107,13 @@ class Reward(abc.ABC):
         """Changes whenever the same sample would score otherwise."""
 
     @property
-    def media(self) -> tuple[Medium, ...]:
+    def media(self) -> tuple[Modality, ...]:
         """What it scores."""
-        return ("picture",)
+        return ("image",)
 
     @property
     def needs_target(self) -> bool:
-        """Whether a sample without a target picture has no score."""
+        """Whether a sample without a target image has no score."""
         return False
 
     @property
@@ -133,12 +133,12 @@ class Reward(abc.ABC):
 
     @property
     def min_side(self) -> int:
-        """Smallest side of a picture that it can score, in pixels."""
+        """Smallest side of an image that it can score, in pixels."""
         return 1
 
     @property
     def max_aspect(self) -> float:
-        """Largest ratio of a picture's long side to its short one."""
+        """Largest ratio of an image's long side to its short one."""
         return math.inf
 
     @abc.abstractmethod
@@ -154,7 +154,7 @@ class Reward(abc.ABC):
         return {}
 
     def preflight(self) -> Sequence[str]:
-        """What stands in the way of scoring (missing weights, wrong digest), each with its mend; empty when ready.
+        """What stands in the way of scoring (missing weights, wrong digest), each with its hint; empty when ready.
 
         Loads no model.
         """

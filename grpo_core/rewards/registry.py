@@ -69,8 +69,8 @@ def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Rew
     known = tuple(inspect.signature(build).parameters)
     for key in settings:
         if key not in known:
-            mend = f"The reward {name} has no such setting. {_nearest(key, known)}"
-            raise InputError(f"rewards.{name}", key, mend)
+            hint = f"The reward {name} has no such setting. {_nearest(key, known)}"
+            raise InputError(f"rewards.{name}", key, hint)
     return build(**settings)
 
 

@@ -20,8 +20,8 @@ def score_samples(reward: Reward, batch: ScoringBatch) -> list[Score]:
     """
     scores = list(reward.score(batch)) if len(batch) else []
     if len(scores) != len(batch):
-        mend = f"It got {len(batch)} samples; a reward gives one score a sample, in order."
-        raise InputError(f"reward {reward.name}", f"{len(scores)} scores", mend)
+        hint = f"It got {len(batch)} samples; a reward gives one score a sample, in order."
+        raise InputError(f"reward {reward.name}", f"{len(scores)} scores", hint)
     checked = [_finite(score) for score in scores]
     for sample_id, score in zip(batch.sample_ids, checked, strict=True):
         if score.failure is not None:

@@ -1,4 +1,4 @@
-"""Checks of a reward's settings; each failure is one message with the place, the value and the mend."""
+"""Checks of a reward's settings; each failure is one message with the place, the value and the hint."""
 
 import math
 from collections.abc import Sequence

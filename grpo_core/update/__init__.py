@@ -14,7 +14,15 @@ policy_update   the whole
 from grpo_core.update.batches import minibatches
 from grpo_core.update.metrics import StepMetrics, UpdateResult
 from grpo_core.update.policy_update import update_policy
-from grpo_core.update.ranks import ALONE, Ranks
+from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.settings import UpdateSettings
 
-__all__ = ["ALONE", "Ranks", "StepMetrics", "UpdateResult", "UpdateSettings", "minibatches", "update_policy"]
+__all__ = [
+    "SINGLE_PROCESS",
+    "ProcessGroup",
+    "StepMetrics",
+    "UpdateResult",
+    "UpdateSettings",
+    "minibatches",
+    "update_policy",
+]

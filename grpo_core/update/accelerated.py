@@ -22,10 +22,10 @@ from grpo_core.policies.trained import TrainedModel
 BUCKET_ELEMENTS = 1 << 26
 CHECKED_AT_ONCE = 1 << 24
 # While one process writes a large policy the others wait; whoever started them ends them if one fails.
-PATIENCE = timedelta(days=7)
+TIMEOUT = timedelta(days=7)
 
 
-class AcceleratedRanks:
+class AcceleratedProcessGroup:
     """See Ranks. Sharded parameters have their gradients added up by the backward pass already."""
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class AcceleratedRanks:
         Args:
             device: cpu, or cuda for one GPU a process, which becomes the current one.
         """
-        self._processes = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+        self._processes = PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)
         self.rank: int = self._processes.process_index
         self.count: int = self._processes.num_processes
 

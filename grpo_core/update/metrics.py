@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses import ImportanceLevel, TokenLoss, clipped_share_of_rows, count_clipped
-from grpo_core.update.ranks import Ranks
+from grpo_core.update.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,12 @@ class StepSums:
         for place, flags in enumerate((terms.clipped_low, terms.clipped_high)):
             self._clipped[place, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
 
-    def metrics(self, ranks: Ranks, *, grad_norm: float, learning_rate: float, with_reference: bool) -> StepMetrics:
+    def metrics(
+        self, process_group: ProcessGroup, *, grad_norm: float, learning_rate: float, with_reference: bool
+    ) -> StepMetrics:
         """Means over the tokens of all processes."""
-        sums = dict(zip(self.FIELDS, ranks.add(self._sums).tolist(), strict=True))
-        low, high = ranks.add(self._clipped)[:, self._rows]
+        sums = dict(zip(self.FIELDS, process_group.add(self._sums).tolist(), strict=True))
+        low, high = process_group.add(self._clipped)[:, self._rows]
         tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
         return StepMetrics(
             loss=sums["loss"],

@@ -8,7 +8,7 @@ from grpo_core.policies.protocol import Policy
 from grpo_core.records import TrainingRows
 from grpo_core.update.batches import minibatches
 from grpo_core.update.metrics import UpdateResult
-from grpo_core.update.ranks import ALONE, Ranks
+from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.recompute import passes, with_recomputed
 from grpo_core.update.settings import UpdateSettings
 from grpo_core.update.step import make_minibatch, optimizer_step, trained_tokens
@@ -23,7 +23,7 @@ def update_policy(
     settings: UpdateSettings,
     *,
     seed: int,
-    ranks: Ranks = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     on_progress: Progress | None = None,
 ) -> UpdateResult:
     """Train the policy on the rows.
@@ -50,9 +50,9 @@ def update_policy(
     if not bool(rows.on_policy.all()) and settings.loss.mismatch is None:
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
     per_epoch = list(minibatches(len(rows), settings.minibatch_size, 1, seed))
-    ticks = _Ticks(_all_passes(rows, settings, ranks, per_epoch), on_progress)
+    ticks = _Ticks(_all_passes(rows, settings, process_group, per_epoch), on_progress)
     policy.prepare_for_update()
-    rows = with_recomputed(policy, rows, settings, ranks, ticks.tick)
+    rows = with_recomputed(policy, rows, settings, process_group, ticks.tick)
     before = _measure(rows, settings)
     rollout_tokens = int(trained_tokens(rows, settings).sum())
     if not rollout_tokens:
@@ -62,7 +62,7 @@ def update_policy(
         minibatch = make_minibatch(
             rows.select(indices), settings, rollout_rows=len(rows), rollout_tokens=rollout_tokens
         )
-        steps.append(optimizer_step(policy, optimizer, minibatch, settings, ranks, ticks.tick))
+        steps.append(optimizer_step(policy, optimizer, minibatch, settings, process_group, ticks.tick))
     return UpdateResult(before, tuple(steps))
 
 
@@ -79,10 +79,12 @@ def _parity(rows: TrainingRows) -> ParityReport:
     return measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, rows.tokens.loss_mask)
 
 
-def _all_passes(rows: TrainingRows, settings: UpdateSettings, ranks: Ranks, per_epoch: list[list[int]]) -> int:
+def _all_passes(
+    rows: TrainingRows, settings: UpdateSettings, process_group: ProcessGroup, per_epoch: list[list[int]]
+) -> int:
     parts = [-(-len(indices) // settings.micro_batch_size) for indices in per_epoch]
-    rounds = sum(-(-count // ranks.count) for count in parts)
-    return passes(rows, settings, ranks) + settings.epochs * rounds
+    rounds = sum(-(-count // process_group.count) for count in parts)
+    return passes(rows, settings, process_group) + settings.epochs * rounds
 
 
 class _Ticks:

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.trained import TrainedModel
-from grpo_core.update.accelerated import AcceleratedRanks
+from grpo_core.update.accelerated import AcceleratedProcessGroup
 
 
-class ShardedRanks(AcceleratedRanks):
+class ShardedProcessGroup(AcceleratedProcessGroup):
     """See Ranks. Each process holds a share of every layer, and gathers a whole layer while it runs."""
 
     def distribute(self, trained: TrainedModel) -> None:

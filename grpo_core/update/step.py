@@ -23,7 +23,7 @@ from grpo_core.policies.protocol import Policy
 from grpo_core.records import TrainingRows
 from grpo_core.update.batches import microbatches
 from grpo_core.update.metrics import StepMetrics, StepSums
-from grpo_core.update.ranks import Ranks, share
+from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings
 
 
@@ -85,7 +85,7 @@ def optimizer_step(
     optimizer: PolicyOptimizer,
     minibatch: Minibatch,
     settings: UpdateSettings,
-    ranks: Ranks,
+    process_group: ProcessGroup,
     tick: Callable[[], None],
 ) -> StepMetrics:
     """Gradients of all microbatches of all processes, clipping, and one step.
@@ -96,28 +96,30 @@ def optimizer_step(
     optimizer.zero_grad()
     sums = StepSums(minibatch.trained)
     lengths = minibatch.rows.tokens.loss_mask.sum(-1).tolist()
-    for part, counts in share(microbatches(lengths, settings.micro_batch_size), ranks):
+    for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
         _backward(policy, minibatch, part, settings, sums, counts=counts)
         tick()
     parameters = list(optimizer.parameters.values())
-    ranks.add_gradients(parameters)
-    grad_norm = ranks.gradient_norm(parameters, settings.max_grad_norm)
+    process_group.add_gradients(parameters)
+    grad_norm = process_group.gradient_norm(parameters, settings.max_grad_norm)
     if not math.isfinite(grad_norm):
-        mend = "Lower the learning rate, or look at these samples; the last policy version is whole."
-        raise NonFiniteError("gradient", minibatch.rows.sample_ids, mend)
+        hint = "Lower the learning rate, or look at these samples; the last policy version is whole."
+        raise NonFiniteError("gradient", minibatch.rows.sample_ids, hint)
     learning_rate = optimizer.learning_rate
     optimizer.step()
-    _require_finite_weights(optimizer, minibatch, ranks)
-    return sums.metrics(ranks, grad_norm=grad_norm, learning_rate=learning_rate, with_reference=settings.with_reference)
+    _require_finite_weights(optimizer, minibatch, process_group)
+    return sums.metrics(
+        process_group, grad_norm=grad_norm, learning_rate=learning_rate, with_reference=settings.with_reference
+    )
 
 
-def _require_finite_weights(optimizer: PolicyOptimizer, minibatch: Minibatch, ranks: Ranks) -> None:
+def _require_finite_weights(optimizer: PolicyOptimizer, minibatch: Minibatch, process_group: ProcessGroup) -> None:
     """Every process raises where one of them has a broken weight, or the others would wait for it."""
     shares = (getattr(weight, "to_local", lambda weight=weight: weight)() for weight in optimizer.parameters.values())
     broken = sum(int(not torch.isfinite(share.detach()).all()) for share in shares)
-    if float(ranks.add(torch.tensor(float(broken)))):
-        mend = "Lower the learning rate or the weight decay; the last policy version is whole."
-        raise NonFiniteError("weight after a step", minibatch.rows.sample_ids, mend)
+    if float(process_group.add(torch.tensor(float(broken)))):
+        hint = "Lower the learning rate or the weight decay; the last policy version is whole."
+        raise NonFiniteError("weight after a step", minibatch.rows.sample_ids, hint)
 
 
 def _backward(

@@ -19,12 +19,12 @@ from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
-from tasks.advantages.running_moments import running_figures, running_moments, told_moments
+from tasks.advantages.running_moments import moments_as_metrics, running_metrics, running_moments
 from tasks.execution.caching import stage_task
 from tasks.progress import progress_of
 from tasks.rollouts.rows import padded
-from tasks.storage.artifacts.draw import SCORES_FILE, Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
@@ -39,12 +39,13 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     mix: Sequence[RewardSection] = inputs["mix"]
     earlier: ArtifactRef | None = inputs["earlier"]
     return {
-        "draws": [
-            [draw.rollouts.digest, *(draw.rewards[section.label].digest for section in mix)] for draw in inputs["draws"]
+        "rounds": [
+            [draw.rollouts.digest, *(draw.rewards[section.label].digest for section in mix)]
+            for draw in inputs["rounds"]
         ],
         "mix": [[section.label, section.model_dump(mode="json", exclude=_OF_SCORING)] for section in mix],
         "advantages": inputs["advantages"].model_dump(mode="json"),
-        "running": running_figures(earlier, mix),
+        "running": running_metrics(earlier, mix),
         # A rescoring keeps its own tables, the same advantages or not.
         "place": inputs["folder"],
     }
@@ -52,7 +53,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @stage_task(STAGE, _describe, kind="advantages")
 def compute_advantages_task(
-    draws: tuple[Draw, ...],
+    rounds: tuple[SamplingRound, ...],
     mix: tuple[RewardSection, ...],
     advantages: AdvantagesSection,
     folder: str,
@@ -74,10 +75,10 @@ def compute_advantages_task(
     started = time.perf_counter()
     store = current_store()
     settings = advantage_settings(advantages)
-    rows = sum(draw.rollouts.rows for draw in draws)
-    tell = progress_of(f"{title}: {STAGE}", rows)
+    rows = sum(draw.rollouts.rows for draw in rounds)
+    report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
-        samples = _read_samples(store, draws, mix, settings)
+        samples = _read_samples(store, rounds, mix, settings)
         result = compute_advantages(
             samples.values,
             [reward_term(section) for section in mix],
@@ -87,7 +88,7 @@ def compute_advantages_task(
             running=running_moments(earlier, mix),
         )
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, result, mix))
-        tell(rows, rows)
+        report_progress(rows, rows)
         return store.commit(
             staged,
             f"{folder}/advantages",
@@ -95,7 +96,11 @@ def compute_advantages_task(
             schema_version=SCHEMA_VERSION,
             rows=rows,
             seconds=time.perf_counter() - started,
-            metrics={**_metrics(result, samples), **told_moments(result.running, mix), "draws": float(len(draws))},
+            metrics={
+                **_metrics(result, samples),
+                **moments_as_metrics(result.running, mix),
+                "rounds": float(len(rounds)),
+            },
         )
 
 
@@ -117,18 +122,18 @@ class _Samples:
 
 
 def _read_samples(
-    store: ArtifactStore, draws: Sequence[Draw], mix: Sequence[RewardSection], settings: AdvantageSettings
+    store: ArtifactStore, rounds: Sequence[SamplingRound], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> _Samples:
     with tempfile.TemporaryDirectory() as fetched:
         parts = []
-        for number, draw in enumerate(draws):
+        for number, draw in enumerate(rounds):
             place = Path(fetched) / str(number)
             drawn = store.local_files(draw.rollouts, place / "rollouts")
             scored = {
                 label: store.local_files(reference, place / f"rewards-{index}")
                 for index, (label, reference) in enumerate(draw.rewards.items())
             }
-            parts.append(_read_draw(drawn, scored, mix, settings))
+            parts.append(_read_round(drawn, scored, mix, settings))
     groups = pl.concat(parts).group_by("group_id", maintain_order=True).agg(pl.all())
     sizes = {len(ids) for ids in groups["sample_id"]}
     assert len(sizes) == 1, f"groups of one size, got {sizes}"
@@ -147,7 +152,7 @@ def _column(section: RewardSection) -> str:
     return f"reward:{section.label}"
 
 
-def _read_draw(
+def _read_round(
     rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
     files = sorted(rollouts.glob("*.parquet"))

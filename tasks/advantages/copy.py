@@ -19,7 +19,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @stage_task(STAGE, _describe)
-def take_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
+def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
     """Copy the table, verified; its values and figures stay as they are, its seconds were spent elsewhere."""
     store = current_store()
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:

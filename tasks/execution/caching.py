@@ -18,8 +18,8 @@ from prefect.context import TaskRunContext
 
 from configs.placement_sections import PlacementSection
 from tasks.execution.code_digest import code_digest
+from tasks.execution.dispatch import dispatch
 from tasks.execution.faults import retry_options
-from tasks.execution.place import place
 from tasks.execution.stages import Kind, Part, Sharding, Stage, register
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.prefect_results.result_storage import current_records
@@ -80,7 +80,7 @@ def stage_task(
         def placed(*args: P.args, **kwargs: P.kwargs) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return place(stage, bound.arguments, submit)
+            return dispatch(stage, bound.arguments, submit)
 
         def submit(part: Part) -> Any:
             return configured(keyed, part.title, part.arguments["placement"]).submit(**part.arguments)

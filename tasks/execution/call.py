@@ -125,13 +125,13 @@ def carry_out(call: StageCall) -> StageOutcome:
     use_store(store)
     try:
         if call.code != code_digest():
-            mend = (
+            hint = (
                 "This worker runs other code or other versions of the libraries than the training; bring its checkout "
                 "and its packages to the same state, and start it again."
             )
-            raise InputError("worker", code_digest()[:12], mend)
+            raise InputError("worker", code_digest()[:12], hint)
         stage = stage_named(call.stage)
-        store.asked = call_file(call.digest) if call.withdrawable else None
+        store.requested = call_file(call.digest) if call.withdrawable else None
         reference = stage.function(**arguments_of(call, stage))
     except Exception as error:
         fault = fault_of(error)

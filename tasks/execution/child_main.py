@@ -37,7 +37,7 @@ def main() -> None:
             """So many units of a stage are done."""
             say(ADVANCE, [stage, done, total])
 
-        def announce(self, line: str) -> None:
+        def log(self, line: str) -> None:
             """A line for people."""
             say(ANNOUNCE, line)
 

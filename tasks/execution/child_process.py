@@ -18,16 +18,16 @@ import psutil
 
 from tasks.checkout import environment
 from tasks.execution.call import StageCall, StageOutcome
-from tasks.execution.faults import LostStageError, StageGivenUpError, StageTimeoutError
-from tasks.progress import Listener
+from tasks.execution.faults import LostStageError, StageCancelledError, StageTimeoutError
+from tasks.progress import ProgressReporter
 
-ADVANCE, ANNOUNCE, OUTCOME, READY = "advance", "announce", "outcome", "ready"
+ADVANCE, ANNOUNCE, OUTCOME, READY = "advance", "log", "outcome", "ready"
 CHILD = ("-m", "tasks.execution.child_main")
 SECONDS_TO_START = 600.0
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_END = 5.0
-TOLD_LINES = 30
-TOLD_BYTES = 1 << 16
+STDERR_TAIL_LINES = 30
+STDERR_TAIL_BYTES = 1 << 16
 _POLICY = ("collect rollouts", "update policy")
 
 
@@ -41,7 +41,7 @@ class StageProcess:
         self._said: queue.Queue[str | None] = queue.Queue()
         self._errors: IO[bytes] | None = None
 
-    def carry_out(self, call: StageCall, timeout: float | None, listener: Listener) -> StageOutcome:
+    def carry_out(self, call: StageCall, timeout: float | None, listener: ProgressReporter) -> StageOutcome:
         """Do a stage in the child.
 
         Args:
@@ -59,7 +59,7 @@ class StageProcess:
         with self._busy:
             return self._carry_out(call, timeout, listener)
 
-    def _carry_out(self, call: StageCall, timeout: float | None, listener: Listener) -> StageOutcome:
+    def _carry_out(self, call: StageCall, timeout: float | None, listener: ProgressReporter) -> StageOutcome:
         self.last_stage = call.stage
         child = self._ready_child()
         assert self._errors is not None
@@ -77,7 +77,7 @@ class StageProcess:
                 if ADVANCE in said:
                     listener.advance(*said[ADVANCE])
                 elif ANNOUNCE in said:
-                    listener.announce(said[ANNOUNCE])
+                    listener.log(said[ANNOUNCE])
         except queue.Empty:
             self.end()
             raise StageTimeoutError(f"{call.stage} was ended: not done after {timeout:g} s") from None
@@ -141,14 +141,14 @@ class StageProcess:
         """Why nothing more is heard."""
         child, errors = self._child, self._errors
         if child is None or errors is None or errors.closed:
-            return StageGivenUpError("its process was ended from here")
+            return StageCancelledError("its process was ended from here")
         limit = time.monotonic() + SECONDS_TO_END
         while (code := _code_of(child)) is None:
             if time.monotonic() > limit:
                 return LostStageError("the process that did it does not answer any more")
             time.sleep(0.01)
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD_BYTES))
-        said = errors.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
+        said = errors.read().decode(errors="replace").strip().splitlines()[-STDERR_TAIL_LINES:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         cause = "; the machine's memory may have run out" if code == -signal.SIGKILL else ""
         return LostStageError(f"the process that did it ended {how}{cause}" + "".join(f"\n{line}" for line in said))

@@ -60,9 +60,9 @@ def _arguments(error: Exception) -> tuple[Any, ...]:
     if isinstance(error, FailedSamplesError):
         return (error.reward, list(error.failed), error.total, error.limit)
     if isinstance(error, InputError):
-        return (error.place, error.value if isinstance(error.value, _PLAIN) else str(error.value), error.mend)
+        return (error.place, error.value if isinstance(error.value, _PLAIN) else str(error.value), error.hint)
     if isinstance(error, NonFiniteError):
-        return (error.quantity, list(error.sample_ids), error.mend)
+        return (error.quantity, list(error.sample_ids), error.hint)
     if isinstance(error, ParityError):
         return (asdict(error.report), asdict(error.tolerance))
     if isinstance(error, StorageError):

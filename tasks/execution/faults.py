@@ -13,7 +13,7 @@ from prefect.client.schemas import State, TaskRun
 from prefect.exceptions import PrefectHTTPStatusError
 
 from configs.placement_sections import PlacementSection, RetrySection
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.filesystem.failures import StorageError, UnreachableStorageError
 
 
@@ -34,7 +34,7 @@ class StageTimeoutError(RuntimeError):
     """A stage was over its time and has been ended."""
 
 
-class StageGivenUpError(RuntimeError):
+class StageCancelledError(RuntimeError):
     """A stage was cancelled: by whoever asked for it, or in the server's UI."""
 
 
@@ -158,7 +158,7 @@ def _condition(limits: RetrySection) -> Callable[[Task[..., Any], TaskRun, State
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         # So many if none but this kind comes from here on.
         number = faults.total()
-        announce(f"{task_run.name}: {first_line}; try {number + 1} of {number + left} follows")
+        log(f"{task_run.name}: {first_line}; try {number + 1} of {number + left} follows")
         return True
 
     return passes_by_itself

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from grpo_core.errors import InputError
-from tasks.progress import announce
+from tasks.progress import log
 
 R = TypeVar("R")
 
@@ -33,7 +33,7 @@ def halved_once(title: str, setting: str, size: int, run: Callable[[int], R]) ->
     # Outside the except clause: the error holds the frames, and these the tensors.
     _give_back()
     half = size // 2
-    announce(f"{title}: {message}; done again with {setting} {half} in the place of {size}")
+    log(f"{title}: {message}; done again with {setting} {half} in the place of {size}")
     try:
         return run(half)
     except torch.OutOfMemoryError as error:
@@ -47,8 +47,8 @@ def _give_back() -> None:
 
 
 def _too_much(setting: str, size: int, error: torch.OutOfMemoryError) -> InputError:
-    mend = (
-        f"The device's memory does not hold it ({str(error).partition('. ')[0]}). Lower it, the picture or completion "
+    hint = (
+        f"The device's memory does not hold it ({str(error).partition('. ')[0]}). Lower it, the image or completion "
         "size, or the group size; or turn on policy.gradient_checkpointing where an update fails."
     )
-    return InputError(setting, size, mend)
+    return InputError(setting, size, hint)

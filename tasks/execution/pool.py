@@ -19,10 +19,10 @@ from tasks.execution.call import CALLS, StageCall, StageOutcome, call_file
 from tasks.execution.faults import LostStageError
 from tasks.execution.pool_run import follow, is_final
 from tasks.execution.stages import Reference
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.seal import opened, sealed
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 
 
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
@@ -44,7 +44,7 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
     name = call.digest
     done = _finished_before(store, name)
     if done is None:
-        store.write_file(call_file(name), sealed(call.model_dump(mode="json")))
+        store.write_file(call_file(name), dump_checked(call.model_dump(mode="json")))
         with get_client(sync_client=True) as client:
             flow_run = _flow_run(client, call, pool, timeout)
         follow(flow_run, pool, timeout, over=lambda: _has_outcome(store, name))
@@ -70,7 +70,7 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
     artifact = reference if isinstance(reference, ArtifactRef) else reference.checkpoint
     assert artifact is not None, "a stage makes an artifact"
     try:
-        store.bring_home(artifact)
+        store.restore_artifact(artifact)
     except StaleReferenceError:
         _forget(store, name)
         return None
@@ -90,8 +90,8 @@ def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: fl
     try:
         deployment = client.read_deployment_by_name(f"{call.stage}/{pool}")
     except ObjectNotFound as error:
-        mend = f"No worker has served it. Start one with `grpo worker {pool}`; it makes the pool and its deployments."
-        raise InputError("placement pool", pool, mend) from error
+        hint = f"No worker has served it. Start one with `grpo worker {pool}`; it makes the pool and its deployments."
+        raise InputError("placement pool", pool, hint) from error
     title = f"{stage} on {pool}"
     link = _link(client, context, title, call) if context else None
     for attempt in itertools.count(1):
@@ -107,7 +107,7 @@ def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: fl
         if not is_final(flow_run) and not (flow_run.state and flow_run.state.is_cancelling()):
             if link is not None and flow_run.parent_task_run_id != link.id:
                 client.delete_task_run(link.id)
-            announce(f"{stage}: sent to pool {pool}")
+            log(f"{stage}: sent to pool {pool}")
             return flow_run
     raise AssertionError("attempts have no end")
 
@@ -136,7 +136,7 @@ def read_call(store: ArtifactStore, name: str) -> StageCall:
     if content is None:
         raise ValueError(f"{store.run} has no call {name[:12]}; the run that asked has its answer, or was pruned")
     try:
-        call = StageCall.model_validate_json(json.dumps(opened(content)))
+        call = StageCall.model_validate_json(json.dumps(load_checked(content)))
     except ValueError as error:
         raise ValueError(f"the call {name[:12]} of {store.run} is damaged ({error})") from error
     if call.digest != name:
@@ -147,7 +147,7 @@ def read_call(store: ArtifactStore, name: str) -> StageCall:
 def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
     """Tell the run that asked what came of its call, if it still asks."""
     if store.read_file(call_file(name)) is not None:
-        store.write_file(_outcome_file(name), sealed(outcome.model_dump(mode="json")))
+        store.write_file(_outcome_file(name), dump_checked(outcome.model_dump(mode="json")))
 
 
 def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
@@ -156,7 +156,7 @@ def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
     if content is None:
         return None
     try:
-        return StageOutcome.model_validate_json(json.dumps(opened(content)))
+        return StageOutcome.model_validate_json(json.dumps(load_checked(content)))
     except ValueError:
         return None
 

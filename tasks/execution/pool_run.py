@@ -16,8 +16,8 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Crashed
 
 from tasks.execution.child_process import SECONDS_TO_START
-from tasks.execution.faults import Fault, LostStageError, StageGivenUpError, StageTimeoutError, fault_of
-from tasks.progress import announce
+from tasks.execution.faults import Fault, LostStageError, StageCancelledError, StageTimeoutError, fault_of
+from tasks.progress import log
 
 SECONDS_BETWEEN_LOOKS = 0.1
 LONGEST_BETWEEN_LOOKS = 1.0
@@ -52,7 +52,7 @@ def stages_withdrawn_on_failure() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stages_given_up_on_interrupt() -> Iterator[None]:
+def stages_cancelled_on_interrupt() -> Iterator[None]:
     """Have every stage that is waited for cancelled when the run is stopped.
 
     Those of shards, of rewards and of rollouts ahead are waited for in threads, which no signal reaches, and which are
@@ -67,27 +67,27 @@ def stages_given_up_on_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stages_given_up_on_signal() -> Iterator[None]:
+def stages_cancelled_on_signal() -> Iterator[None]:
     """Have every stage that is waited for cancelled at the first interrupt of this run.
 
     asyncio raises nothing at the first one: it cancels a coroutine that is waiting for the stage.
     """
     _GIVEN_UP.clear()
     _FAILED.clear()
-    former = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
 
     def give_up(number: int, frame: FrameType | None) -> None:
         _GIVEN_UP.set()
-        former(number, frame)
+        previous(number, frame)
 
     signal.signal(signal.SIGINT, give_up)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
+        signal.signal(signal.SIGINT, previous)
 
 
 def is_final(flow_run: FlowRun) -> bool:
@@ -121,7 +121,7 @@ class _Watch:
         if is_final(flow_run):
             self.over = True
             if flow_run.state is not None and flow_run.state.is_cancelled():
-                raise StageGivenUpError(f"flow run {flow_run.name} was cancelled")
+                raise StageCancelledError(f"flow run {flow_run.name} was cancelled")
             return True
         state = flow_run.state
         if state is not None and not state.is_scheduled():
@@ -140,7 +140,7 @@ class _Watch:
             reason = self._hindrance(flow_run, workers.values())
             if reason is not None and reason not in self.told:
                 self.told.add(reason)
-                announce(f"waiting for a worker of pool {self.pool}: {reason}")
+                log(f"waiting for a worker of pool {self.pool}: {reason}")
             return
         name = str(flow_run.labels.get(WORKER, ""))
         if name and self._is_silent(workers.get(name)):
@@ -149,7 +149,7 @@ class _Watch:
                 # Nobody else would say so, and whoever cancelled it does not want it done by another worker.
                 self.client.set_flow_run_state(self.id, Cancelled(message=reason), force=True)
                 self.over = True
-                raise StageGivenUpError(f"flow run {flow_run.name} was cancelled; {reason}")
+                raise StageCancelledError(f"flow run {flow_run.name} was cancelled; {reason}")
             self._give_up(reason)
         if self.running is None and now - self.taken > SECONDS_PENDING:
             self._give_up(f"a worker of pool {self.pool} took it and did not begin it in {SECONDS_PENDING:g} s")
@@ -158,7 +158,7 @@ class _Watch:
             raise StageTimeoutError(f"not done after {self.timeout:g} s, and its worker did not end it")
 
     def _hindrance(self, flow_run: FlowRun, workers: Iterable[Worker]) -> str | None:
-        """Why no worker takes it, if that takes a person to mend."""
+        """Why no worker takes it, if that takes a person to hint."""
         if self.client.read_work_pool(self.pool).is_paused:
             return f"the pool is paused; `prefect work-pool resume {self.pool}`"
         queue = flow_run.work_queue_id and self.client.read_work_queue(flow_run.work_queue_id)
@@ -207,9 +207,9 @@ def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, over: Callabl
             while not _is_over(watch, over):
                 pause = SHARE_BETWEEN_LOOKS * (time.monotonic() - watch.begun)
                 if _GIVEN_UP.wait(min(LONGEST_BETWEEN_LOOKS, max(SECONDS_BETWEEN_LOOKS, pause))):
-                    raise StageGivenUpError("the run that asked for it was stopped")
+                    raise StageCancelledError("the run that asked for it was stopped")
                 if _FAILED.is_set() and watch.taken is None:
-                    raise StageGivenUpError("the run that asked for it failed before a worker took it")
+                    raise StageCancelledError("the run that asked for it failed before a worker took it")
         except (LostStageError, StageTimeoutError):
             raise
         except BaseException:

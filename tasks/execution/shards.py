@@ -7,7 +7,7 @@ from prefect.transactions import CommitMode, transaction
 
 from configs.placement_sections import PlacementSection
 from tasks.execution.faults import TriesUsedUpError, fault_of
-from tasks.execution.pool_run import stages_given_up_on_interrupt
+from tasks.execution.pool_run import stages_cancelled_on_interrupt
 from tasks.execution.stages import Arguments, Part, Reference, Stage
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -35,7 +35,7 @@ def in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     # Each part is recorded when it is done; within the task of the whole Prefect would wait for the end of that.
     with transaction(commit_mode=CommitMode.EAGER):
         futures = [submit(part) for part in parts]
-    with stages_given_up_on_interrupt():
+    with stages_cancelled_on_interrupt():
         for future in futures:
             future.wait()
     made = [_result(future) for future in futures]

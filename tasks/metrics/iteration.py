@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 
 from tasks.metrics.names import GUARDRAILS, RUNNING
-from tasks.metrics.pooled import over_draws
-from tasks.storage.artifacts.draw import Draw
+from tasks.metrics.pooled import pool_rounds
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import joint_digest, part_digests, read_table, write_table
 from tasks.storage.tables.schemas import METRICS
@@ -19,7 +19,7 @@ HELDOUT = "heldout_reward"
 
 
 def gather_metrics(
-    draws: Sequence[Draw],
+    rounds: Sequence[SamplingRound],
     advantages: ArtifactRef,
     update: ArtifactRef,
     heldout: ArtifactRef | None,
@@ -35,16 +35,16 @@ def gather_metrics(
         guardrails: scores of the same evaluation by label.
     """
     metrics: dict[str, float] = {}
-    if draws:
-        metrics |= over_draws([draw.rollouts for draw in draws])
-        for label in draws[0].rewards:
-            metrics |= over_draws([draw.rewards[label] for draw in draws])
+    if rounds:
+        metrics |= pool_rounds([draw.rollouts for draw in rounds])
+        for label in rounds[0].rewards:
+            metrics |= pool_rounds([draw.rewards[label] for draw in rounds])
     metrics |= {name: value for name, value in advantages.metrics.items() if not name.startswith(RUNNING)}
     metrics |= update.metrics
     seconds = {
-        "rollouts": sum(draw.rollouts.seconds for draw in draws),
+        "rollouts": sum(draw.rollouts.seconds for draw in rounds),
         # The rewards of a draw are computed side by side.
-        "rewards": sum(max(scored.seconds for scored in draw.rewards.values()) for draw in draws),
+        "rewards": sum(max(scored.seconds for scored in draw.rewards.values()) for draw in rounds),
         "advantages": advantages.seconds,
         "update": update.seconds,
     }

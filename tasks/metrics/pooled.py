@@ -11,7 +11,7 @@ _JOINED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
 )
 
 
-def over_draws(stages: Sequence[ArtifactRef]) -> dict[str, float]:
+def pool_rounds(stages: Sequence[ArtifactRef]) -> dict[str, float]:
     """The figures of all samples of all draws together.
 
     Counts are summed and extremes taken; means are weighted by the samples that they are of, and standard deviations

@@ -35,8 +35,8 @@ def _snapshot(model: str) -> Path:
     try:
         return Path(snapshot_download(model))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        mend = f"Its files are not on this machine and cannot be had now: `hf download {model}`, or give a folder."
-        raise InputError("policy.model", model, mend) from error
+        hint = f"Its files are not on this machine and cannot be had now: `hf download {model}`, or give a folder."
+        raise InputError("policy.model", model, hint) from error
 
 
 def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:

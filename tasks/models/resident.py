@@ -18,7 +18,7 @@ from grpo_core.policies.family import PolicyFamily, policy_family
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained import Reference, TrainingChoice
 from tasks.models.files import REFERENCE_FOLDER, model_digest
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 
@@ -51,7 +51,9 @@ class ModelSpec(BaseModel):
 
 
 @dataclass
-class _Held:
+class ResidentPolicy:
+    """The policy in memory, and what it was loaded from."""
+
     spec: ModelSpec
     device: torch.device
     policy: Policy
@@ -59,7 +61,7 @@ class _Held:
     reference_digest: str | None
 
 
-_held: _Held | None = None
+_held: ResidentPolicy | None = None
 # Of a reference None is the model as it was given.
 _IN_BETWEEN = "in between two references"
 
@@ -82,11 +84,11 @@ def policy_at(reference: PolicyRef, spec: ModelSpec, settings: Any, placement: P
     global _held
     device = configure_torch(placement)
     if _held is None or (_held.spec, _held.device) != (spec, device):
-        _held = None  # the former model's memory is needed for this one
+        _held = None  # the previous model's memory is needed for this one
         begun = time.perf_counter()
         _require_same_model(spec)
-        _held = _Held(spec, device, _load(spec, settings, device), spec.digest, None)
-        announce(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
+        _held = ResidentPolicy(spec, device, _load(spec, settings, device), spec.digest, None)
+        log(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
     if (_held.digest, _held.reference_digest) != (reference.digest, reference.reference_digest):
         _take_weights(_held, reference)
     _held.policy.sample_with(settings)
@@ -97,11 +99,11 @@ def _require_same_model(spec: ModelSpec) -> None:
     """The folder or cache of this machine may hold another model under the same name."""
     found = model_digest(spec.section.model)
     if found != spec.digest:
-        mend = (
+        hint = (
             f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
             "machine that does its stages."
         )
-        raise InputError("policy.model", spec.section.model, mend)
+        raise InputError("policy.model", spec.section.model, hint)
 
 
 def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
@@ -116,7 +118,7 @@ def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     )
 
 
-def _take_weights(held: _Held, reference: PolicyRef) -> None:
+def _take_weights(held: ResidentPolicy, reference: PolicyRef) -> None:
     """What differs between the weights held and this version's is read and taken."""
     checkpoint = reference.checkpoint
     other_weights, other_reference = (
@@ -137,7 +139,7 @@ def _take_weights(held: _Held, reference: PolicyRef) -> None:
     held.digest, held.reference_digest = reference.digest, reference.reference_digest
 
 
-def weights_in_between() -> None:
+def begin_update() -> None:
     """An update begins: until it names the version it made, the weights held are no version at all."""
     if _held is not None:
         _held.digest = None
@@ -149,7 +151,7 @@ def reference_in_between() -> None:
         _held.reference_digest = _IN_BETWEEN
 
 
-def weights_became(digest: str, reference_digest: str | None) -> None:
+def commit_weights(digest: str, reference_digest: str | None) -> None:
     """The update is over: the weights held are this version's."""
     if _held is not None:
         _held.digest, _held.reference_digest = digest, reference_digest

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from grpo_core.errors import InputError
 
 _SIGNATURES = {
-    b"\x89PNG": "a PNG picture",
-    b"\xff\xd8\xff": "a JPEG picture",
-    b"GIF8": "a GIF picture",
-    b"RIFF": "a WebP picture or another RIFF file",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
+    b"RIFF": "a WebP image or another RIFF file",
     b"PAR1": "a Parquet file",
     b"PK\x03\x04": "a zip archive or a spreadsheet",
     b"\x1f\x8b": "a gzip archive",
@@ -72,8 +72,8 @@ def _decode(content: bytes, place: str) -> str:
     line = content.count(b"\n", 0, broken) + 1
     kinds = [kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)]
     found = kinds[0] if kinds else content[broken : broken + 4]
-    mend = "This is not UTF-8 text. Save the file as UTF-8 text, or name the file that holds the prompts."
-    raise InputError(f"{place}, line {line}", found, mend)
+    hint = "This is not UTF-8 text. Save the file as UTF-8 text, or name the file that holds the prompts."
+    raise InputError(f"{place}, line {line}", found, hint)
 
 
 def _read_txt(content: bytes, place: str) -> Iterator[PromptRow]:
@@ -119,14 +119,14 @@ def _parse_json(text: str, place: str, *, first_line: int) -> object:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         where = f"{place}, line {first_line + error.lineno - 1}"
-        mend = f"Invalid JSON at column {error.colno}: {error.msg}. Give one object a line, or one array of objects."
-        raise InputError(where, _shortened(text.split("\n")[error.lineno - 1]), mend) from None
+        hint = f"Invalid JSON at column {error.colno}: {error.msg}. Give one object a line, or one array of objects."
+        raise InputError(where, _shortened(text.split("\n")[error.lineno - 1]), hint) from None
     except RecursionError:
-        mend = "The values are nested too deeply. Flatten them."
-        raise InputError(f"{place}, line {first_line}", _shortened(text), mend) from None
+        hint = "The values are nested too deeply. Flatten them."
+        raise InputError(f"{place}, line {first_line}", _shortened(text), hint) from None
     except ValueError as error:
-        mend = f"Not usable as JSON: {error}. Correct the value."
-        raise InputError(f"{place}, line {first_line}", _shortened(text), mend) from None
+        hint = f"Not usable as JSON: {error}. Correct the value."
+        raise InputError(f"{place}, line {first_line}", _shortened(text), hint) from None
     return value
 
 
@@ -202,8 +202,8 @@ def _records(text: str, place: str, delimiter: str, quoted: bool) -> Iterator[tu
                 yield first, cells
             first = reader.line_num + 1
     except csv.Error as error:
-        mend = f"Not well-formed: {error}. Close every quote, and double a quote that stands inside quotes."
-        raise InputError(f"{place}, line {first}", "an unreadable record", mend) from None
+        hint = f"Not well-formed: {error}. Close every quote, and double a quote that stands inside quotes."
+        raise InputError(f"{place}, line {first}", "an unreadable record", hint) from None
 
 
 def _refuse_duplicate_columns(names: Sequence[str], place: str) -> None:

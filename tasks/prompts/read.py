@@ -80,8 +80,8 @@ def _choose_column(rows: Sequence[PromptRow], column: str | None, place: str) ->
     for candidate in PROMPT_COLUMNS:
         if candidate in found:
             return candidate
-    mend = f"Rename the column of the prompts to one of {', '.join(PROMPT_COLUMNS)}, or name it in the configuration."
-    raise InputError(place, f"columns {listed}", f"None of them holds prompts by its name. {mend}")
+    hint = f"Rename the column of the prompts to one of {', '.join(PROMPT_COLUMNS)}, or name it in the configuration."
+    raise InputError(place, f"columns {listed}", f"None of them holds prompts by its name. {hint}")
 
 
 def _prompt_text(row: PromptRow, column: str) -> str:

@@ -1,4 +1,4 @@
-"""Target pictures that belong to prompts, for rewards that compare a sample with a picture."""
+"""Target images that belong to prompts, for rewards that compare a sample with an image."""
 
 import hashlib
 import posixpath
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.picture_files import open_picture
-from grpo_core.rewards.pictures import require_aspect, to_rgb
+from grpo_core.rewards.image_files import open_image
+from grpo_core.rewards.images import require_aspect, to_rgb
 from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.read import Prompt
 
 TARGET_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-"""Endings of file names that are pictures, in upper or lower case."""
+"""Endings of file names that are images, in upper or lower case."""
 
 
 @dataclass(frozen=True)
 class TargetReference:
-    """A target picture that was there, and was a picture, when it was paired.
+    """A target image that was there, and was an image, when it was paired.
 
     Attributes:
         uri: the file, spelled as the configuration spells its folder.
@@ -41,27 +41,27 @@ def pair_targets(
 ) -> tuple[TargetReference | None, ...]:
     """The target of each prompt, in the order of the prompts; None where a prompt has none.
 
-    With a column, it names the picture of each row and null stands for no target. With a folder alone, its pictures in
-    natural order (2.png before 10.png) belong to the prompts by index; hidden files and files that are no pictures by
+    With a column, it names the image of each row and null stands for no target. With a folder alone, its images in
+    natural order (2.png before 10.png) belong to the prompts by index; hidden files and files that are no images by
     their ending are left out. With neither, no prompt has a target.
 
     Args:
         prompts: the whole set, in the order of the file.
-        folder: folder of the pictures, a plain path or an fsspec URL.
+        folder: folder of the images, a plain path or an fsspec URL.
         column: column of the prompts with file names relative to ``folder``.
         base: folder of the prompt file, to which the names are relative where ``folder`` is None; empty is the
             working directory.
-        size: width and height of the pictures that they are compared with; None where nothing says it.
+        size: width and height of the images that they are compared with; None where nothing says it.
 
     Raises:
-        InputError: numbers that differ, a missing file, no whole picture, too many pixels, another aspect ratio than
-            the pictures have, or a name outside the folder.
+        InputError: numbers that differ, a missing file, no whole image, too many pixels, another aspect ratio than
+            the images have, or a name outside the folder.
     """
     if column is not None:
         _require_column(prompts, column)
         names = [_named_in_column(prompt, row, column) for row, prompt in enumerate(prompts, start=1)]
     elif folder is not None:
-        names = list(_pictures_by_index(folder, len(prompts)))
+        names = list(_images_by_index(folder, len(prompts)))
     else:
         return (None,) * len(prompts)
     parent = base if folder is None else folder
@@ -73,7 +73,7 @@ def pair_targets(
 
 
 def load_target(reference: TargetReference) -> Image.Image:
-    """The picture as 8-bit RGB, upright, transparent parts over white.
+    """The image as 8-bit RGB, upright, transparent parts over white.
 
     Raises:
         InputError: the file is gone, cannot be decoded, or is not the one that was paired; or its pixels have neither
@@ -83,13 +83,13 @@ def load_target(reference: TargetReference) -> Image.Image:
     content = read_input_file(reference.uri, place=place)
     digest = hashlib.sha256(content).hexdigest()
     if digest != reference.sha256:
-        mend = f"It was {reference.sha256} when the prompts were read. Put that file back, or start the run again."
-        raise InputError(f"{place}: {reference.uri}", f"sha256 {digest}", mend)
+        hint = f"It was {reference.sha256} when the prompts were read. Put that file back, or start the run again."
+        raise InputError(f"{place}: {reference.uri}", f"sha256 {digest}", hint)
     image = _open(content, reference.uri, place)
     try:
         image.load()
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_a_picture(reference.uri, place, error) from error
+        raise _not_a_image(reference.uri, place, error) from error
     return to_rgb(image, f"{place}: {reference.uri}")
 
 
@@ -100,32 +100,32 @@ def _place(prompt: Prompt, row: int) -> str:
 def _require_column(prompts: Sequence[Prompt], column: str) -> None:
     found = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     if column not in found:
-        mend = f"The prompts have no such column; beside the prompt they have: {', '.join(found) or 'none'}."
-        raise InputError("data.target_column", column, mend)
+        hint = f"The prompts have no such column; beside the prompt they have: {', '.join(found) or 'none'}."
+        raise InputError("data.target_column", column, hint)
 
 
 def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:
     """The normalised file name in the prompt's column; None for null.
 
     Raises:
-        InputError: not text, no picture by its ending, or a name that leads out of the folder.
+        InputError: not text, no image by its ending, or a name that leads out of the folder.
     """
     value = prompt.columns.get(column)
     if value is None:
         return None
     place = f"{_place(prompt, row)}, column {column}"
     if not isinstance(value, str) or not value.strip():
-        raise InputError(place, value, "Write the file name of a picture there, or null for no target.")
+        raise InputError(place, value, "Write the file name of an image there, or null for no target.")
     name = posixpath.normpath(value)
     # A prompt file may come from anywhere: it shall not choose which other files are read.
     if posixpath.isabs(value) or name == ".." or name.startswith(("../", "~")) or "::" in value or "://" in value:
         raise InputError(place, value, "The name leads out of the folder of targets. Name a file inside it.")
     if not name.lower().endswith(TARGET_ENDINGS):
-        raise InputError(place, value, f"Targets are {', '.join(TARGET_ENDINGS)}. Convert the picture to one of these.")
+        raise InputError(place, value, f"Targets are {', '.join(TARGET_ENDINGS)}. Convert the image to one of these.")
     return name
 
 
-def _pictures_by_index(folder: str, count: int) -> tuple[str, ...]:
+def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
     names = [
         name
         for name in list_input_folder(folder, place="data.targets")
@@ -133,8 +133,8 @@ def _pictures_by_index(folder: str, count: int) -> tuple[str, ...]:
     ]
     if len(names) != count:
         some = f" ({nearest_names('', names)})" if names else ""
-        mend = f"The pictures pair with the {count} prompts by index: give exactly one a prompt, or name a column."
-        raise InputError(f"data.targets: {folder}", f"{len(names)} pictures{some} for {count} prompts", mend)
+        hint = f"The images pair with the {count} prompts by index: give exactly one a prompt, or name a column."
+        raise InputError(f"data.targets: {folder}", f"{len(names)} images{some} for {count} prompts", hint)
     return tuple(sorted(names, key=_natural_key))
 
 
@@ -154,21 +154,21 @@ def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReferenc
         else:
             image.load()
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_a_picture(uri, place, error) from error
+        raise _not_a_image(uri, place, error) from error
     if size is not None:
-        # A picture that was verified cannot be read from any more.
+        # An image that was verified cannot be read from any more.
         require_aspect(_shown_size(_open(content, uri, place)), size, f"{place}: {uri}")
     return TargetReference(uri, hashlib.sha256(content).hexdigest())
 
 
 def _open(content: bytes, uri: str, place: str) -> Image.Image:
-    """The picture with its header read and its size checked, before any pixel is decoded."""
+    """The image with its header read and its size checked, before any pixel is decoded."""
     try:
-        return open_picture(content, f"{place}: {uri}")
+        return open_image(content, f"{place}: {uri}")
     except InputError:
         raise
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_a_picture(uri, place, error) from error
+        raise _not_a_image(uri, place, error) from error
 
 
 def _shown_size(image: Image.Image) -> tuple[int, int]:
@@ -177,5 +177,5 @@ def _shown_size(image: Image.Image) -> tuple[int, int]:
     return (image.height, image.width) if turned else image.size
 
 
-def _not_a_picture(uri: str, place: str, error: Exception) -> InputError:
-    return InputError(place, uri, f"It is not a whole picture ({type(error).__name__}). Give a PNG, JPEG, WebP or BMP.")
+def _not_a_image(uri: str, place: str, error: Exception) -> InputError:
+    return InputError(place, uri, f"It is not a whole image ({type(error).__name__}). Give a PNG, JPEG, WebP or BMP.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 Points = Sequence[tuple[float, float]]
 
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 10.0, 22.0
-MOST_DOTS = 60
+MAX_DOTS = 60
 """A longer line is drawn without its points."""
 
 
@@ -124,7 +124,7 @@ def line_chart(
     def line(name: str, points: Points) -> Line:
         dots = tuple(Dot(across(x), up(y), f"{name}, iteration {x:g}: {y:.4g}") for x, y in points)
         path = " ".join(f"{dot.x:g},{dot.y:g}" for dot in dots)
-        return Line(name, path, dots if len(dots) <= MOST_DOTS else dots[-1:], f"{points[-1][1]:.4g}")
+        return Line(name, path, dots if len(dots) <= MAX_DOTS else dots[-1:], f"{points[-1][1]:.4g}")
 
     return Chart(
         title=title,

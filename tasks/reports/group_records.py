@@ -20,7 +20,7 @@ class SampleView:
         reward: None where no reward applies or none was computed.
         advantage: None likewise, and where its group was dropped.
         breakdown: value by reward, before weights; None where the reward does not apply.
-        output: an RGB picture, made smaller where it was large; or the whole text; None for a picture that was pruned.
+        output: an RGB image, made smaller where it was large; or the whole text; None for an image that was pruned.
     """
 
     sample_id: str
@@ -43,7 +43,7 @@ class GroupView:
         dataset: the prompt set that it comes from.
         prompt: as it was given.
         dropped: the group has no spread and was left out of the update.
-        target: the picture that it ought to give; None where there is none, or none can be read.
+        target: the image that it ought to give; None where there is none, or none can be read.
         samples: best reward first, those without one last; in the order drawn where rewards are equal.
     """
 
@@ -98,6 +98,6 @@ class Groups:
 
     shown: tuple[GroupView, ...]
     total: int
-    draws: int
+    rounds: int
     dropped: int
     datasets: tuple[str, ...]

@@ -9,16 +9,16 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
-from grpo_core.rewards.picture_files import decode_stored
+from grpo_core.rewards.image_files import decode_stored
 from tasks.reports.group_records import Groups, GroupView, SampleView
-from tasks.reports.pictures import shrunk
+from tasks.reports.images import shrunk
 from tasks.reports.run_records import Stages
 from tasks.reports.target_reader import TargetReader
-from tasks.storage.artifacts.draw import SCORES_FILE
 from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.storage.artifacts.sampling_round import SCORES_FILE
 
 LARGE, SMALL = 320, 96
-"""Longest side in pixels of the best and worst picture, and of the other siblings; smaller ones stay as they are."""
+"""Longest side in pixels of the best and worst image, and of the other siblings; smaller ones stay as they are."""
 
 _READ = ["sample_id", "group_id", "dataset", "prompt", "rollout_logprobs", "loss_mask", "finished", "seed"]
 _TARGET, _TEXT = ["target_uri", "target_sha256"], "completion"
@@ -48,7 +48,7 @@ def read_groups(reader: ArtifactReader, stages: Stages, fetched: Path, targets: 
     return Groups(
         shown=tuple(_group(group, thoughts, images, targets) for group in ranked),
         total=len(by_group),
-        draws=len(folders),
+        rounds=len(folders),
         dropped=len(thoughts.dropped),
         datasets=tuple(sorted({group[0]["dataset"] for group in by_group.values()})),
     )
@@ -62,7 +62,7 @@ def _read_rows(files: Sequence[Path]) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
-class _Thoughts:
+class SampleScores:
     """What later stages say of the samples.
 
     Attributes:
@@ -76,14 +76,16 @@ class _Thoughts:
     scores: Mapping[str, Mapping[str, float | None]]
 
     def reward(self, row: Row) -> float | None:
+        """The reward of a sample; None where it has none."""
         return self.rated.get(row["sample_id"], (None, None))[0]
 
     def rank(self, row: Row) -> float:
+        """The sort key that puts the highest reward first."""
         reward = self.reward(row)
         return math.inf if reward is None else -reward
 
 
-def _read_thoughts(reader: ArtifactReader, stages: Stages, fetched: Path) -> _Thoughts:
+def _read_thoughts(reader: ArtifactReader, stages: Stages, fetched: Path) -> SampleScores:
     columns = ["sample_id", "group_id", "reward", "advantage", "dropped"]
     rows: list[Row] = []
     for reference in stages.get("advantages", ()):
@@ -95,15 +97,15 @@ def _read_thoughts(reader: ArtifactReader, stages: Stages, fetched: Path) -> _Th
         table = pq.ParquetFile(path).read(columns=["sample_id", "value"])
         values = zip(table["sample_id"].to_pylist(), table["value"].to_pylist(), strict=True)
         scores.setdefault(reference.folder.rsplit("/", 1)[-1], {}).update(values)
-    return _Thoughts(
+    return SampleScores(
         rated={row["sample_id"]: (row["reward"], row["advantage"]) for row in rows},
         dropped=frozenset(row["group_id"] for row in rows if row["dropped"]),
         scores=scores,
     )
 
 
-def _sides(ranked: Sequence[Sequence[Row]], thoughts: _Thoughts) -> dict[str, int]:
-    """How large each picture is shown: the ends of a group large, the others small."""
+def _sides(ranked: Sequence[Sequence[Row]], thoughts: SampleScores) -> dict[str, int]:
+    """How large each image is shown: the ends of a group large, the others small."""
     sides: dict[str, int] = {}
     for group in ranked:
         names = [row["sample_id"] for row in group if _TEXT not in row]
@@ -114,7 +116,7 @@ def _sides(ranked: Sequence[Sequence[Row]], thoughts: _Thoughts) -> dict[str, in
 
 
 def _read_images(files: Sequence[Path], sides: Mapping[str, int]) -> dict[str, Image.Image]:
-    """The pictures of these samples, made smaller one row group at a time, so that few are in memory at full size."""
+    """The images of these samples, made smaller one row group at a time, so that few are in memory at full size."""
     found: dict[str, Image.Image] = {}
     for path in files if sides else ():
         file = pq.ParquetFile(path)
@@ -130,7 +132,7 @@ def _read_images(files: Sequence[Path], sides: Mapping[str, int]) -> dict[str, I
 
 
 def _group(
-    rows: Sequence[Row], thoughts: _Thoughts, images: Mapping[str, Image.Image], targets: TargetReader
+    rows: Sequence[Row], thoughts: SampleScores, images: Mapping[str, Image.Image], targets: TargetReader
 ) -> GroupView:
     first = rows[0]
     return GroupView(
@@ -143,7 +145,7 @@ def _group(
     )
 
 
-def _sample(row: Row, thoughts: _Thoughts, images: Mapping[str, Image.Image]) -> SampleView:
+def _sample(row: Row, thoughts: SampleScores, images: Mapping[str, Image.Image]) -> SampleView:
     name = row["sample_id"]
     trained = [value for value, kept in zip(row["rollout_logprobs"], row["loss_mask"], strict=True) if kept]
     reward, advantage = thoughts.rated.get(name, (None, None))

@@ -1,4 +1,4 @@
-"""The held-out prompts before and after training, kept beside the run: a sheet of pictures, or a page of texts."""
+"""The held-out prompts before and after training, kept beside the run: a sheet of images, or a page of texts."""
 
 import io
 import tempfile
@@ -9,8 +9,8 @@ from pathlib import Path
 import polars as pl
 
 from tasks.prompts.targets import TargetReference, load_target
+from tasks.reports.images import SheetRow, contact_sheet, read_images
 from tasks.reports.passages import fenced
-from tasks.reports.pictures import SheetRow, contact_sheet, read_pictures
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -18,7 +18,7 @@ CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
 
 
 def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
-    """Draw the pictures of two evaluations side by side; where the sheet is.
+    """Draw the images of two evaluations side by side; where the sheet is.
 
     Args:
         store: of the run.
@@ -29,7 +29,7 @@ def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: Artifa
     with tempfile.TemporaryDirectory() as fetched:
         columns = ["target_uri", "target_sha256"]
         sides = [_read_side(store, side, Path(fetched) / side.folder, columns) for side in (before, after)]
-        images = [read_pictures(side.rollouts, side.table["sample_id"].to_list()) for side in sides]
+        images = [read_images(side.rollouts, side.table["sample_id"].to_list()) for side in sides]
     rows = []
     for earlier, later in _pairs(sides[0].table, sides[1].table):
         first = earlier.row(0, named=True)

@@ -10,11 +10,11 @@ import polars as pl
 from PIL import Image
 
 from tasks.reports.curve import curve_svg
+from tasks.reports.images import PRUNED, data_uri, read_images, thumbnail_uri
 from tasks.reports.passages import in_cell, shortened
-from tasks.reports.pictures import PRUNED, data_uri, read_pictures, thumbnail_uri
 from tasks.reports.run_records import dataset_of
-from tasks.storage.artifacts.draw import SCORES_FILE, Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 SHOWN, SHOWN_GROUPS = 4, 8
@@ -50,7 +50,7 @@ class IterationRecord:
     """
 
     iteration: int
-    draws: tuple[Draw, ...]
+    rounds: tuple[SamplingRound, ...]
     advantages: ArtifactRef
     metrics: Mapping[str, float]
     heldout: float | None = None
@@ -66,14 +66,14 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
     record = history[-1]
     with tempfile.TemporaryDirectory() as fetched:
         samples = _read_samples(store, record, Path(fetched))
-        figures = [*_FIGURES, *(() if samples.pictures else _TEXT_FIGURES)]
+        figures = [*_FIGURES, *(() if samples.images else _TEXT_FIGURES)]
         lines = [f"# {run}: iteration {record.iteration}", "", "| figure | value |", "|---|---|"]
         lines += [f"| {title} | {record.metrics[name]:.4g} |" for title, name in figures if name in record.metrics]
         lines += [f"| {in_cell(dataset)}: reward | {value:.4g} |" for dataset, value in _dataset_rewards(record)]
         lines += _redrawn(record)
         lines += ["", f"![reward over iterations]({data_uri(_curve(history).encode(), 'image/svg+xml')})", ""]
-        lines += _pictures(samples) if samples.pictures else _texts(samples)
-    stored = [reference.uri for draw in record.draws for reference in draw.stages] + [record.advantages.uri]
+        lines += _images(samples) if samples.images else _texts(samples)
+    stored = [reference.uri for draw in record.rounds for reference in draw.stages] + [record.advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
@@ -86,7 +86,7 @@ def _dataset_rewards(record: IterationRecord) -> list[tuple[str, float]]:
 def _redrawn(record: IterationRecord) -> list[str]:
     dropped = record.metrics.get("groups_dropped", 0.0)
     lines = [f"| groups left out for lack of spread | {dropped:.0f} |"] if dropped else []
-    return [*lines, f"| draws | {len(record.draws)} |"] if len(record.draws) > 1 else lines
+    return [*lines, f"| draws | {len(record.rounds)} |"] if len(record.rounds) > 1 else lines
 
 
 def _curve(history: Sequence[IterationRecord]) -> str:
@@ -115,14 +115,14 @@ class _Samples:
     folders: Sequence[Path]
 
     @property
-    def pictures(self) -> bool:
+    def images(self) -> bool:
         return "completion" not in self.table.columns
 
 
 def _read_samples(store: ArtifactStore, record: IterationRecord, fetched: Path) -> _Samples:
     parts, folders = [], []
     scores: dict[str, dict[str, float | None]] = {}
-    for index, draw in enumerate(record.draws):
+    for index, draw in enumerate(record.rounds):
         folder = store.local_files(draw.rollouts, fetched / str(index) / "rollouts")
         folders.append(folder)
         rows = pl.scan_parquet(sorted(folder.glob("*.parquet")))
@@ -143,14 +143,14 @@ def _ranked(table: pl.DataFrame) -> pl.DataFrame:
     return table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
 
 
-def _pictures(samples: _Samples) -> list[str]:
+def _images(samples: _Samples) -> list[str]:
     ranked = _ranked(samples.table)
     best = ranked.head(SHOWN)
     worst = ranked.tail(min(SHOWN, max(0, ranked.height - SHOWN))).reverse()
     names = [*best["sample_id"], *worst["sample_id"]]
     images: dict[str, Image.Image] = {}
     for folder in samples.folders:
-        images |= read_pictures(folder, names)
+        images |= read_images(folder, names)
     lines = []
     for title, chosen in (("Best", best), ("Worst", worst)):
         if not chosen.is_empty():
@@ -159,7 +159,7 @@ def _pictures(samples: _Samples) -> list[str]:
 
 
 def _ranking(samples: _Samples, chosen: pl.DataFrame, images: Mapping[str, Image.Image]) -> list[str]:
-    """A table with a row a picture: itself, its reward, each part of it, its prompt."""
+    """A table with a row an image: itself, its reward, each part of it, its prompt."""
     several = samples.table["dataset"].n_unique() > 1
     rows = []
     for row in chosen.iter_rows(named=True):
@@ -174,7 +174,7 @@ def _ranking(samples: _Samples, chosen: pl.DataFrame, images: Mapping[str, Image
         ]
         rows.append(cells)
     dataset = ["dataset"] if several else []
-    return _table(["picture", "reward", *samples.scores, "prompt", *dataset, "sample"], rows)
+    return _table(["image", "reward", *samples.scores, "prompt", *dataset, "sample"], rows)
 
 
 def _texts(samples: _Samples) -> list[str]:

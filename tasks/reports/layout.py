@@ -6,12 +6,12 @@ from pathlib import Path
 import jinja2
 from PIL import Image
 
-from tasks.reports.page import number, picture_uri, signed, small_picture_uri
+from tasks.reports.images import shrunk
+from tasks.reports.page import image_uri, number, signed, small_image_uri
 from tasks.reports.passages import ends
-from tasks.reports.pictures import shrunk
 
 THUMBNAIL = 256
-"""Longest side of an embedded picture, in pixels; smaller ones stay as they are."""
+"""Longest side of an embedded image, in pixels; smaller ones stay as they are."""
 
 
 def render(template: str, **values: object) -> str:
@@ -38,16 +38,16 @@ def _environment() -> jinja2.Environment:
         "figure": figure,
         "number": number,
         "percent": percent,
-        "picture": thumbnail_uri,
+        "image": thumbnail_uri,
         "signed": signed,
-        "small_picture": small_picture_uri,
+        "small_image": small_image_uri,
     }
     return environment
 
 
 def thumbnail_uri(image: Image.Image) -> str:
-    """A picture as a data link, made smaller where it is large."""
-    return picture_uri(shrunk(image if image.mode == "RGB" else image.convert("RGB"), THUMBNAIL))
+    """An image as a data link, made smaller where it is large."""
+    return image_uri(shrunk(image if image.mode == "RGB" else image.convert("RGB"), THUMBNAIL))
 
 
 def percent(share: float | None) -> str:

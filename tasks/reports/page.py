@@ -1,4 +1,4 @@
-"""A run as one HTML file: pictures embedded, no script, and nothing is asked of any server."""
+"""A run as one HTML file: images embedded, no script, and nothing is asked of any server."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ from PIL import Image
 from tasks.reports.chart import Chart, line_chart
 from tasks.reports.group_records import Groups, GroupView
 from tasks.reports.group_view import SMALL
+from tasks.reports.images import data_uri, shrunk
 from tasks.reports.metric_titles import metric_title
 from tasks.reports.passages import ends
-from tasks.reports.pictures import data_uri, shrunk
 from tasks.reports.run_records import IterationView, Noun, RunView
 
 CHARTED = (
@@ -29,7 +29,7 @@ CHARTED = (
 """Figures with a chart of their own, beside the reward's and each reward's mean."""
 
 LOSSLESS_SIDE = 128
-"""Pictures up to this many pixels a side are embedded as they are: a pixel of theirs is a thing to look at."""
+"""Images up to this many pixels a side are embedded as they are: a pixel of theirs is a thing to look at."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "picture": picture_uri,
-        "small_picture": small_picture_uri,
+        "image": image_uri,
+        "small_image": small_image_uri,
         "ends": ends,
         "number": number,
         "signed": signed,
@@ -139,14 +139,14 @@ def progress(run: RunView) -> str:
     begun = next((view for view in reversed(run.iterations) if not view.complete), None)
     text = f"unfinished, or still running: {run.policy_version}{planned} iterations"
     if begun is not None and begun.iteration > run.policy_version:
-        draw = f", draw {begun.draws}," if begun.draws > 1 else ""
+        draw = f", draw {begun.rounds}," if begun.rounds > 1 else ""
         text += f"; iteration {begun.iteration}{draw} has {', '.join(begun.stages)}"
     return text
 
 
 def counted(groups: Groups) -> str:
     """How many groups were drawn, how often, and how many of them teach nothing."""
-    times = "1 draw" if groups.draws == 1 else f"{groups.draws} draws"
+    times = "1 draw" if groups.rounds == 1 else f"{groups.rounds} draws"
     return f"{groups.total} groups in {times}, {groups.dropped} without spread left out of the update"
 
 
@@ -197,8 +197,8 @@ def _dataset_charts(run: RunView) -> Iterator[Chart]:
             yield chart
 
 
-def picture_uri(image: Image.Image) -> str:
-    """A picture as a data link: PNG where it is small, JPEG for large photographs."""
+def image_uri(image: Image.Image) -> str:
+    """An image as a data link: PNG where it is small, JPEG for large photographs."""
     png = io.BytesIO()
     image.save(png, "PNG", optimize=True)
     if max(image.size) <= LOSSLESS_SIDE:
@@ -210,9 +210,9 @@ def picture_uri(image: Image.Image) -> str:
     return data_uri(jpeg.getvalue(), "image/jpeg")
 
 
-def small_picture_uri(image: Image.Image) -> str:
+def small_image_uri(image: Image.Image) -> str:
     """The same, for a row of small ones."""
-    return picture_uri(shrunk(image, SMALL))
+    return image_uri(shrunk(image, SMALL))
 
 
 def number(value: float | None, digits: int = 3) -> str:

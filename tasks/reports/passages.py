@@ -3,12 +3,12 @@
 import re
 import string
 
-MOST_LINES = 12
+MAX_LINES = 12
 _MARKUP = frozenset(string.punctuation)
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
-def ends(text: str, letters: int, lines: int = MOST_LINES) -> str:
+def ends(text: str, letters: int, lines: int = MAX_LINES) -> str:
     """The text where it fits into so many letters and lines; else its beginning and, half as long, its end."""
     split = text.split("\n")
     if len(text) <= letters and len(split) <= lines:

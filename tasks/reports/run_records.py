@@ -7,7 +7,7 @@ from typing import Any, Literal
 from tasks.storage.artifacts.reader import Damage
 from tasks.storage.artifacts.reference import ArtifactRef
 
-Noun = Literal["picture", "completion"]
+Noun = Literal["image", "completion"]
 
 STAGES = ("rollouts", "rewards", "advantages", "update")
 """An iteration's stages in their order; the last one's artifact is the policy that it makes."""
@@ -38,7 +38,7 @@ class IterationView:
         return all(stage in self.stages for stage in STAGES)
 
     @property
-    def draws(self) -> int:
+    def rounds(self) -> int:
         """Collections of rollouts, begun or done."""
         return len(self.stages.get("rollouts", ()))
 
@@ -132,7 +132,7 @@ class RunView:
         """What people call one of its samples."""
         section = self.config.get("policy")
         kind = section.get("kind") if isinstance(section, Mapping) else None
-        return "completion" if kind == "causal_lm" else "picture"
+        return "completion" if kind == "causal_lm" else "image"
 
     @property
     def finished(self) -> bool:

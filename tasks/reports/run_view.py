@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 import yaml
 
 from tasks.metrics.names import RUNNING
-from tasks.metrics.pooled import over_draws
+from tasks.metrics.pooled import pool_rounds
 from tasks.reports.run_records import STAGES, EvaluationView, IterationView, RunView, SetAside, Stages
 from tasks.runs.iterations import iteration_numbers
 from tasks.storage.artifacts.reader import ArtifactReader, StoredArtifact
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE, opened_description
+from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE, load_description
 from tasks.storage.artifacts.store import SET_ASIDE
 
-_DRAW = re.compile(r"draw_(\d{2,})")
+_DRAW = re.compile(r"round_(\d{2,})")
 _VERSION = re.compile(r"(\d{6,})\.manifest\.json")
 _STATE_FILE = "training_state.json"
 
@@ -31,14 +31,14 @@ def read_run(reader: ArtifactReader, shown: int | None = None) -> RunView:
         reader: at the run.
         shown: the iteration to show; by default the last one whose samples have rewards.
     """
-    iterations = {number: _find_draws(reader, f"iteration_{number:06d}") for number in iteration_numbers(reader)}
+    iterations = {number: _find_rounds(reader, f"iteration_{number:06d}") for number in iteration_numbers(reader)}
     versions = _versions(reader, "policies")
     policies = {version: found for version in versions if (found := reader.find(f"policies/{version:06d}"))}
     for version, found in policies.items():
         if version > 0:
             iterations.setdefault(version, {})["update"] = {(1, ""): found}
     evaluated = sorted({int(name) for name in reader.names("evaluations") if name.isdigit()})
-    evaluations = {version: _find_draws(reader, f"evaluations/{version:06d}") for version in evaluated}
+    evaluations = {version: _find_rounds(reader, f"evaluations/{version:06d}") for version in evaluated}
     chosen = _default(iterations) if shown is None else shown
     scored = [version for version, stages in evaluations.items() if "advantages" in stages]
     _keep_whole(reader, [iterations.get(chosen or 0, {})], always=True)
@@ -77,7 +77,7 @@ Found = dict[str, dict[tuple[int, str], StoredArtifact]]
 """By stage, by draw from 1, and by label where it is a reward; of the advantages the last draw's, which cover all."""
 
 
-def _find_draws(reader: ArtifactReader, place: str) -> Found:
+def _find_rounds(reader: ArtifactReader, place: str) -> Found:
     """The first draw's stages lie in the place itself, those of later ones in folders of it."""
     names = reader.names(place)
     later = {int(match[1]): f"{place}/{name}" for name in names if (match := _DRAW.fullmatch(name))}
@@ -153,11 +153,11 @@ def _last_policy(
 
 def _iteration_view(reader: ArtifactReader, number: int, stages: Found, heldout: float | None) -> IterationView:
     metrics: dict[str, float] = {}
-    for parts in _with_every_draw(stages).values():
-        metrics |= over_draws(list(parts.values()))
+    for parts in _with_every_round(stages).values():
+        metrics |= pool_rounds(list(parts.values()))
     metrics = {name: value for name, value in metrics.items() if not name.startswith(RUNNING)}
     _compare_with_table(reader, number, metrics)
-    seconds = _seconds(_with_every_draw(stages))
+    seconds = _seconds(_with_every_round(stages))
     metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
     metrics["step_time"] = sum(seconds.values())
     if heldout is not None:
@@ -169,7 +169,7 @@ Series = dict[tuple[str, str], dict[int, ArtifactRef]]
 """By stage and label, one a draw."""
 
 
-def _with_every_draw(stages: Found) -> Series:
+def _with_every_round(stages: Found) -> Series:
     """What has figures of the whole iteration: nothing of a later draw that is still at work, and no torn stage."""
     series: Series = {}
     for stage in STAGES:
@@ -178,7 +178,7 @@ def _with_every_draw(stages: Found) -> Series:
     scored = series.get(("advantages", ""))
     if scored is None:
         return series
-    covered = range(1, 1 + int(next(iter(scored.values())).metrics.get("draws", 1)))
+    covered = range(1, 1 + int(next(iter(scored.values())).metrics.get("rounds", 1)))
     return {
         (stage, label): {draw: parts[draw] for draw in covered} if stage in STAGES[:2] else parts
         for (stage, label), parts in series.items()
@@ -219,7 +219,7 @@ def _read_description(reader: ArtifactReader) -> Mapping[str, Any] | None:
     if content is None:
         return None
     try:
-        return opened_description(content)
+        return load_description(content)
     except ValueError as error:
         reader.damaged(RUN_FILE, str(error))
         return {}

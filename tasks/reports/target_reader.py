@@ -1,17 +1,17 @@
-"""Pictures that prompts ought to give, for looking at a run whose input files may have moved."""
+"""Images that prompts ought to give, for looking at a run whose input files may have moved."""
 
 import hashlib
 
 from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.picture_files import open_picture
+from grpo_core.rewards.image_files import open_image
 from tasks.prompts.files import read_input_file
-from tasks.reports.pictures import shrunk
+from tasks.reports.images import shrunk
 
 
 class TargetReader:
-    """Target pictures by address, each read once; one that is gone or changed is told and left out.
+    """Target images by address, each read once; one that is gone or changed is told and left out.
 
     Attributes:
         missing: addresses and reasons.
@@ -24,7 +24,7 @@ class TargetReader:
         self._read: dict[str, Image.Image] = {}
 
     def read(self, uri: str | None, sha256: str | None) -> Image.Image | None:
-        """The picture, made smaller where it is large."""
+        """The image, made smaller where it is large."""
         if uri is None or uri in self.missing:
             return None
         if uri not in self._read:
@@ -32,9 +32,9 @@ class TargetReader:
                 content = read_input_file(uri, place="target")
                 if hashlib.sha256(content).hexdigest() != sha256:
                     raise ValueError("it is not the file that the run was trained with")
-                self._read[uri] = shrunk(over_white(open_picture(content, "target")), self._side)
+                self._read[uri] = shrunk(over_white(open_image(content, "target")), self._side)
             except InputError as error:
-                self.missing[uri] = error.mend
+                self.missing[uri] = error.hint
             except (OSError, ValueError, SyntaxError) as error:
                 self.missing[uri] = str(error)
         return self._read.get(uri)

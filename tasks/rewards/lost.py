@@ -1,4 +1,4 @@
-"""Scores that were damaged after the pictures that they were made of had been removed: nothing makes them again."""
+"""Scores that were damaged after the images that they were made of had been removed: nothing makes them again."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
 
 
 def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str) -> None:
-    """Say what became of a table of scores that is to be made a second time without pictures.
+    """Say what became of a table of scores that is to be made a second time without images.
 
     Args:
         store: the run.
@@ -27,13 +27,13 @@ def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str)
     if pruned is None or aside is None:
         return
     place, reason = aside
-    mend = (
-        f"It is set aside in {store.path(place)} ({reason}) and cannot be made again: the pictures of {rollouts.uri} "
+    hint = (
+        f"It is set aside in {store.path(place)} ({reason}) and cannot be made again: the images of {rollouts.uri} "
         f"were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. Put "
         f"{store.path(table)} and {store.manifest_path(store.path(table))} back from a copy and start again, or start "
         "under another --run name, which begins anew. Other iterations are untouched."
     )
-    raise InputError(f"{store.run}/{table}", "damaged", mend)
+    raise InputError(f"{store.run}/{table}", "damaged", hint)
 
 
 def _joined(folder: str) -> str:

@@ -73,8 +73,8 @@ def _result(section: RewardSection, job: _Job) -> list[ScoredRow]:
             result = again.future.result()
         except BrokenProcessPool as error:
             _discard(section, again.pool)
-            mend = "A process that scored died twice over the same samples; lower it, or look at the memory."
-            raise InputError(f"rewards.{section.label}.processes", section.processes, mend) from error
+            hint = "A process that scored died twice over the same samples; lower it, or look at the memory."
+            raise InputError(f"rewards.{section.label}.processes", section.processes, hint) from error
     if isinstance(result, str):
         record = ErrorRecord.model_validate_json(result)
         if record.known:

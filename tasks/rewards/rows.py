@@ -12,7 +12,7 @@ from PIL import Image
 
 from configs.reward_sections import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.rewards.picture_files import decode_stored
+from grpo_core.rewards.image_files import decode_stored
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import score_samples
 from tasks.prompts.targets import TargetReference, load_target
@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 _READ = ("sample_id", "group_id", "dataset", "prompt", "columns")
 _READ_OF_TOKENS = ("token_ids",)
-_READ_OF_PICTURES = ("target_uri", "target_sha256", "image", "defect")
+_READ_OF_IMAGES = ("target_uri", "target_sha256", "image", "defect")
 _READ_OF_TEXTS = ("completion",)
 _READ_AT_ONCE = 32
 
@@ -63,7 +63,7 @@ def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: 
 def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
     for path in sorted(source.glob("*.parquet")):
         file = pq.ParquetFile(path)
-        own = _READ_OF_PICTURES if "image" in file.schema_arrow.names else _READ_OF_TEXTS
+        own = _READ_OF_IMAGES if "image" in file.schema_arrow.names else _READ_OF_TEXTS
         for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own, *more]):
             yield from record.to_pylist()
 
@@ -89,14 +89,14 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
 
 
 def _floored(score: Score, row: Row) -> Score:
-    """A picture that the policy left broken has the lowest value of every reward that applies to it."""
+    """An image that the policy left broken has the lowest value of every reward that applies to it."""
     broken = row.get("defect") is not None and score != NOT_APPLICABLE
     return Score(0.0, None) if broken else score
 
 
 def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> ScoringBatch:
     names = sorted({name for columns in others for name in columns})
-    outputs = _pictures(rows) if rows and "image" in rows[0] else {"completions": [row["completion"] for row in rows]}
+    outputs = _images(rows) if rows and "image" in rows[0] else {"completions": [row["completion"] for row in rows]}
     return ScoringBatch(
         sample_ids=[row["sample_id"] for row in rows],
         prompts=[row["prompt"] for row in rows],
@@ -107,11 +107,11 @@ def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> 
     )
 
 
-def _pictures(rows: Sequence[Row]) -> dict[str, Any]:
+def _images(rows: Sequence[Row]) -> dict[str, Any]:
     targets: dict[str, Image.Image] = {}
     for row in rows:
         if row["image"] is None:
-            raise InputError(f"sample {row['sample_id']}", "no picture", _PRUNED)
+            raise InputError(f"sample {row['sample_id']}", "no image", _PRUNED)
         uri = row["target_uri"]
         if uri is not None and uri not in targets:
             targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))

@@ -1,4 +1,4 @@
-"""Stage 2: stored pictures or texts -> what one reward thinks of each. Weights are not applied here."""
+"""Stage 2: stored images or texts -> what one reward thinks of each. Weights are not applied here."""
 
 import json
 import statistics
@@ -24,8 +24,8 @@ from tasks.rewards.lost import refuse_lost_scores
 from tasks.rewards.process_pool import score_side_by_side
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
 from tasks.rewards.stored import provenance_json
-from tasks.storage.artifacts.draw import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION
@@ -116,7 +116,7 @@ def score_reward_task(
         part: which shard of the groups, from 0, and of how many; None: all groups.
 
     Raises:
-        InputError: the samples' pictures were removed.
+        InputError: the samples' images were removed.
         FailedSamplesError: more samples could not be scored than is allowed.
     """
     started = time.perf_counter()
@@ -131,8 +131,8 @@ def score_reward_task(
         wanted = _unknown(samples, known, whole_groups=reward.needs_group)
         if wanted:
             refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
-        tell = progress_of(f"{title}: score {section.label}", len(wanted))
-        scored = _score(reward, section, source, wanted, _meant_for(section, everything), tell)
+        report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
+        scored = _score(reward, section, source, wanted, _meant_for(section, everything), report_progress)
         rows = [scored.get(name) or known[name] for name in samples["sample_id"]]
         digest = write_table(staged / SCORES_FILE, REWARDS, _columns(rows, provenance))
         return store.commit(
@@ -195,7 +195,7 @@ def _score(
     source: Path,
     wanted: frozenset[str],
     meant: int,
-    tell: Callable[[int, int], None],
+    report_progress: Callable[[int, int], None],
 ) -> dict[str, ScoredRow]:
     """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
 
@@ -215,7 +215,7 @@ def _score(
         failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
         if len(failed) > section.max_failures * meant:
             raise FailedSamplesError(section.label, failed, meant, section.max_failures)
-        tell(len(scored), len(wanted))
+        report_progress(len(scored), len(wanted))
     return scored
 
 

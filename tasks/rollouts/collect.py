@@ -1,4 +1,4 @@
-"""Stage 1: a policy and a plan -> pictures or texts, their tokens, and the log-probs they were sampled with."""
+"""Stage 1: a policy and a plan -> images or texts, their tokens, and the log-probs they were sampled with."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.placement_sections import PlacementSection
-from configs.schema import PictureRolloutSection, TextRolloutSection
+from configs.schema import ImageRolloutSection, TextRolloutSection
 from grpo_core.collect import collect_rollouts
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halved_once
@@ -110,7 +110,7 @@ def collect_rollouts_task(
     policy: PolicyRef,
     plan: RolloutPlan,
     model: ModelSpec,
-    rollout: PictureRolloutSection | TextRolloutSection,
+    rollout: ImageRolloutSection | TextRolloutSection,
     with_reference: bool,
     placement: PlacementSection,
 ) -> ArtifactRef:
@@ -127,27 +127,27 @@ def _collect(
     policy: PolicyRef,
     plan: RolloutPlan,
     model: ModelSpec,
-    rollout: PictureRolloutSection | TextRolloutSection,
+    rollout: ImageRolloutSection | TextRolloutSection,
     with_reference: bool,
     placement: PlacementSection,
     prompts_per_batch: int,
 ) -> ArtifactRef:
     started = time.perf_counter()
     store = current_store()
-    tell = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
+    report_progress = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
     settings = model.family.settings(rollout.model_dump())
     sampler = policy_at(policy, model, settings, placement)
     requests = [plan.request(group) for group in plan.groups]
     lengths: list[int] = []
     cut = 0
     with store.staging() as staged:
-        writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.medium])
+        writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
         for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
             writer.write(rollout_columns(group, planned, policy, settings, sampler.max_length))
             lengths += group.tokens.loss_mask.sum(-1).tolist()
             cut += int((~group.finished).sum())
-            tell(done * plan.group_size, len(requests) * plan.group_size)
+            report_progress(done * plan.group_size, len(requests) * plan.group_size)
         digest = writer.close()
         return store.commit(
             staged,

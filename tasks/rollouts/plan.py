@@ -18,7 +18,7 @@ class GroupPlan(BaseModel):
         dataset: the prompt set that it comes from.
         prompt: its text.
         columns: the prompt file's other columns.
-        target_uri: picture that the prompt ought to give, if there is one.
+        target_uri: image that the prompt ought to give, if there is one.
         target_sha256: of that file.
     """
 
@@ -79,14 +79,14 @@ def _group(group_id: str, drawn: DrawnPrompt) -> GroupPlan:
     )
 
 
-def plan_draw(
+def plan_round(
     drawn: Sequence[DrawnPrompt], *, seed: int, iteration: int, draw: int, group_size: int, shared_noise: bool
 ) -> RolloutPlan:
     """The groups of one draw of a training iteration; a later draw replaces groups that taught nothing."""
     first = draw == 1
     folder, name = f"iteration_{iteration:06d}", f"i{iteration:06d}"
     return RolloutPlan(
-        folder=folder if first else f"{folder}/draw_{draw:02d}",
+        folder=folder if first else f"{folder}/round_{draw:02d}",
         title=f"iteration {iteration}" if first else f"iteration {iteration}, draw {draw}",
         seed=seed,
         group_size=group_size,

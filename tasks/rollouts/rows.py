@@ -14,12 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.collect import RolloutGroup
-from grpo_core.records import BrokenPicture, TokenBatch, TokenSupport
+from grpo_core.records import BrokenImage, TokenBatch, TokenSupport
 from tasks.rollouts.plan import GroupPlan
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.tables.schemas import PICTURE_ROLLOUTS, TEXT_ROLLOUTS
+from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, TEXT_ROLLOUTS
 
-SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({"picture": PICTURE_ROLLOUTS, "text": TEXT_ROLLOUTS})
+SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({"image": IMAGE_ROLLOUTS, "text": TEXT_ROLLOUTS})
 """By the medium of the policy."""
 
 TOKEN_COLUMNS = ("prompt", "token_ids", "loss_mask", "support_ids", "support_counts", "temperature")
@@ -104,14 +104,14 @@ def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
     texts = [output for output in group.outputs if isinstance(output, str)]
     if texts:
         return {"completion": texts}
-    broken = [output if isinstance(output, BrokenPicture) else None for output in group.outputs]
-    images = [output.image if isinstance(output, BrokenPicture) else output for output in group.outputs]
-    pictures = [
+    broken = [output if isinstance(output, BrokenImage) else None for output in group.outputs]
+    images = [output.image if isinstance(output, BrokenImage) else output for output in group.outputs]
+    encoded = [
         {"bytes": _png(image), "path": f"{name}.png"}
         for image, name in zip(images, names, strict=True)
         if isinstance(image, Image.Image)
     ]
-    return {"image": pictures, "defect": [each and each.reason for each in broken]}
+    return {"image": encoded, "defect": [each and each.reason for each in broken]}
 
 
 def _png(image: Image.Image) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from grpo_core.errors import InputError, InputErrors
-from tasks.storage.artifacts.draw import Draw
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.prompts.files import nearest_names
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
 from tasks.storage.artifacts.reader import ArtifactReader
@@ -25,7 +25,7 @@ from tasks.storage.artifacts.run_description import RUN_FILE
 STORED, RECOMPUTED = "stored", "recomputed"
 RESCORED = "rescored"
 POLICIES = "policies"
-_DRAW = re.compile(r"draw_\d{2,}")
+_DRAW = re.compile(r"round_\d{2,}")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StoredIteration:
     """
 
     number: int
-    draws: tuple[Draw, ...]
+    rounds: tuple[SamplingRound, ...]
     advantages: ArtifactRef
     samplers: frozenset[tuple[int, str]]
 
@@ -84,8 +84,8 @@ def read_iterations(
     missing = [number for number in numbers if number not in held]
     if missing:
         found = f"{held[0]} to {held[-1]}" if held == list(range(held[0], held[-1] + 1)) else str(held)[1:-1]
-        mend = f"{store.run} has no whole iteration {missing[0]}; whole are {found}. Choose among these."
-        raise InputErrors([InputError("--iterations", f"{first}-{last}", mend)])
+        hint = f"{store.run} has no whole iteration {missing[0]}; whole are {found}. Choose among these."
+        raise InputErrors([InputError("--iterations", f"{first}-{last}", hint)])
     problems: list[InputError] = []
     iterations = []
     for number in numbers:
@@ -108,10 +108,10 @@ def first_iteration(store: ArtifactStore) -> int:
 
 
 def _held(reader: ArtifactReader) -> list[int]:
-    held = [number for number in iteration_numbers(reader) if _draw_folders(reader, _place(number))]
+    held = [number for number in iteration_numbers(reader) if _round_folders(reader, _place(number))]
     if not held:
-        mend = "It holds no iteration with stored rollouts and advantages; train it first, or name another run."
-        raise InputErrors([InputError("RUN", reader.store.run, mend)])
+        hint = "It holds no iteration with stored rollouts and advantages; train it first, or name another run."
+        raise InputErrors([InputError("RUN", reader.store.run, hint)])
     return held
 
 
@@ -125,37 +125,37 @@ def _require_advantages(store: ArtifactStore, name: str) -> None:
     reader = ArtifactReader(store)
     known = [STORED, RECOMPUTED, *reader.names(RESCORED)]
     if name not in known:
-        mend = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(name, known)}."
-        raise InputErrors([InputError("--advantages", name, mend)])
+        hint = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(name, known)}."
+        raise InputErrors([InputError("--advantages", name, hint)])
 
 
-def draw_names(reader: ArtifactReader, place: str) -> list[str]:
+def round_names(reader: ArtifactReader, place: str) -> list[str]:
     """Folders of an iteration's later draws, in order."""
     return [name for name in reader.names(place) if _DRAW.fullmatch(name)]
 
 
-def _draw_folders(reader: ArtifactReader, place: str) -> list[str]:
+def _round_folders(reader: ArtifactReader, place: str) -> list[str]:
     """Folders of the draws that the last advantages cover; empty where there are none."""
-    folders = [place, *(f"{place}/{name}" for name in draw_names(reader, place))]
+    folders = [place, *(f"{place}/{name}" for name in round_names(reader, place))]
     scored = [index for index, folder in enumerate(folders) if "advantages.manifest.json" in reader.names(folder)]
     return folders[: scored[-1] + 1] if scored else []
 
 
 def _read_iteration(reader: ArtifactReader, number: int, advantages: str) -> StoredIteration:
-    store, folders = reader.store, _draw_folders(reader, _place(number))
-    draws = tuple(_read_draw(reader, folder) for folder in folders)
+    store, folders = reader.store, _round_folders(reader, _place(number))
+    rounds = tuple(_read_round(reader, folder) for folder in folders)
     if advantages in (STORED, RECOMPUTED):
         scored = _find(store, f"{folders[-1]}/advantages")
     else:
         rescored = f"{RESCORED}/{advantages}/{_place(number)}"
-        scored = _find(store, f"{([rescored, *_draw_folders(reader, rescored)])[-1]}/advantages")
-    return StoredIteration(number, draws, scored, samplers(store, [draw.rollouts for draw in draws]))
+        scored = _find(store, f"{([rescored, *_round_folders(reader, rescored)])[-1]}/advantages")
+    return StoredIteration(number, rounds, scored, samplers(store, [draw.rollouts for draw in rounds]))
 
 
-def _read_draw(reader: ArtifactReader, folder: str) -> Draw:
+def _read_round(reader: ArtifactReader, folder: str) -> SamplingRound:
     labels = reader.artifact_names(f"{folder}/rewards")
     rewards = {label: _find(reader.store, f"{folder}/rewards/{label}") for label in labels}
-    return Draw(_find(reader.store, f"{folder}/rollouts"), rewards)
+    return SamplingRound(_find(reader.store, f"{folder}/rollouts"), rewards)
 
 
 def _find(store: ArtifactStore, folder: str) -> ArtifactRef:
@@ -163,8 +163,8 @@ def _find(store: ArtifactStore, folder: str) -> ArtifactRef:
     if found is None:
         raise InputError(place, None, "It is missing, or a file of it is changed; choose other --iterations.")
     if found.schema_version != SCHEMA_VERSION:
-        mend = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
-        raise InputError(place, f"schema version {found.schema_version}", mend)
+        hint = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
+        raise InputError(place, f"schema version {found.schema_version}", hint)
     return found
 
 

@@ -10,7 +10,7 @@ import json
 from tasks.prompts.files import nearest_names
 import os
 from tasks.runs.schema_guard import refuse_newer
-from tasks.storage.filesystem.failures import remote_failures_told
+from tasks.storage.filesystem.failures import translate_remote_errors
 
 
 def find_run(name: str, root: str) -> ArtifactStore:
@@ -32,7 +32,7 @@ def find_run(name: str, root: str) -> ArtifactStore:
 
 
 def _is_folder(store: ArtifactStore) -> bool:
-    with remote_failures_told(store.filesystem, store.root):
+    with translate_remote_errors(store.filesystem, store.root):
         return bool(store.filesystem.isdir(store.path()))
 
 
@@ -52,7 +52,7 @@ def _store(root: str, run: str, place: str) -> ArtifactStore:
         return ArtifactStore(root, run)
     except InputError as error:
         # Its value is the root without the credentials that it may hold.
-        raise InputError(place, error.value, error.mend) from error
+        raise InputError(place, error.value, error.hint) from error
 
 
 def _which_runs(name: str, root: str) -> str:

@@ -27,8 +27,8 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
         if version not in held:
             raise InputErrors([missing_version(store, version)])
         if damage := _damage(reader, version):
-            mend = f"{damage}. Choose another version, or start the run again: what is damaged is made again."
-            raise InputErrors([InputError("--policy", version, mend)])
+            hint = f"{damage}. Choose another version, or start the run again: what is damaged is made again."
+            raise InputErrors([InputError("--policy", version, hint)])
         return read_policy(store, version), ()
     notes: list[str] = []
     for each in reversed(held):

@@ -21,9 +21,9 @@ from grpo_core.errors import InputError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
 from grpo_core.seeds import derive_seed
-from grpo_core.update import Ranks, StepMetrics, UpdateResult, update_policy
+from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
-from tasks.models.resident import ModelSpec, policy_at, reference_in_between, weights_in_between
+from tasks.models.resident import ModelSpec, begin_update, policy_at, reference_in_between
 from tasks.storage.artifacts.checkpoint_files import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
@@ -104,11 +104,11 @@ class UpdateOutcome(BaseModel):
 def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection) -> None:
     """Raise InputError for a number of processes, or a way to share the weights, that cannot be had on this machine."""
     if placement.sharding == "fsdp2" and placement.processes == 1:
-        mend = "One process has nobody to share the weights with; set placement.processes to 2 or more, or this to ddp."
-        raise InputError("placement.sharding", "fsdp2", mend)
+        hint = "One process has nobody to share the weights with; set placement.processes to 2 or more, or this to ddp."
+        raise InputError("placement.sharding", "fsdp2", hint)
     if placement.sharding == "fsdp2" and update.optimizer != "adamw":
-        mend = "8-bit and paged moments cannot be cut into shares; use adamw, or set placement.sharding to ddp."
-        raise InputError("update.optimizer", update.optimizer, mend)
+        hint = "8-bit and paged moments cannot be cut into shares; use adamw, or set placement.sharding to ddp."
+        raise InputError("update.optimizer", update.optimizer, hint)
     on_cpu = placement.device == "cpu" or (placement.device == "auto" and not torch.cuda.is_available())
     if placement.processes == 1:
         return
@@ -116,17 +116,17 @@ def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection
         # Two are let be anywhere: they show on the smallest machine that the rest works.
         cores = max(2, len(os.sched_getaffinity(0)))
         if placement.processes > cores:
-            mend = f"Each process needs a core of its own and this machine has {cores}; use at most that."
-            raise InputError("placement.processes", placement.processes, mend)
+            hint = f"Each process needs a core of its own and this machine has {cores}; use at most that."
+            raise InputError("placement.processes", placement.processes, hint)
         return
     gpus = torch.cuda.device_count()
     if placement.processes > gpus:
-        mend = f"Each process needs a GPU of its own and this machine has {gpus}; use at most that, or device: cpu."
-        raise InputError("placement.processes", placement.processes, mend)
+        hint = f"Each process needs a GPU of its own and this machine has {gpus}; use at most that, or device: cpu."
+        raise InputError("placement.processes", placement.processes, hint)
 
 
 def carry_out(
-    job: UpdateJob, staged: Path, ranks: Ranks, on_progress: Callable[[int, int], None] | None
+    job: UpdateJob, staged: Path, process_group: ProcessGroup, on_progress: Callable[[int, int], None] | None
 ) -> UpdateOutcome | None:
     """Read, check parity, train, and write the next version's files.
 
@@ -152,22 +152,22 @@ def carry_out(
             max_staleness=job.max_staleness,
         )
         learner = policy_at(job.policy, job.model, stored.settings, job.placement)
-        weights_in_between()
-        ranks.distribute(learner.trained)
-        optimizer = _optimizer(job, learner, ranks, Path(fetched))
+        begin_update()
+        process_group.distribute(learner.trained)
+        optimizer = _optimizer(job, learner, process_group, Path(fetched))
         result = update_policy(
             learner,
             optimizer,
             stored.rows,
             update_settings(job.update, len(stored.rows), stored.max_length, job.model.section),
             seed=derive_seed(job.seed, job.version, "minibatches"),
-            ranks=ranks,
+            process_group=process_group,
             on_progress=on_progress,
         )
     optimizer.zero_grad()  # or the gradients would be held through the next rollouts
-    moments = ranks.state(optimizer)
-    ranks.collect(learner.trained)
-    if ranks.rank:
+    moments = process_group.state(optimizer)
+    process_group.collect(learner.trained)
+    if process_group.rank:
         return None
     reference_digest = _keep_reference(learner, job, staged)
     learner.save_weights(staged)
@@ -182,7 +182,7 @@ def carry_out(
     )
 
 
-def _optimizer(job: UpdateJob, learner: Policy, ranks: Ranks, fetched: Path) -> PolicyOptimizer:
+def _optimizer(job: UpdateJob, learner: Policy, process_group: ProcessGroup, fetched: Path) -> PolicyOptimizer:
     settings, checkpoint = optimizer_settings(job.update), job.policy.checkpoint
     parameters = learner.trainable_parameters()
     if checkpoint is None:
@@ -190,7 +190,7 @@ def _optimizer(job: UpdateJob, learner: Policy, ranks: Ranks, fetched: Path) -> 
     folder = current_store().local_files(checkpoint, fetched / "policy")
     state = json.loads((folder / STATE_FILE).read_text())
     optimizer = PolicyOptimizer(parameters, settings, steps=state["optimizer_steps"])
-    ranks.load_state(optimizer, load_file(folder / OPTIMIZER_FILE))
+    process_group.load_state(optimizer, load_file(folder / OPTIMIZER_FILE))
     return optimizer
 
 

@@ -23,7 +23,7 @@ from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusabl
 from tasks.update.process import JOB_FILE, OUTCOME_FILE, PROGRESS
 
 ERROR_OUTPUT = "stderr.txt"
-TOLD_LINES = 30
+STDERR_TAIL_LINES = 30
 SECONDS_TO_END = 30.0
 
 
@@ -161,7 +161,7 @@ def _failure(folder: Path, code: int) -> Exception:
     kind = LostUpdateProcessError if killed else UpdateProcessError
     return kind(
         f"the update's processes ended with code {code}: {cause}. The last policy version is whole; start again with "
-        "the same command.\n" + "\n".join(said.splitlines()[-TOLD_LINES:])
+        "the same command.\n" + "\n".join(said.splitlines()[-STDERR_TAIL_LINES:])
     )
 
 

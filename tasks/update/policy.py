@@ -7,10 +7,10 @@ from typing import Any
 
 from configs.placement_sections import PlacementSection
 from configs.schema import UpdateSection
-from grpo_core.update import ALONE
+from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halved_once
-from tasks.models.resident import ModelSpec, weights_became
+from tasks.models.resident import ModelSpec, commit_weights
 from tasks.progress import progress_of
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -91,11 +91,13 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
     )
 
 
-def _carry_out(job: UpdateJob, store: ArtifactStore, staged: Path, tell: Callable[[int, int], None]) -> UpdateOutcome:
+def _carry_out(
+    job: UpdateJob, store: ArtifactStore, staged: Path, report_progress: Callable[[int, int], None]
+) -> UpdateOutcome:
     """In this process, or in as many as the placement says; those leave the weights held here as they were."""
     if job.placement.processes > 1:
-        return carry_out_together(job, store, staged, tell)
-    outcome = carry_out(job, staged, ALONE, tell)
+        return carry_out_together(job, store, staged, report_progress)
+    outcome = carry_out(job, staged, SINGLE_PROCESS, report_progress)
     assert outcome is not None, "the first process has one"
-    weights_became(outcome.digest, outcome.reference_digest)
+    commit_weights(outcome.digest, outcome.reference_digest)
     return outcome

@@ -38,31 +38,33 @@ def take_part(folder: Path) -> None:
     Raises:
         Exception: whatever the update raises.
     """
-    from grpo_core.update.accelerated import AcceleratedRanks
+    from grpo_core.update.accelerated import AcceleratedProcessGroup
     from tasks.models.resident import configure_torch
     from tasks.storage.artifacts.open_store import open_store
     from tasks.storage.artifacts.store import use_store
-    from tasks.storage.filesystem.failures import storage_failures_told
+    from tasks.storage.filesystem.failures import translate_storage_errors
     from tasks.update.job import SharedJob, carry_out
 
     shared = SharedJob.model_validate_json((folder / JOB_FILE).read_text())
     store = open_store(shared.storage, shared.run)
     use_store(store)
     placement = shared.job.placement
-    kind: type[AcceleratedRanks] = AcceleratedRanks
+    kind: type[AcceleratedProcessGroup] = AcceleratedProcessGroup
     if placement.sharding == "fsdp2":
-        from grpo_core.update.sharded import ShardedRanks
+        from grpo_core.update.sharded import ShardedProcessGroup
 
-        kind = ShardedRanks
-    ranks = kind(configure_torch(placement))
-    with storage_failures_told(store.filesystem, store.root):
-        outcome = carry_out(shared.job, Path(shared.staged), ranks, None if ranks.rank else tell)
+        kind = ShardedProcessGroup
+    process_group = kind(configure_torch(placement))
+    with translate_storage_errors(store.filesystem, store.root):
+        outcome = carry_out(
+            shared.job, Path(shared.staged), process_group, None if process_group.rank else report_progress
+        )
         if outcome is not None:
             (folder / OUTCOME_FILE).write_text(outcome.model_dump_json())
-    ranks.leave()
+    process_group.leave()
 
 
-def tell(done: int, total: int) -> None:
+def report_progress(done: int, total: int) -> None:
     """Passes done, for the process that reads the standard output."""
     print(json.dumps({PROGRESS: [done, total]}), flush=True)
 

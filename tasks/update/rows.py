@@ -112,7 +112,7 @@ def _require_rewards(table: pl.DataFrame) -> None:
     if table["reward"].null_count() == table.height:
         raise ValueError(
             "every reward of every sample is null, so there is nothing to learn from; look at the rewards' tables, "
-            "and give the prompts what their rewards need (target pictures, for example)"
+            "and give the prompts what their rewards need (target images, for example)"
         )
 
 

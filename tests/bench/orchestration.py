@@ -23,7 +23,7 @@ from configs.schema import RunConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import recording
 from flows.training.history import TrainingHistory
-from flows.training.prefetch import drawing
+from flows.training.prefetch import prefetching
 from flows.training.train import train_iteration
 from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
@@ -109,7 +109,7 @@ async def compare(config: RunConfig) -> Timings:
     with open_run(config) as run:
         plain, policy, history, timings = PlainLoop(config, run), run.base_policy, TrainingHistory(), Timings()
         async with recording(run.store, run.lock):
-            with drawing(run, history, policy) as groups:
+            with prefetching(run, history, policy) as groups:
                 for iteration in range(1, config.run.iterations + 1):
                     begun = time.perf_counter()
                     plain.iterate(run.plan(iteration, 1, config.rollout.prompts_per_iteration))
@@ -139,7 +139,7 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "iteration" else "right")
     worst = 0.0
     sizes = {
-        "4 pictures": ["rollout.prompts_per_iteration=2", "rollout.group_size=2", "update.minibatch_size=4"],
+        "4 images": ["rollout.prompts_per_iteration=2", "rollout.group_size=2", "update.minibatch_size=4"],
         "tiny.yaml as shipped": [],
     }
     for name, overrides in sizes.items():

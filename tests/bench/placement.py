@@ -31,13 +31,13 @@ from tests.postgres_server import postgres_server
 from tests.s3_server import s3_server
 
 CONFIG = "configs/tiny.yaml"
-POOLS = ("pictures", "pictures", "scores")
+POOLS = ("images", "images", "scores")
 PLACED = (
-    "placement.rollouts.pool=pictures",
+    "placement.rollouts.pool=images",
     "placement.rollouts.shards=2",
     "placement.rewards.pool=scores",
     "placement.advantages.pool=scores",
-    "placement.update.pool=pictures",
+    "placement.update.pool=images",
 )
 PLACES = {
     "collect rollouts": "iteration_{iteration:06d}/rollouts",
@@ -160,8 +160,8 @@ def overheads(url: str, name: str, store: ArtifactStore, iterations: int) -> dic
             made = store.find(folder.format(iteration=iteration))
             assert made is not None, folder
             title = f"iteration {iteration}: {stage}"
-            asked = {"task_runs": {"name": {"any_": [title]}}, "flow_runs": {"name": {"any_": [name]}}}
-            (task,) = _found(url, "task_runs", asked)
+            requested = {"task_runs": {"name": {"any_": [title]}}, "flow_runs": {"name": {"any_": [name]}}}
+            (task,) = _found(url, "task_runs", requested)
             # Those of shards have a part of their own in the name.
             first, last = f"iteration {iteration}", f": {stage} on "
             of_stage = [each for each in sent if re.match(f"{first}[:,]", each["name"]) and last in each["name"]]
@@ -181,8 +181,8 @@ def queued_seconds(flow_run: Mapping[str, Any], sent: Sequence[Mapping[str, Any]
     return max([0.0, *(ended - _moment(flow_run["created"]) for ended in before)])
 
 
-def _found(url: str, kind: str, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    answer = httpx.post(f"{url}/{kind}/filter", json={**asked, "limit": 200}, timeout=60)
+def _found(url: str, kind: str, requested: Mapping[str, Any]) -> list[dict[str, Any]]:
+    answer = httpx.post(f"{url}/{kind}/filter", json={**requested, "limit": 200}, timeout=60)
     found: list[dict[str, Any]] = answer.raise_for_status().json()
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.flows.conftest import SMALL, TINY, TINY_TEXT, Runs
 
 _FOLDER = Path(__file__).resolve().parent
-PICTURES = {
+IMAGES = {
     **SMALL,
     "run.iterations": 3,
     "evaluate.prompts": str(_FOLDER / "heldout.jsonl"),
@@ -36,9 +36,9 @@ def _training(file: str, settings: Mapping[str, object], runs: Runs, run: str) -
     return ["train", file, *overrides, "--json"]
 
 
-def pictures(runs: Runs, run: str) -> list[str]:
-    """`grpo train` of a picture model."""
-    return _training(str(TINY), PICTURES, runs, run)
+def images(runs: Runs, run: str) -> list[str]:
+    """`grpo train` of an image model."""
+    return _training(str(TINY), IMAGES, runs, run)
 
 
 def text(runs: Runs, run: str) -> list[str]:
@@ -48,16 +48,16 @@ def text(runs: Runs, run: str) -> list[str]:
 
 def ahead(runs: Runs, run: str) -> list[str]:
     """`grpo train` that samples the next iteration while it updates."""
-    return _training(str(TINY), {**PICTURES, "run.staleness": 1}, runs, run)
+    return _training(str(TINY), {**IMAGES, "run.staleness": 1}, runs, run)
 
 
 def supervised(runs: Runs, run: str) -> list[str]:
     """`grpo train` whose rollouts, advantages and updates are done in a child process, which outlives no kill."""
     limits = {f"placement.{stage}.timeout": 300.0 for stage in ("rollouts", "advantages", "update")}
-    return _training(str(TINY), {**PICTURES, **limits}, runs, run)
+    return _training(str(TINY), {**IMAGES, **limits}, runs, run)
 
 
-def small_pictures(runs: Runs, run: str) -> list[str]:
+def small_images(runs: Runs, run: str) -> list[str]:
     """`grpo train` as the tests of flows call it."""
     return _training(str(TINY), SMALL, runs, run)
 
@@ -65,7 +65,7 @@ def small_pictures(runs: Runs, run: str) -> list[str]:
 def on_pool(pool: str) -> Callable[[Runs, str], list[str]]:
     """The same with rollouts and scores in two shards, and updates, by the workers of a pool."""
     placed = {
-        **PICTURES,
+        **IMAGES,
         "placement.rollouts.pool": pool,
         "placement.rollouts.shards": 2,
         "placement.rewards.pool": pool,

@@ -17,10 +17,10 @@ from tests.chaos.processes import ForkServer, start_afresh
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "110"))
-MOST_OF_A_RUN = 20
+MAX_OF_A_RUN = 20
 FRESH = 5
 """Kills of processes that were not forked; they take as long to start as a person's."""
-SHARES = {"pictures": 0.4, "text": 0.25, "ahead": 0.25, "supervised": 0.1}
+SHARES = {"images": 0.4, "text": 0.25, "ahead": 0.25, "supervised": 0.1}
 
 
 def forked(server: ForkServer, arguments: Arguments, folder: Path) -> tuple[Golden, Census]:
@@ -39,7 +39,7 @@ def test_killed_anywhere(
     campaign, kills = Campaign(golden, arguments, fork_server.start, tmp_path), round(SHARES[kind] * KILLS)
     noted(campaign.falls)
     while len(campaign.falls) < kills:
-        most = min(MOST_OF_A_RUN, kills - len(campaign.falls))
+        most = min(MAX_OF_A_RUN, kills - len(campaign.falls))
         campaign.one_run(islice(random_plans(rng, census, campaign), most))
 
 
@@ -47,8 +47,8 @@ def test_commands_killed_at_any_moment(
     environment: dict[str, str], tmp_path: Path, noted: Callable[[list[Fall]], None]
 ) -> None:
     start = functools.partial(start_afresh, environment=environment)
-    golden, census = undisturbed(start, settings.pictures, tmp_path)
-    campaign, rng = Campaign(golden, settings.pictures, start, tmp_path), random.Random(SEED)
+    golden, census = undisturbed(start, settings.images, tmp_path)
+    campaign, rng = Campaign(golden, settings.images, start, tmp_path), random.Random(SEED)
     noted(campaign.falls)
     while len(campaign.falls) < FRESH:
         moments = (Plan(rng.uniform(0.3, 0.9) * census.seconds) for _ in range(FRESH - len(campaign.falls)))

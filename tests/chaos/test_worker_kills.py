@@ -15,7 +15,7 @@ from tests.chaos.workers import WorkerCampaign, serving
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS = int(os.environ.get("CHAOS_WORKER_KILLS", "24"))
-MOST_OF_A_RUN = 8
+MAX_OF_A_RUN = 8
 POOL = "chaos"
 
 
@@ -31,4 +31,4 @@ def test_killed_among_workers(
         campaign = WorkerCampaign(golden, arguments, shared_fork_server, workers, census.seconds, tmp_path)
         noted(campaign.falls)
         while len(campaign.falls) < KILLS:
-            campaign.one_run(rng, min(MOST_OF_A_RUN, KILLS - len(campaign.falls)))
+            campaign.one_run(rng, min(MAX_OF_A_RUN, KILLS - len(campaign.falls)))

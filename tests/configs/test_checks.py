@@ -53,13 +53,13 @@ def test_reward_settings_are_checked_where_they_stand() -> None:
 @pytest.mark.parametrize("targets", [{"targets": "folder"}, {"target_column": "target"}])
 def test_reward_that_compares_needs_targets_in_both_sections(targets: dict[str, str]) -> None:
     both = {"data": {"prompts": "p.txt"}, "evaluate": {"prompts": "q.txt"}}
-    assert [error.mend.split("set ")[1][:9] for error in found(rewards=({"reward": "ssim"},), **both)] == [
+    assert [error.hint.split("set ")[1][:9] for error in found(rewards=({"reward": "ssim"},), **both)] == [
         "data.targ",
         "evaluate.",
     ]
     both["data"] |= targets
     (error,) = found(rewards=({"reward": "ssim"},), **both)
-    assert "evaluate.targets" in error.mend
+    assert "evaluate.targets" in error.hint
     both["evaluate"] |= targets
     assert found(rewards=({"reward": "ssim"},), **both) == []
 
@@ -67,7 +67,7 @@ def test_reward_that_compares_needs_targets_in_both_sections(targets: dict[str, 
 def test_minibatch_larger_than_an_iteration() -> None:
     assert found(update={"minibatch_size": 8}) == []
     (error,) = found(update={"minibatch_size": 9})
-    assert "has 8 rows" in error.mend
+    assert "has 8 rows" in error.hint
 
 
 def test_warm_up_needs_its_schedule() -> None:
@@ -150,7 +150,7 @@ def test_neighbours_of_these_are_fine(sections: dict[str, Any]) -> None:
 
 def test_a_name_that_a_stored_tables_manifest_would_have() -> None:
     (error,) = found(rewards=({**JPEG, "name": "x.manifest.json"},))
-    assert "The manifests of stored tables end with" in error.mend
+    assert "The manifests of stored tables end with" in error.hint
 
 
 def test_each_field_of_a_term_is_told_where_it_stands() -> None:
@@ -164,12 +164,12 @@ def test_each_field_of_a_term_is_told_where_it_stands() -> None:
     assert [error.place for error in twice] == ["rewards.0.normalize"]
 
 
-def test_a_picture_that_is_too_small_or_too_long_for_a_reward() -> None:
+def test_a_image_that_is_too_small_or_too_long_for_a_reward() -> None:
     targets = {"data": {"prompts": "p.txt", "targets": "t"}}
     small = {"height": 8, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
     (error,) = found(rewards=({"reward": "ssim"},), rollout=small, **targets)
-    assert (error.value, "at least 11 pixels a side" in error.mend) == ("ssim of 64x8 pixels", True)
+    assert (error.value, "at least 11 pixels a side" in error.hint) == ("ssim of 64x8 pixels", True)
     long = {**small, "height": 32, "width": 288}
     (error,) = found(rewards=({"reward": "text_accuracy"},), rollout=long)
-    assert "at most 8 times the short one" in error.mend
+    assert "at most 8 times the short one" in error.hint
     assert found(rewards=({"reward": "text_accuracy"},), rollout={**long, "width": 256}) == []

@@ -57,9 +57,9 @@ def test_two_datasets_of_one_name() -> None:
 def test_rewards_name_datasets_that_are_there() -> None:
     (error,) = found(data={"datasets": TWO}, rewards=(JPEG, {**JPEG, "name": "other", "datasets": ("b", "c")}))
     assert (error.place, error.value) == ("rewards.1.datasets", "c")
-    assert "there is a, b." in error.mend
+    assert "there is a, b." in error.hint
     (error,) = found(rewards=(JPEG, {**JPEG, "name": "other", "datasets": ("b",)}))
-    assert "there is default." in error.mend
+    assert "there is default." in error.hint
     (error,) = found(rewards=(JPEG, {**JPEG, "name": "other", "datasets": ()}))
     assert error.place == "rewards.1.datasets"
 

@@ -6,7 +6,7 @@ import pytest
 import configs
 from configs.loader import read_config
 from configs.rewards_file import read_rewards_file
-from configs.schema import PictureRolloutSection, RunConfig
+from configs.schema import ImageRolloutSection, RunConfig
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.policies.glm_image.memory import estimate_memory
@@ -66,7 +66,7 @@ def sizes_of(config: RunConfig) -> ComponentSizes:
 
 
 def estimate_of(config: RunConfig) -> MemoryEstimate:
-    assert isinstance(config.rollout, PictureRolloutSection)
+    assert isinstance(config.rollout, ImageRolloutSection)
     return estimate_memory(
         sizes_of(config),
         dtype=config.policy.dtype,

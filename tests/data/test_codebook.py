@@ -26,7 +26,7 @@ def test_preview_cell_under_a_cut_corner_is_three_quarters_the_color() -> None:
     np.testing.assert_allclose(codebook()[tokens[0]], expected, rtol=1e-6)
 
 
-def test_all_pictures_survive_encoding_and_decoding_exactly() -> None:
+def test_all_images_survive_encoding_and_decoding_exactly() -> None:
     cells = np.stack([draw_cells(scene) for scene in all_scenes()])
     tokens = encode_cells(cells)
     assert int(tokens[:, 16:].max()) == PURE_CODES - 1

@@ -1,4 +1,4 @@
-"""Prompt files pair each caption with its picture; those that are shipped are as the recipe says."""
+"""Prompt files pair each caption with its image; those that are shipped are as the recipe says."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ def read(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_written_rows_name_the_picture_of_their_scene(tmp_path: Path) -> None:
+def test_written_rows_name_the_image_of_their_scene(tmp_path: Path) -> None:
     scenes = [Scene("red", "heart", "top left", "gray"), Scene("orange", "cross", "center", "black")]
     write_prompt_file(scenes, tmp_path / "prompts" / "some.jsonl", tmp_path / "targets")
     rows = read(tmp_path / "prompts" / "some.jsonl")
@@ -52,7 +52,7 @@ def test_more_scenes_than_there_are() -> None:
         choose_scenes(all_scenes()[:2], 3, seed=0)
 
 
-def test_shipped_files_hold_the_recipes_captions_and_pictures() -> None:
+def test_shipped_files_hold_the_recipes_captions_and_images() -> None:
     recipe = TinyRecipe()
     train, heldout = split_scenes(recipe.seed, recipe.heldout_fraction)
     for name, scenes, count in (

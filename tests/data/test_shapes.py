@@ -1,4 +1,4 @@
-"""A caption has exactly one picture, and no two captions share one."""
+"""A caption has exactly one image, and no two captions share one."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_caption(scene: Scene, caption: str) -> None:
     assert scene.caption == caption
 
 
-def test_captions_are_distinct_and_any_two_pictures_differ_in_four_cells_or_more() -> None:
+def test_captions_are_distinct_and_any_two_images_differ_in_four_cells_or_more() -> None:
     scenes = all_scenes()
     assert len({scene.caption for scene in scenes}) == len(scenes)
     assert len(scenes) == len(COLORS) * len(SPRITES) * len(POSITIONS) * len(BACKGROUNDS)
@@ -67,7 +67,7 @@ def test_captions_are_distinct_and_any_two_pictures_differ_in_four_cells_or_more
     assert different.min() >= 4
 
 
-def test_a_picture_is_its_cells_in_flat_blocks_of_eight_pixels() -> None:
+def test_a_image_is_its_cells_in_flat_blocks_of_eight_pixels() -> None:
     scene = Scene("green", "heart", "bottom right", "white")
     pixels = np.asarray(draw(scene))
     blocks = pixels.reshape(8, 8, 8, 8, 3)

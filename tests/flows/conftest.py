@@ -62,7 +62,7 @@ class Heard:
         if done and stage not in self.stages:
             self.stages.append(stage)
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.lines.append(line)
 
 

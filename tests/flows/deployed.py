@@ -33,9 +33,9 @@ def make_pool() -> str:
     return POOL
 
 
-def deployed(file: Path = TINY, run: str = "nightly", **asked: Any) -> DeployedRun:
-    config = read_config(file, [f"run.name={run}", *asked.pop("overrides", ())])
-    return asyncio.run(deploy_run(DeployRequest(config, pool=POOL, **asked)))
+def deployed(file: Path = TINY, run: str = "nightly", **requested: Any) -> DeployedRun:
+    config = read_config(file, [f"run.name={run}", *requested.pop("overrides", ())])
+    return asyncio.run(deploy_run(DeployRequest(config, pool=POOL, **requested)))
 
 
 def on_the_server(run: str) -> dict[str, DeploymentResponse]:

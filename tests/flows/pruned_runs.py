@@ -29,7 +29,7 @@ SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5
 
 @pytest.fixture(scope="module")
 def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Start]]:
-    """A picture run of four updates, evaluated at 0, 2 and 4; no test changes it."""
+    """An image run of four updates, evaluated at 0, 2 and 4; no test changes it."""
     runs = Runs(tmp_path_factory.mktemp("pruned"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
@@ -44,8 +44,8 @@ def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
     return copy
 
 
-def pruned(runs: Runs, *sources: str, **asked: Any) -> PruneSummary:
-    return prune(PruneRequest(sources or (RUN,), root=str(runs.root), **asked))
+def pruned(runs: Runs, *sources: str, **requested: Any) -> PruneSummary:
+    return prune(PruneRequest(sources or (RUN,), root=str(runs.root), **requested))
 
 
 def removed(summary: PruneSummary, index: int = 0) -> dict[str, int]:
@@ -56,9 +56,9 @@ def kept(summary: PruneSummary, kind: str) -> dict[str, str]:
     return {name: each.reason for each in summary.runs[0].kept if each.kind == kind for name in each.names}
 
 
-def refused(**asked: Any) -> list[str]:
+def refused(**requested: Any) -> list[str]:
     with pytest.raises((InputError, InputErrors)) as caught:
-        prune(PruneRequest(**{"sources": (RUN,), **asked}))
+        prune(PruneRequest(**{"sources": (RUN,), **requested}))
     errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
     return [str(error) for error in errors]
 
@@ -90,7 +90,7 @@ def best(runs: Runs) -> int:
     return max(means, key=lambda version: means[version])  # type: ignore[arg-type,return-value]
 
 
-def pictures(runs: Runs, place: str, run: str = RUN) -> int:
+def images(runs: Runs, place: str, run: str = RUN) -> int:
     """How many samples have theirs."""
     table = pl.read_parquet(runs.path(place, "rollouts", "*.parquet", run=run))
     return table.height - table["image"].null_count()

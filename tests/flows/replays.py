@@ -71,16 +71,16 @@ def rewrite(
 ) -> ArtifactRef:
     """Commit a changed copy of an artifact of the source, in its place or in another one."""
     store = ArtifactStore(str(runs.root), "run")
-    former = store.find(folder)
-    assert former is not None
+    previous = store.find(folder)
+    assert previous is not None
     with store.staging() as staged:
-        for path in sorted(store.local_files(former).glob("*.parquet")):
+        for path in sorted(store.local_files(previous).glob("*.parquet")):
             schema = pq.read_schema(path)
             table = change(pl.DataFrame(pl.from_arrow(pq.read_table(path)))).to_arrow()
             columns = [table[name].combine_chunks().cast(schema.field(name).type) for name in schema.names]
             pq.write_table(pa.table(columns, schema=schema), staged / path.name)
-        digest = hashlib.sha256(f"{former.digest} {to} {content(staged)}".encode()).hexdigest()
-        fields = former.model_dump(exclude={"uri", "sha256", "digest"})
+        digest = hashlib.sha256(f"{previous.digest} {to} {content(staged)}".encode()).hexdigest()
+        fields = previous.model_dump(exclude={"uri", "sha256", "digest"})
         return store.commit(staged, to or folder, digest=digest, **fields)
 
 

@@ -51,14 +51,14 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
         evaluate__prompts=None,
         **SMALL,
     )
-    draws = metrics_of(empty, "draws")
+    rounds = metrics_of(empty, "rounds")
     kept = metrics_of(empty, "groups_kept")
-    assert max(draws) == 3
-    for iteration, (count, groups) in enumerate(zip(draws, kept, strict=True), start=1):
+    assert max(rounds) == 3
+    for iteration, (count, groups) in enumerate(zip(rounds, kept, strict=True), start=1):
         folder = empty.path(f"iteration_{iteration:06d}", run="text")
         assert len(list(folder.glob("draw_*"))) == count - 1
         assert groups == 4 or count == 3
-        last = folder if count == 1 else folder / f"draw_{int(count):02d}"
+        last = folder if count == 1 else folder / f"round_{int(count):02d}"
         advantages = pl.read_parquet(last / "advantages" / "advantages.parquet")
         rollouts = pl.concat([pl.read_parquet(path) for path in sorted(folder.rglob("rollouts/*.parquet"))])
         assert set(advantages["sample_id"]) == set(rollouts["sample_id"])

@@ -9,7 +9,7 @@ from prefect.settings import PREFECT_API_URL
 from tests.chaos.campaign import Campaign, Plan
 from tests.chaos.comparison import Golden
 from tests.chaos.processes import ForkServer, forking
-from tests.chaos.settings import small_pictures
+from tests.chaos.settings import small_images
 from tests.chaos.trail import Operation
 from tests.flows.conftest import Runs, Start
 
@@ -38,6 +38,6 @@ def test_killed_here_and_there(undisturbed: tuple[Runs, Start], fork_server: For
     runs, first = undisturbed
     assert first.summary.policy_digest is not None
     golden = Golden(runs, "run", first.summary.policy_digest)
-    campaign = Campaign(golden, small_pictures, fork_server.start, tmp_path)
+    campaign = Campaign(golden, small_images, fork_server.start, tmp_path)
     campaign.one_run(iter((*PLANS, A_MOMENT)))
     assert [fall.how for fall in campaign.falls[: len(PLANS)]] == [plan.how for plan in PLANS], campaign.falls

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.deployment.deployments import credential_problems
-from flows.server.silent_runs import NAME as AUTOMATION
-from flows.server.silent_runs import SILENCE
+from flows.server.heartbeat_automation import NAME as AUTOMATION
+from flows.server.heartbeat_automation import SILENCE
 from tasks.checkout import CHECKOUT
 from tests.flows.conftest import TINY
 from tests.flows.deployed import MIX, POOL, deployed, make_pool, on_the_server
@@ -73,8 +73,10 @@ class TestRegistered:
                 found = await client.read_deployment_by_name("grpo train/dressed")
                 (schedule,) = found.schedules
                 await client.delete_deployment_schedule(found.id, schedule.id)
-                asked = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **given}
-                await client.request("POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[asked])
+                requested = {"schedule": schedule.schedule.model_dump(mode="json"), "active": True, **given}
+                await client.request(
+                    "POST", "/deployments/{id}/schedules", path_params={"id": found.id}, json=[requested]
+                )
 
         asyncio.run(dress())
         deployed(run="dressed", overrides=["run.seed=7"])
@@ -83,9 +85,13 @@ class TestRegistered:
 
     def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
         deployed(run="scored", rescorings=(MIX,))
-        asked = on_the_server("scored")["grpo rescore/scored-mix"].parameters["plan"]
-        assert (asked["sources"], asked["rewards"], asked["name"]) == (["scored"], "configs/rewards/mix.yaml", "mix")
-        assert (CHECKOUT / asked["rewards"]).is_file()
+        requested = on_the_server("scored")["grpo rescore/scored-mix"].parameters["plan"]
+        assert (requested["sources"], requested["rewards"], requested["name"]) == (
+            ["scored"],
+            "configs/rewards/mix.yaml",
+            "mix",
+        )
+        assert (CHECKOUT / requested["rewards"]).is_file()
 
     def test_silent_runs_are_looked_after(self, pool: str) -> None:
         deployed(run="watched")

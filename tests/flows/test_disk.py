@@ -34,7 +34,7 @@ class Doing:
             self.done = True
             self.action()
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         pass
 
 

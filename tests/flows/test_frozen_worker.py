@@ -18,7 +18,7 @@ from tests.flows.conftest import REPOSITORY, Runs
 from tests.flows.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
-BEGUN = "collect rollouts on pictures: begun"
+BEGUN = "collect rollouts on images: begun"
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +42,11 @@ def wait_until(told: Callable[[], bool]) -> float:
 def test_a_frozen_worker_is_left_and_wakes_up_beside_the_one_that_took_its_stage(
     workers: Workers, empty: Runs, alone: Callable[..., tuple[TrainSummary, Runs]], tmp_path: Path
 ) -> None:
-    (frozen,) = workers.start("pictures")
+    (frozen,) = workers.start("images")
     changes = {
         "rollout__prompts_per_batch": 1,
-        "placement__rollouts__pool": "pictures",
-        "placement__update__pool": "pictures",
+        "placement__rollouts__pool": "images",
+        "placement__update__pool": "images",
         "placement__retries__delay": 0.1,
     }
     overrides = [part for each in empty.overrides(run__name="run", **changes) for part in ("--set", each)]
@@ -60,10 +60,10 @@ def test_a_frozen_worker_is_left_and_wakes_up_beside_the_one_that_took_its_stage
         try:
             frozen.wait_for(BEGUN)
             send(frozen, signal.SIGSTOP)
-            silence = wait_until(lambda: "of pool pictures is gone" in said.read_text())
+            silence = wait_until(lambda: "of pool images is gone" in said.read_text())
             # Silent for 15 s where heartbeats come every 2 s; a busy machine only makes it later.
             assert silence > 12
-            (other,) = workers.start("pictures")
+            (other,) = workers.start("images")
             other.wait_for(BEGUN)
             send(frozen, signal.SIGCONT)
             assert run.wait(SECONDS_TO_START) == 0, said.read_text()

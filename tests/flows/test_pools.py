@@ -28,12 +28,12 @@ __all__ = ["alone", "server", "workers"]
 SECONDS_TO_TRAIN = 600.0
 POOLED: dict[str, object] = {
     "rollout__prompts_per_batch": 1,
-    "placement__rollouts__pool": "pictures",
+    "placement__rollouts__pool": "images",
     "placement__rollouts__shards": 2,
     "placement__rewards__pool": "scores",
     "placement__rewards__shards": 2,
     "placement__advantages__pool": "scores",
-    "placement__update__pool": "pictures",
+    "placement__update__pool": "images",
     "placement__retries__delay": 0.1,
 }
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 def test_pools_and_shards_give_the_run_of_one_process(
     workers: Workers, empty: Runs, alone: Callable[..., tuple[TrainSummary, Runs]]
 ) -> None:
-    first, second, scores = workers.start("pictures", "pictures", "scores")
+    first, second, scores = workers.start("images", "images", "scores")
     summary = empty.start(**POOLED).summary
     other, runs = alone()
     assert summary.policy_digest == other.policy_digest
@@ -61,7 +61,7 @@ def test_pools_and_shards_give_the_run_of_one_process(
 def test_a_worker_killed_in_its_stage_and_another_takes_it(
     workers: Workers, empty: Runs, alone: Callable[..., tuple[TrainSummary, Runs]], tmp_path: Path
 ) -> None:
-    (first,) = workers.start("pictures")
+    (first,) = workers.start("images")
     changes = {key: value for key, value in POOLED.items() if "rewards" not in key and "advantages" not in key}
     overrides = [part for each in empty.overrides(run__name="run", **changes) for part in ("--set", each)]
     server = PREFECT_API_URL.value()
@@ -71,9 +71,9 @@ def test_a_worker_killed_in_its_stage_and_another_takes_it(
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=err)
         try:
-            first.wait_for("iteration 1, shard 1 of 2: collect rollouts on pictures: begun")
+            first.wait_for("iteration 1, shard 1 of 2: collect rollouts on images: begun")
             first.kill()
-            workers.start("pictures")
+            workers.start("images")
             assert run.wait(SECONDS_TO_START) == 0, (tmp_path / "err").read_text()
         finally:
             run.kill()
@@ -83,14 +83,14 @@ def test_a_worker_killed_in_its_stage_and_another_takes_it(
     assert told["policy_digest"] == other.policy_digest
     assert joined_tables(empty) == joined_tables(runs)
     said = (tmp_path / "err").read_text()
-    assert "of pool pictures is gone" in said
+    assert "of pool images is gone" in said
     assert "try 2 of 3 follows" in said
 
 
 def test_rollouts_ahead_of_the_updates(workers: Workers, empty: Runs) -> None:
-    workers.start("pictures")
+    workers.start("images")
     settings: dict[str, object] = {"run__iterations": 4, "run__staleness": 1}
-    pooled = empty.start(**settings, placement__rollouts__pool="pictures").summary
+    pooled = empty.start(**settings, placement__rollouts__pool="images").summary
     versions = [
         set(pl.read_parquet(empty.path(f"iteration_{number:06d}", "rollouts", "*.parquet"))["policy_version"])
         for number in (1, 2, 3, 4)
@@ -126,8 +126,8 @@ def test_an_interrupt_ends_a_run_that_waits_and_cancels_what_it_asked_for(
         finally:
             run.kill()
             run.wait()
-    asked = {"deployments": {"name": {"any_": ["deserted"]}}}
-    runs = httpx.post(f"{server}/flow_runs/filter", json=asked).json()
+    requested = {"deployments": {"name": {"any_": ["deserted"]}}}
+    runs = httpx.post(f"{server}/flow_runs/filter", json=requested).json()
     states = [each["state_type"] for each in sorted(runs, key=lambda each: each["created"])[-shards:]]
     # Nobody is there to end them but the server.
     assert states == ["CANCELLED"] * shards
@@ -144,14 +144,14 @@ def started(training: DeployedRun) -> Callable[[], dict[str, Any]]:
     """A flow run of the training; how it stands."""
     server = PREFECT_API_URL.value()
     address = f"{server}/deployments/{training.deployments[0].id}/create_flow_run"
-    asked = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, timeout=60).raise_for_status().json()
-    return lambda: dict(httpx.get(f"{server}/flow_runs/{asked['id']}", timeout=60).json())
+    requested = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, timeout=60).raise_for_status().json()
+    return lambda: dict(httpx.get(f"{server}/flow_runs/{requested['id']}", timeout=60).json())
 
 
 def stages_of(name: str) -> dict[str, dict[str, Any]]:
     """Flow runs of a training's stages by their names, the latest of each."""
-    asked = {"flow_runs": {"tags": {"all_": [name]}}, "sort": "EXPECTED_START_TIME_ASC"}
-    found = httpx.post(f"{PREFECT_API_URL.value()}/flow_runs/filter", json=asked, timeout=60).json()
+    requested = {"flow_runs": {"tags": {"all_": [name]}}, "sort": "EXPECTED_START_TIME_ASC"}
+    found = httpx.post(f"{PREFECT_API_URL.value()}/flow_runs/filter", json=requested, timeout=60).json()
     return {each["name"]: each for each in found if each["parent_task_run_id"]}
 
 
@@ -184,9 +184,9 @@ def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
     wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker)
 
     # The training is cancelled while its stage is at work: the stage is ended with it.
-    state, former = started(training), stages_of("run")[rollouts]["id"]
+    state, previous = started(training), stages_of("run")[rollouts]["id"]
     wait_for(
-        lambda: stages_of("run")[rollouts]["id"] != former and stages_of("run")[rollouts]["state_type"] == "RUNNING",
+        lambda: stages_of("run")[rollouts]["id"] != previous and stages_of("run")[rollouts]["state_type"] == "RUNNING",
         worker,
     )
     cancel(state())
@@ -203,8 +203,8 @@ def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
     assert again.stages == ()
     assert again.summary.policy_digest == other.start().summary.policy_digest
     assert joined_tables(empty) == joined_tables(other)
-    asked = {"flow_runs": {"id": {"any_": [state()["id"]]}}, "limit": 100}
-    told = httpx.post(f"{PREFECT_API_URL.value()}/task_runs/filter", json=asked, timeout=60).json()
+    requested = {"flow_runs": {"id": {"any_": [state()["id"]]}}, "limit": 100}
+    told = httpx.post(f"{PREFECT_API_URL.value()}/task_runs/filter", json=requested, timeout=60).json()
     tasks = {each["name"] for each in told if not each["name"].endswith(" on only")}
     linked = {each["name"].removesuffix(" on only") for each in told if each["name"].endswith(" on only")}
     assert linked == tasks, "every stage has its flow run beside it, under its own name"

@@ -41,8 +41,8 @@ def test_its_training_is_the_shipped_configuration() -> None:
 
 
 def test_its_other_flows_ask_for_what_there_is() -> None:
-    asked = described()["flows.evaluation.evaluate.evaluate"]["parameters"]
-    request = flow_at("flows.evaluation.evaluate.evaluate").validate_parameters(asked)["request"]
+    requested = described()["flows.evaluation.evaluate.evaluate"]["parameters"]
+    request = flow_at("flows.evaluation.evaluate.evaluate").validate_parameters(requested)["request"]
     assert (request.run, request.policy) == ("tiny", None)
     form = validated(RescoreForm, described()["flows.rescoring.rescore.rescore"]["parameters"]["plan"])
     assert read_rewards_file(form.rewards, "rewards").rewards

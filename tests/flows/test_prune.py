@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, PICTURES, UNSCORED, VERSIONS, WRITES
+from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, IMAGES, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from tasks.runs.iterations import held_versions
@@ -25,9 +25,9 @@ from tests.flows.pruned_runs import (
     RUN,
     best,
     contents,
+    images,
     iteration,
     kept,
-    pictures,
     pruned,
     removed,
     tree,
@@ -40,16 +40,16 @@ class TestPruned:
     def test_dry_run_then_for_real_then_again_and_the_run_goes_on(
         self, runs: Runs, trained: tuple[Runs, Start]
     ) -> None:
-        asked = {"policies_last": 1, "pictures_older_than": "1i", "evaluations": True}
+        requested = {"policies_last": 1, "images_older_than": "1i", "evaluations": True}
         before, size = tree(runs.root), sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
-        told = pruned(runs, dry_run=True, **asked)
+        told = pruned(runs, dry_run=True, **requested)
         assert tree(runs.root) == before
-        done = pruned(runs, **asked)
+        done = pruned(runs, **requested)
         assert (done.dry_run, done.model_dump(exclude={"dry_run"})) == (False, told.model_dump(exclude={"dry_run"}))
         stays = {4, best(runs)}
         assert held_versions(ArtifactStore(str(runs.root), RUN)) == sorted(stays)
-        assert removed(done) == {VERSIONS: 4 - len(stays), PICTURES: 3, **({EVALUATIONS: 1} if best(runs) == 4 else {})}
-        assert [pictures(runs, iteration(number)) for number in (1, 2, 3, 4)] == [0, 0, 0, 4]
+        assert removed(done) == {VERSIONS: 4 - len(stays), IMAGES: 3, **({EVALUATIONS: 1} if best(runs) == 4 else {})}
+        assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [0, 0, 0, 4]
         assert kept(done, VERSIONS) == ({} if best(runs) == 4 else {"2": "it has the best held-out reward"})
         assert set(kept(done, EVALUATIONS)) >= {"evaluations/000000"}
         assert ENDS in kept(done, EVALUATIONS)["evaluations/000000"]
@@ -57,7 +57,7 @@ class TestPruned:
         assert size - left == pytest.approx(done.bytes, rel=0.05)
         # Nothing is left to do, for it or for the run.
         after = contents(runs.root)
-        again = pruned(runs, **asked)
+        again = pruned(runs, **requested)
         assert (again.bytes, removed(again), contents(runs.root)) == (0, {}, after)
         start = runs.start(RUN, run__iterations=ITERATIONS, **EVALUATED)
         assert start.stages == ()
@@ -74,12 +74,12 @@ class TestPruned:
         assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))
 
     def test_by_age(self, runs: Runs) -> None:
-        assert removed(pruned(runs, pictures_older_than="30d")) == {}
+        assert removed(pruned(runs, images_older_than="30d")) == {}
         long_ago = datetime.now(UTC).timestamp() - 40 * 86400
         manifest = runs.path(iteration(2), "rollouts.manifest.json", run=RUN)
         os.utime(manifest, (long_ago, long_ago))
-        assert removed(pruned(runs, pictures_older_than="30d")) == {PICTURES: 1}
-        assert [pictures(runs, iteration(number)) for number in (1, 2, 3, 4)] == [4, 0, 4, 4]
+        assert removed(pruned(runs, images_older_than="30d")) == {IMAGES: 1}
+        assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [4, 0, 4, 4]
 
     def test_on_a_root_that_is_no_folder(self, runs: Runs) -> None:
         memory = fsspec.filesystem("memory")
@@ -87,9 +87,9 @@ class TestPruned:
             lock.unlink()
         memory.put(f"{runs.root}/", "/prune/", recursive=True)
         try:
-            asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
-            here = pruned(runs, **asked)
-            there = prune(PruneRequest((RUN,), root="memory://prune", **asked))
+            requested = {"policies_last": 1, "images_older_than": "0i", "evaluations": True}
+            here = pruned(runs, **requested)
+            there = prune(PruneRequest((RUN,), root="memory://prune", **requested))
             assert there.model_dump(exclude={"runs": {0: {"folder"}}}) == here.model_dump(
                 exclude={"runs": {0: {"folder"}}}
             )
@@ -125,7 +125,7 @@ class TestPruned:
 class TestNeeded:
     def test_a_version_whose_evaluation_is_due(self, runs: Runs) -> None:
         shutil.rmtree(runs.path("evaluations", "000002", "rollouts", run=RUN))
-        done = pruned(runs, policies_last=1, pictures_older_than="0i", evaluations=True, dry_run=True)
+        done = pruned(runs, policies_last=1, images_older_than="0i", evaluations=True, dry_run=True)
         assert "the next start of the run evaluates it" in kept(done, VERSIONS)["2"]
 
     def test_versions_that_sample_the_next_iterations(self, runs: Runs) -> None:
@@ -142,12 +142,12 @@ class TestNeeded:
         assert "it is damaged" in kept(done, VERSIONS)["4"]
         assert 3 in held_versions(ArtifactStore(str(runs.root), RUN))
 
-    def test_pictures_that_are_to_be_scored(self, runs: Runs) -> None:
+    def test_images_that_are_to_be_scored(self, runs: Runs) -> None:
         runs.path(iteration(1), "rewards", "ssim.manifest.json", run=RUN).unlink()
         runs.path(iteration(2), "advantages", "advantages.parquet", run=RUN).unlink()
-        done = pruned(runs, pictures_older_than="1i")
-        assert kept(done, PICTURES) == {iteration(1): UNSCORED, iteration(2): UNSCORED}
-        assert [pictures(runs, iteration(number)) for number in (1, 2, 3)] == [4, 4, 0]
+        done = pruned(runs, images_older_than="1i")
+        assert kept(done, IMAGES) == {iteration(1): UNSCORED, iteration(2): UNSCORED}
+        assert [images(runs, iteration(number)) for number in (1, 2, 3)] == [4, 4, 0]
 
     @pytest.mark.parametrize(("iterations", "needed"), [(3, True), (2, False)])
     def test_the_start_of_a_replay_that_is_not_at_its_end(self, runs: Runs, iterations: int, needed: bool) -> None:
@@ -186,10 +186,10 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
     assert "nothing was changed" in result.stderr
 
 
-def test_texts_have_no_pictures(empty: Runs) -> None:
+def test_texts_have_no_images(empty: Runs) -> None:
     store = ArtifactStore(str(empty.root), "text")
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
     store.write_file("config.yaml", yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode())
     store.write_file("run.json", b"{}")
-    summary = prune(PruneRequest(("text",), root=str(empty.root), pictures_older_than="0i"))
-    assert summary.runs[0].notes == ["its rollouts are texts, which have no pictures"]
+    summary = prune(PruneRequest(("text",), root=str(empty.root), images_older_than="0i"))
+    assert summary.runs[0].notes == ["its rollouts are texts, which have no images"]

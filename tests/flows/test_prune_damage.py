@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from flows.evaluation.request import EvaluateRequest
-from flows.pruning.plan import PICTURES, VERSIONS
+from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError
 from tests.flows import pruned_runs
 from tests.flows.conftest import Runs, Start
-from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, best, iteration, kept, pictures, pruned, removed
+from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, best, images, iteration, kept, pruned, removed
 
 trained, runs = pruned_runs.trained, pruned_runs.runs
-PRUNES = {"policies_last": 1, "pictures_older_than": "1i"}
+PRUNES = {"policies_last": 1, "images_older_than": "1i"}
 
 
 def flip(path: Path, chance: random.Random) -> None:
@@ -59,10 +59,10 @@ def test_another_configuration_takes_nothing_that_was_pruned(runs: Runs) -> None
     # The same first rollouts, scored by another reward; and the same held-out ones.
     start = again(runs, run__iterations=1, rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}])
     assert "iteration 1: collect rollouts" in start.stages
-    assert pictures(runs, iteration(1)) == 4
+    assert images(runs, iteration(1)) == 4
 
 
-class TestScoresOfRemovedPictures:
+class TestScoresOfRemovedImages:
     def test_a_damaged_table_is_told_and_put_back(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
         pruned(runs, **PRUNES)
         table = f"{iteration(2)}/rewards/ssim"
@@ -74,7 +74,7 @@ class TestScoresOfRemovedPictures:
         (aside,) = runs.path("set_aside", run=RUN).iterdir()
         told = str(caught.value)
         assert told.startswith(f"{RUN}/{table}: got 'damaged'. It is set aside in {aside} (scores.parquet has sha256 ")
-        assert f"the pictures of {RUN}/{iteration(2)}/rollouts were removed by `grpo prune --pictures" in told
+        assert f"the images of {RUN}/{iteration(2)}/rollouts were removed by `grpo prune --images" in told
         assert "start under another --run name, which begins anew. Other iterations are untouched." in told
         # As it says; a copy of the run has them.
         for name in (table, f"{table}.manifest.json"):
@@ -111,10 +111,10 @@ def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], o
     told = pruned(runs, dry_run=True, **PRUNES)
     done = pruned(runs, **PRUNES)
     assert removed(done)[VERSIONS] == removed(told)[VERSIONS]
-    assert (removed(done)[PICTURES], removed(told)[PICTURES]) == (2, 3)
+    assert (removed(done)[IMAGES], removed(told)[IMAGES]) == (2, 3)
     (note,) = [each for each in done.runs[0].notes if "damaged" in each]
     assert f"{RUN}/{iteration(1)}/rollouts: a file of it is changed or missing" in note
-    assert kept(done, PICTURES) == kept(told, PICTURES)
+    assert kept(done, IMAGES) == kept(told, IMAGES)
     # It is for the next start to move it.
     assert not runs.path("set_aside", run=RUN).exists()
     with contextlib.suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ from tasks.runs.iterations import held_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows import pruned_runs
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start
-from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, contents, iteration, pictures, pruned, removed
+from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, contents, images, iteration, pruned, removed
 from tests.s3_server import forget_clients, s3_server
 
 trained, runs = pruned_runs.trained, pruned_runs.runs
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 class TestTheSameAsIfNothingHadGone:
     def test_the_run_goes_on(self, runs: Runs, empty: Runs) -> None:
-        pruned(runs, policies_last=1, pictures_older_than="0i", evaluations=True)
+        pruned(runs, policies_last=1, images_older_than="0i", evaluations=True)
         longer = runs.start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
         unpruned = Runs(empty.root.parent / "unpruned").start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
         assert longer.stages[0] == "iteration 5: collect rollouts"
@@ -36,12 +36,12 @@ class TestTheSameAsIfNothingHadGone:
         assert longer.summary.heldout_after == unpruned.summary.heldout_after
 
     def test_a_replay_of_it(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
-        pruned(runs, policies_last=1, pictures_older_than="0i")
+        pruned(runs, policies_last=1, images_older_than="0i")
         plan = plan_replay(ReplayRequest(RUN, str(runs.root)))
         assert asyncio.run(replay(plan)).policy_digest == trained[1].summary.policy_digest
 
     def test_another_run_that_shares_its_stages(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
-        pruned(runs, policies_last=1, pictures_older_than="0i", evaluations=True)
+        pruned(runs, policies_last=1, images_older_than="0i", evaluations=True)
         heard = Heard([], [])
 
         def body() -> Start:
@@ -50,7 +50,7 @@ class TestTheSameAsIfNothingHadGone:
 
         contextvars.copy_context().run(body)
         assert held_versions(ArtifactStore(str(runs.root), "other")) == [1, 2]
-        assert [pictures(runs, iteration(number), "other") for number in (1, 2)] == [4, 4]
+        assert [images(runs, iteration(number), "other") for number in (1, 2)] == [4, 4]
         digests = [
             json.loads(runs_.path("policies", "000002", "training_state.json", run=run).read_text())["policy_digest"]
             for runs_, run in ((runs, "other"), (trained[0], RUN))
@@ -63,12 +63,12 @@ import os, shutil, signal, sys
 from pathlib import Path
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from tasks.pruning import pictures
+from tasks.pruning import images
 from tasks.storage.artifacts import replace as succession
 
 root, run = Path(sys.argv[1]), sys.argv[2]
-ASKED = dict(policies_last=1, pictures_older_than="0i", evaluations=True)
-STEPS = [(succession, name) for name in ("write_manifest", "_replace", "_remove")] + [(pictures, "strip_pictures")]
+ASKED = dict(policies_last=1, images_older_than="0i", evaluations=True)
+STEPS = [(succession, name) for name in ("write_manifest", "_replace", "_remove")] + [(images, "strip_images")]
 left = 0
 
 def counted(real):
@@ -103,8 +103,8 @@ def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> No
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
     kills = int(ended.stdout.split()[-1])
     assert kills >= 20
-    asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
-    pruned(runs, **asked)
+    requested = {"policies_last": 1, "images_older_than": "0i", "evaluations": True}
+    pruned(runs, **requested)
     expected = files_of_artifacts(runs.root / RUN)
     for number in range(1, kills + 1):
         folder = runs.root / f"killed-{number}"
@@ -112,16 +112,16 @@ def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> No
         places = [path.relative_to(folder / RUN) for path in (folder / RUN).rglob("*.manifest.json")]
         whole = [store.find(place.as_posix().removesuffix(".manifest.json")) for place in places]
         assert all(reference is not None for reference in whole), number
-        prune(PruneRequest((RUN,), root=str(folder), **asked))
+        prune(PruneRequest((RUN,), root=str(folder), **requested))
         assert files_of_artifacts(folder / RUN) == expected, number
         assert not any(b'"leaving"' in path.read_bytes() for path in (folder / RUN).rglob("*.manifest.json"))
-        assert removed(prune(PruneRequest((RUN,), root=str(folder), **asked))) == {}
+        assert removed(prune(PruneRequest((RUN,), root=str(folder), **requested))) == {}
 
 
 def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lock in runs.root.rglob(".lock"):
         lock.unlink()
-    asked = {"policies_last": 1, "pictures_older_than": "0i", "evaluations": True}
+    requested = {"policies_last": 1, "images_older_than": "0i", "evaluations": True}
     with s3_server(tmp_path) as server:
         for name, value in {**server.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
             monkeypatch.setenv(name, value)
@@ -130,16 +130,16 @@ def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store = ArtifactStore(f"s3://{bucket}/runs", RUN)
         store.filesystem.put(f"{runs.root}/", f"{bucket}/runs/", recursive=True)
         seen = len(server.requests())
-        told = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **asked))
+        told = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **requested))
         assert {request.split()[0] for request in server.requests(seen)} <= {"GET", "HEAD"}
-        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **asked))
-        here = pruned(runs, **asked)
+        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **requested))
+        here = pruned(runs, **requested)
         for summary in (told, there):
             assert (removed(summary), summary.runs[0].kept) == (removed(here), here.runs[0].kept)
         assert held_versions(store) == held_versions(ArtifactStore(str(runs.root), RUN))
         for path in runs.root.rglob("*.parquet"):
             assert store.filesystem.cat_file(f"{bucket}/runs/{path.relative_to(runs.root)}") == path.read_bytes()
-        assert removed(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **asked))) == {}
+        assert removed(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **requested))) == {}
     forget_clients()
 
 

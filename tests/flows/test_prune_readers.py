@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from flows.evaluation.request import EvaluateRequest
 from flows.inspection.inspect_run import inspect_run
-from flows.pruning.plan import PICTURES, VERSIONS
+from flows.pruning.plan import IMAGES, VERSIONS
 from flows.pruning.request import PruneRequest, read_rules
 from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
 from flows.replay.request import ReplayRequest, plan_replay
@@ -52,7 +52,7 @@ trained, runs = pruned_runs.trained, pruned_runs.runs
 class TestReadersOfWhatIsGone:
     @pytest.fixture
     def gone(self, runs: Runs) -> Runs:
-        pruned(runs, policies_every=2, pictures_older_than="0i")
+        pruned(runs, policies_every=2, images_older_than="0i")
         return runs
 
     def test_a_removed_version_is_told_with_what_is_there(self, gone: Runs) -> None:
@@ -67,17 +67,17 @@ class TestReadersOfWhatIsGone:
         assert str(caught.value) == told
         assert EvaluateRequest(run=RUN, root=str(gone.root)).plan.policy.version == 4
 
-    def test_an_iteration_without_pictures_is_shown(self, gone: Runs, tmp_path: Path) -> None:
+    def test_an_iteration_without_images_is_shown(self, gone: Runs, tmp_path: Path) -> None:
         page = tmp_path / "page.html"
         inspection = inspect_run(RUN, root=str(gone.root), iteration=2, html=page)
         (told,) = inspection.warnings
-        assert told.startswith("iteration 2: its pictures were removed on 20")
-        assert "`grpo prune --pictures-older-than 0i`; everything else of it is there" in told
-        assert page.read_text().count("picture removed") >= 2
+        assert told.startswith("iteration 2: its images were removed on 20")
+        assert "`grpo prune --images-older-than 0i`; everything else of it is there" in told
+        assert page.read_text().count("image removed") >= 2
         assert inspection.run.finished
         shown = CliRunner().invoke(application, ["inspect", RUN, "--iteration", "2", "--root", str(gone.root)])
         assert shown.exit_code == 0
-        assert "its pictures were removed" in " ".join(shown.output.split())
+        assert "its images were removed" in " ".join(shown.output.split())
 
     def test_the_last_iteration_is_reported_again(self, gone: Runs, trained: tuple[Runs, Start]) -> None:
         start = gone.start(RUN, run__iterations=ITERATIONS, **EVALUATED)
@@ -85,16 +85,16 @@ class TestReadersOfWhatIsGone:
 
     def test_the_laboratory_scores_nothing_again(self, gone: Runs) -> None:
         summary, analysis = analyse_rewards(AnalysisRequest(RUN, root=str(gone.root)))
-        reason = "the pictures were removed by `grpo prune`"
+        reason = "the images were removed by `grpo prune`"
         assert summary.not_repeated == {"ssim": reason, "psnr": reason}
         assert [reward.noise for reward in analysis.rewards] == [None, None]
 
-    def test_rescoring_needs_pictures_for_what_is_not_stored(self, gone: Runs) -> None:
+    def test_rescoring_needs_images_for_what_is_not_stored(self, gone: Runs) -> None:
         with pytest.raises(InputErrors) as caught:
             rescored(gone, SSIM, {"reward": "jpeg"})
         (told,) = caught.value.errors
         assert str(told) == (
-            "rewards.1.jpeg: got 'jpeg'. pruned has no scores of it for iteration 1, 2, 3, 4, whose pictures were "
+            "rewards.1.jpeg: got 'jpeg'. pruned has no scores of it for iteration 1, 2, 3, 4, whose images were "
             "removed by `grpo prune`. Choose other --iterations, or rewards whose scores are stored."
         )
         assert rescored(gone, {**SSIM, "weight": 0.1}, PSNR) == {"ssim": 0, "psnr": 0}
@@ -115,22 +115,22 @@ class TestScheduled:
         overrides = [each for each in runs.overrides(**EVALUATED) if not each.startswith("run.name")]
         changed = [*overrides, "run.iterations=9", "evaluate.every=3"]
         deployed(run=RUN, cron="0 2 * * *", evaluation=True, rescorings=(file,), overrides=changed)
-        asked = {"policies_last": 1, "pictures_older_than": "0i", "dry_run": True}
+        requested = {"policies_last": 1, "images_older_than": "0i", "dry_run": True}
         # The training alone has a schedule, and would evaluate version 3 on its way.
-        told = pruned(runs, **asked)
+        told = pruned(runs, **requested)
         assert "the schedule of grpo train/pruned evaluates it" in kept(told, VERSIONS)["3"]
         assert "1" not in kept(told, VERSIONS)
-        assert removed(told)[PICTURES] == 4
+        assert removed(told)[IMAGES] == 4
         schedule(f"{RESCORE}/pruned-nightly", active=True)
         schedule(f"{EVALUATE}/pruned", active=True, parameters={"request": {**asked_of(runs), "policy": 1}})
-        told = pruned(runs, **asked)
+        told = pruned(runs, **requested)
         assert told.schedules
         assert kept(told, VERSIONS)["1"] == "the schedule of grpo evaluate/pruned evaluates it"
-        assert PICTURES not in removed(told)
-        assert set(kept(told, PICTURES).values()) == {"the schedule of grpo rescore/pruned-nightly scores them again"}
+        assert IMAGES not in removed(told)
+        assert set(kept(told, IMAGES).values()) == {"the schedule of grpo rescore/pruned-nightly scores them again"}
         for name in (f"{RESCORE}/pruned-nightly", f"{EVALUATE}/pruned"):
             schedule(name, active=False)
-        assert removed(pruned(runs, **asked))[PICTURES] == 4
+        assert removed(pruned(runs, **requested))[IMAGES] == 4
 
     def test_a_server_that_does_not_answer(self, runs: Runs) -> None:
         before = tree(runs.root)
@@ -181,22 +181,22 @@ def schedule(name: str, *, active: bool, parameters: dict[str, Any] | None = Non
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("asked", "told"),
+        ("requested", "told"),
         [
             ({}, "grpo prune: got 'no rule'. Say what may go"),
             ({"policies_every": 0}, "--policies-every: got 0. Give 1 or more"),
             ({"policies_last": 0}, "--policies-last: got 0. Give 1 or more"),
-            ({"pictures_older_than": "a month"}, "--pictures-older-than: got 'a month'. Write days or hours"),
-            ({"pictures_older_than": "-3d"}, "--pictures-older-than: got '-3d'"),
+            ({"images_older_than": "a month"}, "--images-older-than: got 'a month'. Write days or hours"),
+            ({"images_older_than": "-3d"}, "--images-older-than: got '-3d'"),
             ({"set_aside_older_than": "3i"}, "--set-aside-older-than: got '3i'. What was set aside belongs to no"),
             ({"evaluations": True, "policies_last": 1}, "--evaluations: got True. Say how old"),
             ({"sources": (RUN, RUN), "policies_last": 1}, "A run stands twice"),
             ({"sources": ("prune",), "policies_last": 1}, "RUN: got 'prune'. Runs in"),
         ],
     )
-    def test_in_one_message(self, trained: tuple[Runs, Start], asked: dict[str, Any], told: str) -> None:
+    def test_in_one_message(self, trained: tuple[Runs, Start], requested: dict[str, Any], told: str) -> None:
         before = tree(trained[0].root)
-        (message,) = refused(root=str(trained[0].root), **asked)
+        (message,) = refused(root=str(trained[0].root), **requested)
         assert told in message
         assert tree(trained[0].root) == before
 
@@ -218,7 +218,7 @@ class TestRefused:
 def test_rules_have_defaults() -> None:
     assert read_rules(PruneRequest(("a",), policies_every=5)).last == 2
     assert read_rules(PruneRequest(("a",), policies_last=7)).last == 7
-    assert read_rules(PruneRequest(("a",), pictures_older_than="3d")).last is None
+    assert read_rules(PruneRequest(("a",), images_older_than="3d")).last is None
 
 
 def test_a_flow_of_each_kind_is_known() -> None:

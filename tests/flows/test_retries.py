@@ -60,7 +60,7 @@ def test_no_more_often_than_is_said(empty: Runs, failing: Callable[[Exception, i
     assert broken.calls == 1
 
 
-@pytest.mark.parametrize("error", [InputError("policy.model", "x", "mend"), ArithmeticError("NaN"), KeyError("a bug")])
+@pytest.mark.parametrize("error", [InputError("policy.model", "x", "hint"), ArithmeticError("NaN"), KeyError("a bug")])
 def test_what_would_come_again_is_not_tried_again(
     empty: Runs, failing: Callable[[Exception, int], Failing], error: Exception
 ) -> None:

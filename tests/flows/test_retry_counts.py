@@ -70,7 +70,7 @@ def test_each_kind_is_counted_by_itself_and_for_one_run_of_the_task(server: None
         ([LATE] * 9, 2),
         ([LOST, LATE, LATE], 3),
         ([LATE, LOST, BROKEN, LOST, BROKEN], 5),
-        ([LOST, InputError("a", 1, "mend")], 2),
+        ([LOST, InputError("a", 1, "hint")], 2),
         ([httpx.ConnectError("refused")], 1),
     ]
     scripts = [Script(*errors) for errors, _ in (*done, *failed)]
@@ -171,7 +171,7 @@ def test_what_a_part_has_used_up_the_whole_does_not_repeat(server: None, tmp_pat
 
 
 def test_a_part_fails_with_what_would_come_again_as_it_is(server: None, tmp_path: Path) -> None:
-    sharded = Sharded({"second": Script(InputError("rollout", 1, "mend"))})
+    sharded = Sharded({"second": Script(InputError("rollout", 1, "hint"))})
     with pytest.raises(InputError, match="rollout: got 1"):
         sharded.run(tmp_path)
     assert sharded.tries == Counter(first=1, second=1, joined=0)

@@ -118,7 +118,7 @@ class Remover:
     def advance(self, stage: str, done: int, total: int) -> None:
         pass
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         if line.startswith("iteration 1/"):
             self.lock.unlink()
 

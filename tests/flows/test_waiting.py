@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from flows.workers.worker import KIND, STAGES_QUEUE, register_stages
 from tasks.execution import pool_run
-from tasks.execution.faults import StageGivenUpError
+from tasks.execution.faults import StageCancelledError
 from tasks.execution.pool_run import follow
 from tasks.progress import listen
 from tests.flows.conftest import Heard
@@ -46,7 +46,7 @@ def heard(server: None) -> Iterator[Heard]:
 
     def wait() -> None:
         listen(heard)
-        with pytest.raises(StageGivenUpError):
+        with pytest.raises(StageCancelledError):
             follow(flow_run, POOL, None, over=lambda: False)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,), daemon=True)

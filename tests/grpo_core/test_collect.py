@@ -1,4 +1,4 @@
-"""Rollouts: each group with its own tokens, log-probs and pictures, whatever is sampled beside it."""
+"""Rollouts: each group with its own tokens, log-probs and images, whatever is sampled beside it."""
 
 import math
 
@@ -42,8 +42,8 @@ def test_groups_come_in_order_and_do_not_depend_on_the_batch(prompts_per_batch: 
         assert same(group, collected([request], 1)[0])
 
 
-def test_pictures_are_of_their_tokens_and_noise() -> None:
-    """The table's picture is one pixel: its first two ids, and its noise seed."""
+def test_images_are_of_their_tokens_and_noise() -> None:
+    """The table's image is one pixel: its first two ids, and its noise seed."""
     for group, request in zip(collected(REQUESTS, 2), REQUESTS, strict=True):
         expected = [
             (*ids[:2], seed) for ids, seed in zip(group.tokens.token_ids.tolist(), request.noise_seeds, strict=True)

@@ -10,8 +10,8 @@ import pytest
 from configs.reward_sections import RewardSection
 from configs.schema import (
     AdvantagesSection,
+    ImageRolloutSection,
     LoraSection,
-    PictureRolloutSection,
     PlacementSection,
     PolicySection,
     UpdateSection,
@@ -26,14 +26,14 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
-from tasks.rollouts.plan import RolloutPlan, plan_draw
-from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.rollouts.plan import RolloutPlan, plan_round
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.policy import update_policy_task
 from tests.tiny_policy import MODEL
 
-ROLLOUT = PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
+ROLLOUT = ImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
 PLACEMENT = PlacementSection(device="cpu")
 MIX = (RewardSection(reward="jpeg", settings={"direction": "compressible"}),)
 UPDATE = UpdateSection(learning_rate=1e-3, minibatch_size=2)
@@ -59,38 +59,40 @@ def plan(
         DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
         for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
-    return plan_draw(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
+    return plan_round(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
 
 
 def collect(
-    policy: PolicyRef, drawn: RolloutPlan, rollout: PictureRolloutSection = ROLLOUT, *, with_reference: bool = False
+    policy: PolicyRef, drawn: RolloutPlan, rollout: ImageRolloutSection = ROLLOUT, *, with_reference: bool = False
 ) -> ArtifactRef:
     return collect_rollouts_task.fn(policy, drawn, spec(), rollout, with_reference, PLACEMENT)
 
 
-def score(rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX) -> Draw:
+def score(
+    rollouts: ArtifactRef, folder: str = "iteration_000001", mix: tuple[RewardSection, ...] = MIX
+) -> SamplingRound:
     scored = {
         section.label: score_reward_task.fn(rollouts, section, f"{folder}/rewards", "iteration 1", PLACEMENT)
         for section in mix
     }
-    return Draw(rollouts, scored)
+    return SamplingRound(rollouts, scored)
 
 
-def compare(draw: Draw, **settings: Any) -> ArtifactRef:
+def compare(draw: SamplingRound, **settings: Any) -> ArtifactRef:
     return compare_draws((draw,), **settings)
 
 
-def scores_of(store: ArtifactStore, draw: Draw, label: str = "jpeg") -> pl.DataFrame:
+def scores_of(store: ArtifactStore, draw: SamplingRound, label: str = "jpeg") -> pl.DataFrame:
     return pl.read_parquet(store.local_files(draw.rewards[label]) / SCORES_FILE)
 
 
 def compare_draws(
-    draws: tuple[Draw, ...],
+    rounds: tuple[SamplingRound, ...],
     folder: str = "iteration_000001",
     mix: tuple[RewardSection, ...] = MIX,
     **settings: Any,
 ) -> ArtifactRef:
-    return compute_advantages_task.fn(draws, mix, AdvantagesSection(**settings), folder, "iteration 1")
+    return compute_advantages_task.fn(rounds, mix, AdvantagesSection(**settings), folder, "iteration 1")
 
 
 def update(

@@ -1,4 +1,4 @@
-"""What is taken away from a run: pictures alone from a table, calls and writes that nobody waits for."""
+"""What is taken away from a run: images alone from a table, calls and writes that nobody waits for."""
 
 import contextlib
 import hashlib
@@ -25,23 +25,23 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.checkout import CHECKOUT
 from tasks.execution.pool import CALLS
+from tasks.pruning.images import image_bytes, remove_images, strip_images
 from tasks.pruning.leftovers import abandoned_writes, old_calls
-from tasks.pruning.pictures import picture_bytes, remove_pictures, strip_pictures
 from tasks.pruning.prunable import State, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
-from tasks.reports.pictures import SheetRow, contact_sheet
+from tasks.reports.images import SheetRow, contact_sheet
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import TableWriter, part_digests
-from tasks.storage.tables.schemas import PICTURE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
 
 GROUPS, SIBLINGS = 3, 2
 FOLDER = "iteration_000001/rollouts"
-PRUNED = {"removed": "pictures", "by": "grpo prune", "on": "2026-01-01"}
+PRUNED = {"removed": "images", "by": "grpo prune", "on": "2026-01-01"}
 
 
-def write_rollouts(path: Path, schema: pa.Schema = PICTURE_ROLLOUTS) -> str:
-    """Groups of rows whose pictures cannot be packed; the digest."""
+def write_rollouts(path: Path, schema: pa.Schema = IMAGE_ROLLOUTS) -> str:
+    """Groups of rows whose images cannot be packed; the digest."""
     writer = TableWriter(path, schema)
     for group in range(GROUPS):
         names = [f"{group}-{sibling}" for sibling in range(SIBLINGS)]
@@ -67,16 +67,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArtifactSt
         memory.rm("/pruning", recursive=True)
 
 
-class TestPictures:
+class TestImages:
     def test_everything_else_stays_as_it_was(self, tmp_path: Path) -> None:
         before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
         write_rollouts(before)
-        strip_pictures(before, after)
+        strip_images(before, after)
         assert pq.read_schema(after).equals(pq.read_schema(before), check_metadata=True)
         assert part_digests(after) == part_digests(before)
         assert pq.read_metadata(after).num_row_groups == GROUPS
-        former, present = pl.read_parquet(before), pl.read_parquet(after)
-        assert present.drop("image").equals(former.drop("image"))
+        previous, present = pl.read_parquet(before), pl.read_parquet(after)
+        assert present.drop("image").equals(previous.drop("image"))
         assert present["image"].null_count() == present.height == GROUPS * SIBLINGS
         assert before.stat().st_size > GROUPS * SIBLINGS * 20_000 > 10_000 > after.stat().st_size - 20_000
 
@@ -84,13 +84,13 @@ class TestPictures:
         paths = [tmp_path / f"{number}.parquet" for number in range(3)]
         write_rollouts(paths[0])
         for source, target in itertools.pairwise(paths):
-            strip_pictures(source, target)
+            strip_images(source, target)
         assert paths[1].read_bytes() == paths[2].read_bytes()
 
     def test_datasets_reads_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rollouts.parquet"
         write_rollouts(path)
-        strip_pictures(path, tmp_path / "stripped.parquet")
+        strip_images(path, tmp_path / "stripped.parquet")
         rows = datasets.Dataset.from_parquet(str(tmp_path / "stripped.parquet"), cache_dir=str(tmp_path / "cache"))
         assert isinstance(rows.features["image"], datasets.Image)
         assert rows[0]["image"] is None
@@ -98,29 +98,29 @@ class TestPictures:
     def test_texts_are_copied(self, tmp_path: Path) -> None:
         before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
         write_rollouts(before, TEXT_ROLLOUTS)
-        strip_pictures(before, after)
+        strip_images(before, after)
         assert after.read_bytes() == before.read_bytes()
 
     def test_what_it_frees_is_told_before(self, store: ArtifactStore) -> None:
         held = commit(store)
-        told, sizes = picture_bytes(store, held), [total(store)]
+        told, sizes = image_bytes(store, held), [total(store)]
         assert told > GROUPS * SIBLINGS * 20_000
-        remove_pictures(store, held, PRUNED)
+        remove_images(store, held, PRUNED)
         sizes.append(total(store))
         assert sizes[0] - sizes[1] == pytest.approx(told, rel=0.02)
         gone = look_at(store, FOLDER)
         assert gone is not None
-        assert (gone.state, picture_bytes(store, gone)) == (State.PRUNED, 0)
+        assert (gone.state, image_bytes(store, gone)) == (State.PRUNED, 0)
         assert gone.reference.digest == held.reference.digest
-        assert store.bring_home(held.reference) == held.reference
+        assert store.restore_artifact(held.reference) == held.reference
 
-    def test_no_reward_scores_what_has_no_picture(self, tmp_path: Path) -> None:
+    def test_no_reward_scores_what_has_no_image(self, tmp_path: Path) -> None:
         write_rollouts(tmp_path / "rollouts.parquet")
         (tmp_path / "without").mkdir()
-        strip_pictures(tmp_path / "rollouts.parquet", tmp_path / "without" / "rollouts.parquet")
+        strip_images(tmp_path / "rollouts.parquet", tmp_path / "without" / "rollouts.parquet")
         section = RewardSection(reward="jpeg")
         (batch,) = batches_of(tmp_path / "without", 32, frozenset({"0-0"}), with_tokens=False)
-        with pytest.raises(InputError, match=r"sample 0-0: got 'no picture'\. It was removed by `grpo prune`"):
+        with pytest.raises(InputError, match=r"sample 0-0: got 'no image'\. It was removed by `grpo prune`"):
             score_rows(build_reward("jpeg", {}), section, batch)
 
 
@@ -140,7 +140,7 @@ def total(store: ArtifactStore) -> int:
     return sum(store.filesystem.size(path) for path in store.filesystem.find(store.path(FOLDER)))
 
 
-def test_a_contact_sheet_says_where_a_picture_was() -> None:
+def test_a_contact_sheet_says_where_a_image_was() -> None:
     red = Image.new("RGB", (64, 64), "#ff0000")
     row = SheetRow("a circle", None, [None], [red], 0.1, 0.2)
     sheet = contact_sheet([row], title="held-out")

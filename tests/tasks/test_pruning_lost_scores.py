@@ -1,4 +1,4 @@
-"""Scores that are to be made a second time when the pictures are gone."""
+"""Scores that are to be made a second time when the images are gone."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.tasks.storage.made_artifacts import FOLDER, commit
 store = artifacts.store
 TABLE = "iteration_000001/rewards/ssim"
 SHARD = "iteration_000001/shards/01of02/rewards/ssim"
-PRUNED = {"removed": "pictures", "by": "grpo prune --pictures-older-than 1i", "on": "2026-01-01"}
+PRUNED = {"removed": "images", "by": "grpo prune --images-older-than 1i", "on": "2026-01-01"}
 
 
 @pytest.mark.parametrize("folder", [TABLE, SHARD])
@@ -20,17 +20,17 @@ def test_a_table_that_was_set_aside_is_told_with_the_last_reason(store: Artifact
     for reason in ("a bit fell", "it was cut short"):
         commit(store, TABLE)
         store.clear_place(TABLE, reason=reason)
-    # While there are pictures it is only made again.
+    # While there are images it is only made again.
     refuse_lost_scores(store, rollouts, folder)
     with store.staging() as staged:
         (staged / "part-00000.parquet").write_bytes(b"less")
-        store.succeed(rollouts, staged, pruned=PRUNED)
+        store.replace_artifact(rollouts, staged, pruned=PRUNED)
     with pytest.raises(InputError) as caught:
         refuse_lost_scores(store, rollouts, folder)
     assert caught.value.place == f"run/{TABLE}"
-    assert "(it was cut short)" in caught.value.mend
-    assert f"{FOLDER} were removed by `{PRUNED['by']}` on 2026-01-01" in caught.value.mend
-    assert f"Put {store.path(TABLE)} and {store.path(TABLE)}.manifest.json back" in caught.value.mend
+    assert "(it was cut short)" in caught.value.hint
+    assert f"{FOLDER} were removed by `{PRUNED['by']}` on 2026-01-01" in caught.value.hint
+    assert f"Put {store.path(TABLE)} and {store.path(TABLE)}.manifest.json back" in caught.value.hint
 
 
 def test_what_was_never_scored_or_went_aside_with_its_run_is_not_meant(store: ArtifactStore) -> None:
@@ -38,7 +38,7 @@ def test_what_was_never_scored_or_went_aside_with_its_run_is_not_meant(store: Ar
     store.write_file("iteration_000001/rewards/psnr/scores.parquet", b"x")
     store.set_aside(["iteration_000001"], reason="the configuration changed")
     rollouts = commit(store)
-    store.succeed(rollouts, None, pruned=PRUNED)
+    store.replace_artifact(rollouts, None, pruned=PRUNED)
     store.write_file("set_aside/0009-zzz/reason.json", b"[]")
     for folder in (TABLE, "iteration_000001/rewards/psnr", SHARD):
         refuse_lost_scores(store, rollouts, folder)

@@ -34,7 +34,7 @@ from tests.tasks.stage_calls import (
 store = stage_calls.store
 
 
-def test_a_picture_that_the_policy_left_broken_is_floored(
+def test_a_image_that_the_policy_left_broken_is_floored(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By every reward that applies to it; the first prompt has a target to compare with, the second none."""

@@ -76,8 +76,8 @@ def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkey
     by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
     first, second = collect(base(), plan()), collect(base(), plan(draw=2))
-    draws = (score(first), score(second, "iteration_000001/draw_02"))
-    dropped = compare_draws(draws, "iteration_000001/draw_02", constant_groups="redraw")
+    rounds = (score(first), score(second, "iteration_000001/round_02"))
+    dropped = compare_draws(rounds, "iteration_000001/round_02", constant_groups="redraw")
     assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
     table = table_of(store, dropped)
     assert table.filter(pl.col("advantage").is_null())["group_id"].unique().sort().to_list() == [

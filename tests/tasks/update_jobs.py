@@ -14,9 +14,9 @@ from torch import Tensor
 
 from configs.placement_sections import PlacementSection
 from configs.schema import (
+    ImageRolloutSection,
     LoraSection,
     MismatchSection,
-    PictureRolloutSection,
     PolicySection,
     RolloutSection,
     TextRolloutSection,
@@ -25,7 +25,7 @@ from configs.schema import (
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TokenBatch, TokenLogprobs
-from grpo_core.update import ALONE
+from grpo_core.update import SINGLE_PROCESS
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.rollouts.collect import collect_rollouts_task
@@ -38,7 +38,7 @@ from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out
 from tasks.update.process import JOB_FILE, OUTCOME_FILE, take_part
 from tests.processes import in_processes
-from tests.tiny_policy import MODEL as PICTURE_MODEL
+from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
 
 # Minibatches of four and of three rows, a row at a time: one process of two has one microbatch more to do.
@@ -60,7 +60,7 @@ ADVANTAGE_OF = (1.0, -1.0, 0.5, None, -0.5, 1.5, -1.5, 0.25)
 
 
 @dataclass(frozen=True)
-class Medium:
+class Modality:
     """A tiny model and how it is sampled."""
 
     policy: PolicySection
@@ -99,21 +99,21 @@ class Medium:
         return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(device="cpu"))
 
 
-PICTURES = Medium(
-    PolicySection(model=str(PICTURE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)),
-    PictureRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
+IMAGES = Modality(
+    PolicySection(model=str(IMAGE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)),
+    ImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
     ("a red circle", "a blue cross on a green background"),
 )
-TEXTS = Medium(
+TEXTS = Modality(
     PolicySection(kind="causal_lm", model=str(TEXT_MODEL), dtype="float32", lora=None),
     TextRolloutSection(max_completion_length=12),
     ("sort the letters of banana", "sort the letters of it, please"),
 )
 
 
-def changed(medium: Medium, **policy: Any) -> Medium:
+def changed(modality: Modality, **policy: Any) -> Modality:
     """The medium with changes of its policy's section."""
-    return replace(medium, policy=medium.policy.model_copy(update=policy))
+    return replace(modality, policy=modality.policy.model_copy(update=policy))
 
 
 def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANTAGE_OF) -> ArtifactRef:
@@ -144,7 +144,7 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
 
 
 def job_of(
-    medium: Medium,
+    modality: Modality,
     rollouts: ArtifactRef,
     advantages: ArtifactRef,
     *,
@@ -153,7 +153,7 @@ def job_of(
     **placement: Any,
 ) -> UpdateJob:
     """An update of a version, of the model as it is given by default."""
-    spec = medium.spec()
+    spec = modality.spec()
     return UpdateJob(
         policy=policy or PolicyRef(version=0, digest=spec.digest),
         rollouts=(rollouts,),
@@ -169,7 +169,7 @@ def job_of(
 def alone(job: UpdateJob, folder: Path) -> UpdateOutcome:
     """The update in this process."""
     folder.mkdir()
-    outcome = carry_out(job, folder, ALONE, None)
+    outcome = carry_out(job, folder, SINGLE_PROCESS, None)
     assert outcome is not None
     return outcome
 

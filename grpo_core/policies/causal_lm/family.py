@@ -12,7 +12,7 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.estimate import ModelEstimate, Workload
 from grpo_core.policies.family import PolicyFamily
 from grpo_core.policies.trained import TrainingChoice
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 
 if TYPE_CHECKING:
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class CausalLMFamily:
     """See PolicyFamily."""
 
-    medium: Medium = "text"
+    modality: Modality = "text"
 
     def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
         """See PolicyFamily.settings."""
@@ -65,8 +65,8 @@ class CausalLMFamily:
         context = context_length(read_config(model))
         uses_template(load_tokenizer(model), settings)
         if context is not None and settings.max_completion_length >= context:
-            mend = f"The model reads {context} ids, prompt and completion together; set it lower."
-            raise InputError("rollout.max_completion_length", settings.max_completion_length, mend)
+            hint = f"The model reads {context} ids, prompt and completion together; set it lower."
+            raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
 
     def refuse_prompts(self, model: str, settings: CausalLMSettings, prompts: Sequence[str]) -> None:
         """See PolicyFamily.refuse_prompts."""

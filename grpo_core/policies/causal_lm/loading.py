@@ -27,8 +27,8 @@ def refuse_missing_folder(model: str) -> None:
     looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
     if path.is_dir():
         if not (path / CONFIG_FILE).is_file():
-            mend = f"The folder holds no {CONFIG_FILE}; give a folder written by save_pretrained."
-            raise InputError("policy.model", model, mend)
+            hint = f"The folder holds no {CONFIG_FILE}; give a folder written by save_pretrained."
+            raise InputError("policy.model", model, hint)
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
             raise InputError("policy.model", model, "The folder holds no weights; save the model there.")
     elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
@@ -54,8 +54,8 @@ def _place(model: str) -> str:
 
 def _refusal(model: str, what: str, error: Exception) -> InputError:
     first_line = str(error).strip().splitlines()[0]
-    mend = f"Its {what} cannot be read. Give a folder of whole files, or a hub name that is cached or reachable "
-    return InputError("policy.model", model, f"{mend}({first_line}).")
+    hint = f"Its {what} cannot be read. Give a folder of whole files, or a hub name that is cached or reachable "
+    return InputError("policy.model", model, f"{hint}({first_line}).")
 
 
 def read_config(model: str) -> Any:
@@ -77,8 +77,8 @@ def read_config(model: str) -> Any:
     # Without its own head a model gets a random one, and an encoder is given one that it never had.
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (kinds and not causal.intersection(kinds)):
         found = ", ".join(kinds) or config.model_type
-        mend = f"It holds {found}, no causal language model; give one that transformers' AutoModelForCausalLM loads."
-        raise InputError("policy.model", model, mend)
+        hint = f"It holds {found}, no causal language model; give one that transformers' AutoModelForCausalLM loads."
+        raise InputError("policy.model", model, hint)
     return config
 
 
@@ -126,12 +126,12 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         raise _refusal(model, "weights", error) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-        mend = f"Its files lack weights, or hold them in another shape: {', '.join(missing[:3])}. Save it again."
-        raise InputError("policy.model", model, mend)
+        hint = f"Its files lack weights, or hold them in another shape: {', '.join(missing[:3])}. Save it again."
+        raise InputError("policy.model", model, hint)
     reads_positions = "position_ids" in inspect.signature(loaded.forward).parameters
     if not reads_positions and config.model_type not in _WITHOUT_POSITIONS:
-        mend = f"A {config.model_type} model takes no position_ids, so padded prompts would be read at wrong places."
-        raise InputError("policy.model", model, mend)
+        hint = f"A {config.model_type} model takes no position_ids, so padded prompts would be read at wrong places."
+        raise InputError("policy.model", model, hint)
     return loaded.to(device).eval()
 
 
@@ -154,6 +154,6 @@ def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     highest = max(tokenizer.get_vocab().values())
     rows = model.get_input_embeddings().weight.shape[0]
     if highest >= rows:
-        mend = f"Its tokenizer has ids up to {highest}, its embedding {rows} rows: they do not belong together."
-        raise InputError("policy.model", model.config.name_or_path, mend)
+        hint = f"Its tokenizer has ids up to {highest}, its embedding {rows} rows: they do not belong together."
+        raise InputError("policy.model", model.config.name_or_path, hint)
     return int(highest) + 1

@@ -114,8 +114,8 @@ class CausalLMPolicy(TrainedPolicy):
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
         settings = self.settings
-        asked = tuple(prompt for prompt in prompts for _ in range(group_size))
-        encoded, rows = self._distinct(asked)
+        requested = tuple(prompt for prompt in prompts for _ in range(group_size))
+        encoded, rows = self._distinct(requested)
         rule = SamplingRule(
             vocabulary=self.vocabulary,
             temperature=settings.temperature,
@@ -126,7 +126,7 @@ class CausalLMPolicy(TrainedPolicy):
         )
         with self._precision():
             drawn = sample_completions(self._model, encoded, rows, rule, seeds)
-        tokens = TokenBatch(asked, drawn.token_ids, drawn.loss_mask, settings.temperature, drawn.support)
+        tokens = TokenBatch(requested, drawn.token_ids, drawn.loss_mask, settings.temperature, drawn.support)
         return SampledTokens(tokens, drawn.logprobs, drawn.finished)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[str]:

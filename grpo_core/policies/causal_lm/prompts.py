@@ -92,8 +92,8 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings
         raise InputError("rollout.chat_template", True, "This tokenizer has no chat template; set it to false or null.")
     uses = has_template if settings.chat_template is None else settings.chat_template
     if settings.system_prompt is not None and not uses:
-        mend = "It needs a chat template; leave it out, or write it into the prompts."
-        raise InputError("rollout.system_prompt", settings.system_prompt, mend)
+        hint = "It needs a chat template; leave it out, or write it into the prompts."
+        raise InputError("rollout.system_prompt", settings.system_prompt, hint)
     return uses
 
 
@@ -110,8 +110,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, p
     messages = read_messages(prompt)
     if not uses_template(tokenizer, settings):
         if messages is not None:
-            mend = "It is a conversation and needs a chat template; give plain texts, or another tokenizer."
-            raise InputError("prompt", prompt, mend)
+            hint = "It is a conversation and needs a chat template; give plain texts, or another tokenizer."
+            raise InputError("prompt", prompt, hint)
         ids: list[int] = tokenizer(prompt)["input_ids"]
     else:
         ids = tokenizer(_printed(tokenizer, settings, prompt, messages), add_special_tokens=False)["input_ids"]
@@ -153,12 +153,12 @@ def require_room(prompt: str, length: int, settings: CausalLMSettings, context: 
     room = None if context is None else context - settings.max_completion_length
     if room is not None and length > room:
         shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
-        mend = (
+        hint = (
             f"It has {length} ids, and at most {room} leave room for max_completion_length "
             f"{settings.max_completion_length} in the model's {context}. Shorten it, or lower "
             "rollout.max_completion_length."
         )
-        raise InputError("prompt", shown, mend)
+        raise InputError("prompt", shown, hint)
 
 
 def encode_prompts(

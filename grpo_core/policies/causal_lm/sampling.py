@@ -98,8 +98,8 @@ def sample_completions(
 def _shared_cache(cache: Any, rows: Int[Tensor, " rows"]) -> Any:
     """One row of the cache for each sample, from one for each prompt."""
     if not all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
-        mend = "Its layers keep a state that siblings cannot share; give a model whose layers keep keys and values."
-        raise InputError("policy.model", type(cache).__name__, mend)
+        hint = "Its layers keep a state that siblings cannot share; give a model whose layers keep keys and values."
+        raise InputError("policy.model", type(cache).__name__, hint)
     cache.batch_select_indices(rows)
     return cache
 

@@ -1,11 +1,11 @@
-"""GLM-Image as a policy: picture tokens are the actions, the diffusion decoder is part of the environment.
+"""GLM-Image as a policy: image tokens are the actions, the diffusion decoder is part of the environment.
 
-    settings    how pictures are drawn
-    geometry    picture size -> the two token grids
+    settings    how images are drawn
+    geometry    image size -> the two token grids
     prompts     prompt -> input ids and the three-axis positions of everything that follows
     sampling    the autoregressive loop with its own cache
     scoring     teacher-forced log-probs of stored tokens
-    decoding    stored tokens -> picture
+    decoding    stored tokens -> image
     folder      what a saved pipeline's files say without loading it
     loading     a folder or hub name -> the pipeline's components
     policy      the policy made of these

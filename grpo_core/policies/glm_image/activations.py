@@ -2,7 +2,7 @@
 
 Written for transformers' GlmImageTextDecoderLayer under scaled_dot_product_attention with a mask, peft's LoRA layers
 and diffusers' AutoencoderKL. Symbols: b bytes of the model's dtype, h hidden, m intermediate, d heads x head_dim,
-r adapter rank, V columns of the output head, S picture codes, L ids of a row, T of them sampled.
+r adapter rank, V columns of the output head, S image codes, L ids of a row, T of them sampled.
 """
 
 from grpo_core.logprobs import CHUNK_TOKENS

@@ -38,8 +38,8 @@ def read_configs(folder: Path) -> ComponentConfigs:
     for part in (AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER):
         # transformers gives the class's defaults, those of the release, where a file is missing.
         if not (folder / part / "config.json").is_file():
-            mend = f"It holds no {part}/config.json; give the folder of a whole saved pipeline."
-            raise InputError("policy.model", str(folder), mend)
+            hint = f"It holds no {part}/config.json; give the folder of a whole saved pipeline."
+            raise InputError("policy.model", str(folder), hint)
     try:
         return ComponentConfigs(
             autoregressive=GlmImageConfig.from_pretrained(folder, subfolder=AUTOREGRESSIVE, local_files_only=True),
@@ -49,8 +49,8 @@ def read_configs(folder: Path) -> ComponentConfigs:
         )
     except OSError as error:
         first_line = str(error).strip().splitlines()[0]
-        mend = f"Give the folder of a whole saved pipeline ({first_line})."
-        raise InputError("policy.model", str(folder), mend) from error
+        hint = f"Give the folder of a whole saved pipeline ({first_line})."
+        raise InputError("policy.model", str(folder), hint) from error
 
 
 def _diffusers_config(network: type, folder: Path, subfolder: str) -> Mapping[str, object]:
@@ -81,8 +81,8 @@ def find_configs(model: str) -> ComponentConfigs:
     except (LocalEntryNotFoundError, HFValidationError) as error:
         if model == RELEASED_MODEL:
             return released_configs()
-        mend = f"Download it first, or give a folder; without its files only {RELEASED_MODEL} is known."
-        raise InputError("policy.model", model, mend) from error
+        hint = f"Download it first, or give a folder; without its files only {RELEASED_MODEL} is known."
+        raise InputError("policy.model", model, hint) from error
 
 
 def build_on_meta(configs: ComponentConfigs) -> Components:

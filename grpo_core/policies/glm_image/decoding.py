@@ -1,4 +1,4 @@
-"""Stored tokens -> pictures, by the frozen diffusion decoder with fixed noise."""
+"""Stored tokens -> images, by the frozen diffusion decoder with fixed noise."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.policies.glm_image.geometry import TokenGrids
-from grpo_core.records import BrokenPicture
+from grpo_core.records import BrokenImage
 from grpo_core.seeds import make_generator
 
 
@@ -20,8 +20,8 @@ def large_grid_ids(
 ) -> Int[Tensor, "samples prior"]:
     """The decoder's conditioning: the large grid, each token doubled along both axes.
 
-    A picture that ended early has cells without a token; they repeat the last token that was written, so that
-    the picture can still be looked at and scored.
+    An image that ended early has cells without a token; they repeat the last token that was written, so that
+    the image can still be looked at and scored.
     """
     large = slice(grids.preview.tokens, grids.tokens)
     token_ids = torch.where(loss_mask, token_ids, 0)
@@ -43,7 +43,7 @@ def decode_group(
     noise_seeds: Sequence[int],
     num_inference_steps: int,
     guidance_scale: float,
-) -> list[Image.Image | BrokenPicture]:
+) -> list[Image.Image | BrokenImage]:
     """Decode rows of ONE prompt.
 
     Glyph embeddings of different prompts are padded to one length and the padding is not masked, so a row of a
@@ -71,14 +71,14 @@ def decode_group(
         guidance_scale=guidance_scale,
         output_type="np",
     ).images
-    return [_picture(each) for each in levels]
+    return [_image(each) for each in levels]
 
 
-def _picture(levels: Float[np.ndarray, "height width 3"]) -> Image.Image | BrokenPicture:
-    """A picture from levels in [0, 1]; converted to 8 bits, NaN would become a level like any other."""
+def _image(levels: Float[np.ndarray, "height width 3"]) -> Image.Image | BrokenImage:
+    """An image from levels in [0, 1]; converted to 8 bits, NaN would become a level like any other."""
     broken = ~np.isfinite(levels).all(-1)
     image: Image.Image
     (image,) = VaeImageProcessor.numpy_to_pil(np.where(broken[..., None], 0.0, levels)[None])
     if not broken.any():
         return image
-    return BrokenPicture(image, f"{broken.mean():.1%} of the pixels are no numbers")
+    return BrokenImage(image, f"{broken.mean():.1%} of the pixels are no numbers")

@@ -12,7 +12,7 @@ from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_
 from grpo_core.policies.glm_image.geometry import token_grids
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import TrainingChoice
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 
 if TYPE_CHECKING:
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GlmImageFamily:
     """See PolicyFamily. The models' libraries are imported where they are needed: it takes many seconds."""
 
-    medium: Medium = "picture"
+    modality: Modality = "image"
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
         """See PolicyFamily.settings."""
@@ -48,7 +48,7 @@ class GlmImageFamily:
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: GlmImageSettings) -> None:
-        """Raise InputError when the model cannot draw pictures of this size; a model that is not at hand may."""
+        """Raise InputError when the model cannot draw images of this size; a model that is not at hand may."""
         unit = read_pixel_unit(model)
         if unit is not None:
             token_grids(settings.height, settings.width, unit)
@@ -97,7 +97,7 @@ class GlmImageFamily:
         counted = (
             f"token model {sizes.autoregressive / 1e9:.3g} B parameters, decoder {sizes.decoder / 1e9:.3g} B"
             + (f", adapters {sizes.adapter / 1e6:.3g} M" if sizes.adapter else "")
-            + f"; pictures in units of {sizes.unit} pixels"
+            + f"; images in units of {sizes.unit} pixels"
         )
         return ModelEstimate(memory, checkpoint_bytes(sizes, workload.dtype), counted)
 

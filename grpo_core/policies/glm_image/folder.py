@@ -34,8 +34,8 @@ def read_pixel_unit(model: str) -> int | None:
         widths = json.loads(autoencoder.read_text())["block_out_channels"]
         return int(2 * patch * 2 ** (len(widths) - 1))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        mend = f"Its transformer/config.json or vae/config.json is damaged ({error!r}); save the pipeline again."
-        raise InputError("policy.model", model, mend) from error
+        hint = f"Its transformer/config.json or vae/config.json is damaged ({error!r}); save the pipeline again."
+        raise InputError("policy.model", model, hint) from error
 
 
 def _config_file(model: str, part: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Picture size -> token grids. The model writes a small preview first, then the large grid the decoder draws from."""
+"""Image size -> token grids. The model writes a small preview first, then the large grid the decoder draws from."""
 
 import math
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class TokenGrids:
-    """The grids of one picture, in the order they are sampled: preview, then large."""
+    """The grids of one image, in the order they are sampled: preview, then large."""
 
     preview: Grid
     large: Grid
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens a picture; the end slot that follows is not one of them."""
+        """Sampled tokens an image; the end slot that follows is not one of them."""
         return self.preview.tokens + self.large.tokens
 
 
@@ -39,7 +39,7 @@ def preview_grid(large: Grid, unit: int) -> Grid:
 
 
 def token_grids(height: int, width: int, unit: int) -> TokenGrids:
-    """The grids for a picture size.
+    """The grids for an image size.
 
     Args:
         height: pixels.

@@ -40,13 +40,13 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
         pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
-        mend = f"Give a folder of whole files, or a hub name whose files are cached or reachable ({first_line})."
-        raise InputError("policy.model", model, mend) from error
+        hint = f"Give a folder of whole files, or a hub name whose files are cached or reachable ({first_line})."
+        raise InputError("policy.model", model, hint) from error
     stock = pipeline.processor
     pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
     pipeline.processor.unit = pixel_unit(pipeline)
     pipeline.set_progress_bar_config(disable=True)
-    # Its tensors are the widest of all; one picture at a time, their size does not depend on the batch.
+    # Its tensors are the widest of all; one image at a time, their size does not depend on the batch.
     pipeline.vae.enable_slicing()
     for part in (pipeline.vision_language_encoder, pipeline.text_encoder, pipeline.transformer, pipeline.vae):
         part.requires_grad_(False)

@@ -47,9 +47,9 @@ def estimate_memory(
         dtype: of the weights.
         height: pixels.
         width: pixels.
-        group_size: pictures a prompt.
+        group_size: images a prompt.
         prompts_per_batch: prompts sampled at once.
-        decode_batch_size: pictures decoded at once, at most; siblings only.
+        decode_batch_size: images decoded at once, at most; siblings only.
         micro_batch_size: rows of a forward and backward pass.
         reference_on_device: every weight is trained and the reference's are kept on the GPU.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -93,7 +93,7 @@ def _decoding_part(sizes: ComponentSizes, b: int, *, rows: int, height: int, wid
         denoising_bytes(sizes, b, rows=rows, height=height, width=width),
         vae_bytes(sizes, b, rows=1, height=height, width=width),
     )
-    what = f"{height}x{width}: a decoder block for {rows} pictures, or the autoencoder's widest tensors for one"
+    what = f"{height}x{width}: a decoder block for {rows} images, or the autoencoder's widest tensors for one"
     return MemoryPart("decoding", "decoding", widest, what)
 
 

@@ -18,7 +18,7 @@ from grpo_core.policies.glm_image.sampling import sample_tokens
 from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, autocast, train_model
-from grpo_core.records import BrokenPicture, SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.records import BrokenImage, SampledTokens, TokenBatch, TokenLogprobs
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
 LANGUAGE_MODEL_LINEARS = (
@@ -60,7 +60,7 @@ class GlmImagePolicy(TrainedPolicy):
 
         Args:
             pipeline: its token model is the one that is trained.
-            settings: how pictures are drawn.
+            settings: how images are drawn.
             trained: what of the token model is trained.
             autocast: the token model computes in this dtype where torch thinks it safe; None leaves its own.
         """
@@ -102,12 +102,12 @@ class GlmImagePolicy(TrainedPolicy):
 
     @property
     def max_length(self) -> int:
-        """Tokens of both grids of a picture."""
+        """Tokens of both grids of an image."""
         return self.grids.tokens
 
     @property
     def vocabulary(self) -> int:
-        """Ids [0, vocabulary) are picture codes: all that is sampled and scored."""
+        """Ids [0, vocabulary) are image codes: all that is sampled and scored."""
         return int(self._base.config.vq_config.num_embeddings)
 
     @property
@@ -150,14 +150,14 @@ class GlmImagePolicy(TrainedPolicy):
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)
         tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support)
-        # A picture has as many tokens as its size says.
+        # An image has as many tokens as its size says.
         return SampledTokens(tokens, logprobs.cpu(), finished=torch.ones(len(rows), dtype=torch.bool))
 
-    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenPicture]:
+    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenImage]:
         """See Policy.render."""
         token_ids, loss_mask = self._padded(tokens.token_ids), self._padded(tokens.loss_mask)
         prior = large_grid_ids(token_ids, loss_mask, self.grids).to(self._device)
-        images: list[Image.Image | BrokenPicture | None] = [None] * len(tokens)
+        images: list[Image.Image | BrokenImage | None] = [None] * len(tokens)
         for prompt in dict.fromkeys(tokens.prompts):
             siblings = [row for row, text in enumerate(tokens.prompts) if text == prompt]
             for start in range(0, len(siblings), self.settings.decode_batch_size):
@@ -180,8 +180,8 @@ class GlmImagePolicy(TrainedPolicy):
         """Short grids are filled on the right with zeros (False)."""
         missing = self.grids.tokens - values.shape[1]
         if missing < 0:
-            mend = f"A {self.settings.height}x{self.settings.width} picture has {self.grids.tokens} tokens."
-            raise InputError("token_ids", values.shape[1], mend)
+            hint = f"A {self.settings.height}x{self.settings.width} image has {self.grids.tokens} tokens."
+            raise InputError("token_ids", values.shape[1], hint)
         return nn.functional.pad(values, (0, missing))
 
     def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:

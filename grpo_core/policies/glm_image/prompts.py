@@ -37,7 +37,7 @@ class EncodedPrompts:
     """Prompts as the autoregressive model reads them, left-padded to one length.
 
     Attributes:
-        input_ids: prompt ids with the grid tags and the picture's start token.
+        input_ids: prompt ids with the grid tags and the image's start token.
         attention_mask: 1 for a prompt id, 0 for left padding.
         position_ids: (time, height, width) position of every prompt id, of every token of both grids in the
             order they are sampled, and of the end slot.
@@ -66,7 +66,7 @@ class EncodedPrompts:
 
 
 def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
-    """Raise InputError when a prompt holds a tag that the tokenizer reads as a picture or grid token."""
+    """Raise InputError when a prompt holds a tag that the tokenizer reads as an image or grid token."""
     tokenizer = processor.tokenizer
     reserved = {*tokenizer.all_special_tokens, processor.image_token, processor.grid_bos_token, "<|dit_token_"}
     for token in sorted(reserved):
@@ -77,7 +77,7 @@ def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
 def encode_prompts(
     model: Any, processor: GlmImageProcessor, prompts: Sequence[str], height: int, width: int
 ) -> EncodedPrompts:
-    """Encode distinct prompts for one picture size.
+    """Encode distinct prompts for one image size.
 
     Args:
         model: the inner GlmImageModel, which knows how positions are laid out.

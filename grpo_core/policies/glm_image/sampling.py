@@ -25,15 +25,15 @@ def sample_tokens(
     temperature: float,
     truncation: Truncation,
 ) -> tuple[Int[Tensor, "samples time"], Float[Tensor, "samples time"], TokenSupport | None]:
-    """Sample both grids of every picture, without the end slot.
+    """Sample both grids of every image, without the end slot.
 
     Args:
         model: GlmImageForConditionalGeneration, bare or wrapped by peft.
         encoded: one row a prompt.
-        group_size: pictures a prompt.
-        tokens: ids to sample a picture.
-        seeds: one a picture, siblings side by side.
-        vocabulary: ids [0, vocabulary) are picture codes; no other id is ever drawn.
+        group_size: images a prompt.
+        tokens: ids to sample an image.
+        seeds: one an image, siblings side by side.
+        vocabulary: ids [0, vocabulary) are image codes; no other id is ever drawn.
         temperature: divides the logits.
         truncation: which of the codes can be drawn.
 

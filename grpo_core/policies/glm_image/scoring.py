@@ -35,7 +35,7 @@ def score_tokens(
         support: the ids each token was drawn from; None where nothing was cut.
         entropy: compute entropies too, gradients included.
     """
-    # The padding of a short grid may hold the end token, which is no picture code.
+    # The padding of a short grid may hold the end token, which is no image code.
     token_ids = torch.where(loss_mask, token_ids, 0)
     ids = torch.cat([encoded.input_ids, token_ids[:, :-1]], 1)
     attention = torch.cat([encoded.attention_mask, loss_mask[:, :-1].to(encoded.attention_mask.dtype)], 1)

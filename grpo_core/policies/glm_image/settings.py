@@ -1,4 +1,4 @@
-"""How pictures are drawn, as a record."""
+"""How images are drawn, as a record."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from grpo_core.sampling import Truncation
 
 @dataclass(frozen=True)
 class GlmImageSettings:
-    """How pictures are drawn.
+    """How images are drawn.
 
     Attributes:
         height: pixels, a multiple of the model's unit.
@@ -18,7 +18,7 @@ class GlmImageSettings:
         min_p: 0 is off.
         num_inference_steps: denoising steps of the decoder.
         guidance_scale: of the decoder; the token model has none.
-        decode_batch_size: pictures decoded at once, at most; siblings only.
+        decode_batch_size: images decoded at once, at most; siblings only.
     """
 
     height: int
@@ -33,7 +33,7 @@ class GlmImageSettings:
 
     @property
     def truncation(self) -> Truncation:
-        """Which of the picture codes can be drawn.
+        """Which of the image codes can be drawn.
 
         Raises:
             InputError: a value outside its range.

@@ -52,10 +52,10 @@ class TrainingChoice:
         if self.frozen is None:
             return
         if self.lora is not None:
-            mend = "Adapters leave every weight of the model alone; leave it out, or train without adapters."
-            raise InputError("policy.frozen", self.frozen, mend)
+            hint = "Adapters leave every weight of the model alone; leave it out, or train without adapters."
+            raise InputError("policy.frozen", self.frozen, hint)
         try:
             re.compile(self.frozen)
         except re.error as error:
-            mend = f"It is no regular expression ({error}); give one over the full names of parameters."
-            raise InputError("policy.frozen", self.frozen, mend) from error
+            hint = f"It is no regular expression ({error}); give one over the full names of parameters."
+            raise InputError("policy.frozen", self.frozen, hint) from error

@@ -105,6 +105,6 @@ def _matching(model: nn.Module, pattern: str) -> set[str]:
     matching = {name for name in names if re.fullmatch(pattern, name)}
     if not matching:
         some = ", ".join(names[:: max(1, len(names) // 4)][:4])
-        mend = f"It matches no parameter as a whole; parameters are called {some}."
-        raise InputError("policy.frozen", pattern, mend)
+        hint = f"It matches no parameter as a whole; parameters are called {some}."
+        raise InputError("policy.frozen", pattern, hint)
     return matching

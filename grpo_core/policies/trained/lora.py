@@ -86,8 +86,8 @@ class LoraModel(TrainedModel):
         # Compared first: peft would take what fits, and the policy would be a mixture of two.
         differing = differing_shapes(state, self._initial)
         if differing:
-            mend = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
-            raise InputError("policy.lora", differing[:3], mend)
+            hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
+            raise InputError("policy.lora", differing[:3], hint)
         set_peft_model_state_dict(self.model, state)
 
     @property
@@ -128,11 +128,11 @@ def _with_adapters(base: nn.Module, settings: LoraSettings, targets: str, seed: 
         bias="none",
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft asks transformers for an attribute by its former name.
+        # peft asks transformers for an attribute by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         torch.manual_seed(seed)
         try:
             return get_peft_model(base, config)
         except (ValueError, re.error) as error:
-            mend = f"Give a regular expression over the model's layer names ({error})."
-            raise InputError("policy.lora.targets", targets, mend) from error
+            hint = f"Give a regular expression over the model's layer names ({error})."
+            raise InputError("policy.lora.targets", targets, hint) from error

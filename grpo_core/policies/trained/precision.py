@@ -23,7 +23,7 @@ def refuse_unscaled_float16(dtype: torch.dtype, autocast_dtype: torch.dtype | No
     Raises:
         InputError: weights or arithmetic are in float16.
     """
-    mend = "Small gradients vanish in float16 without a scaled loss; use bfloat16 or float32."
+    hint = "Small gradients vanish in float16 without a scaled loss; use bfloat16 or float32."
     for place, found in (("policy.dtype", dtype), ("policy.autocast", autocast_dtype)):
         if found == torch.float16:
-            raise InputError(place, "float16", mend)
+            raise InputError(place, "float16", hint)

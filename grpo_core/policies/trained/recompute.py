@@ -25,8 +25,8 @@ def enable_recomputation(model: nn.Module) -> None:
     """
     layers = list(_layers(model))
     if not layers:
-        mend = f"{type(model).__name__} has no layers that recompute their activations; set it to false."
-        raise InputError("policy.gradient_checkpointing", True, mend)
+        hint = f"{type(model).__name__} has no layers that recompute their activations; set it to false."
+        raise InputError("policy.gradient_checkpointing", True, hint)
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(_run, layer)

@@ -39,7 +39,7 @@ def _exchange(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tenso
         own = parameter.detach().to(values[name].device, copy=True)
         parameter.copy_(values[name])
         values[name].copy_(own)
-    # An autocast that is open around this has kept the former values in 16 bits.
+    # An autocast that is open around this has kept the previous values in 16 bits.
     torch.clear_autocast_cache()
 
 

@@ -1,4 +1,4 @@
-"""How people would rate the picture on a scale of 1 to 10: a linear head on its CLIP embedding.
+"""How people would rate the image on a scale of 1 to 10: a linear head on its CLIP embedding.
 
 Schuhmann, 2022, "improved-aesthetic-predictor" (LAION-Aesthetics V2): five layers without activations between them,
 fitted to the ratings of SAC, Logos and AVA on embeddings of length 1 of OpenAI's ViT-L/14.
@@ -19,7 +19,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.devices import exact_inference
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
 from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.weights import (
@@ -80,7 +80,7 @@ class AestheticReward(Reward):
 
     @property
     def version(self) -> str:
-        """The library that prepares pictures belongs to it."""
+        """The library that prepares images belongs to it."""
         return f"1+{library_version()}"
 
     def settings(self) -> Mapping[str, object]:
@@ -103,15 +103,15 @@ class AestheticReward(Reward):
         """One score a sample; the first call of a process loads the weights.
 
         Raises:
-            InputError: missing or wrong weights, a head for another network, a picture of an unknown mode.
+            InputError: missing or wrong weights, a head for another network, an image of an unknown mode.
         """
         clip = self._clip()
         head = load_head(self._head_file(), clip.architecture().width)
         model = clip.load()
         scores = []
         for sample_id, image in zip(batch.sample_ids, batch.images, strict=True):
-            picture = to_rgb(image, f"rewards.aesthetic, sample {sample_id}")
-            rating = aesthetic_rating(head, model.image_embedding(picture))
+            image = to_rgb(image, f"rewards.aesthetic, sample {sample_id}")
+            rating = aesthetic_rating(head, model.image_embedding(image))
             finite = math.isfinite(rating)
             scores.append(Score(clamp_unit(rating / FULL_SCALE), rating) if finite else Score.failed(NO_DIRECTION))
         return scores
@@ -141,7 +141,7 @@ class AestheticHead:
 
 
 def aesthetic_rating(head: AestheticHead, embedding: Float32[Tensor, " width"]) -> float:
-    """The rating of a picture with this embedding of length 1; NaN of one that is NaN."""
+    """The rating of an image with this embedding of length 1; NaN of one that is NaN."""
     with exact_inference("cpu"):
         hidden = embedding
         for matrix, offset in head.layers:
@@ -162,11 +162,11 @@ def check_head(path: str, shapes: Mapping[str, tuple[int, ...]], width: int) -> 
             if found == shape:
                 continue
             if layer == LAYERS[0][0] and found is not None and found[:1] == shape[:1]:
-                mend = (
+                hint = (
                     f"This head reads embeddings of {found[1]} numbers, those of CLIP here have {width}. Set `model` "
                     "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
                 )
-                raise InputError(_PLACE, path, mend)
+                raise InputError(_PLACE, path, hint)
             seen = "is missing" if found is None else f"has shape {list(found)}, not {list(shape)}"
             raise InputError(_PLACE, path, f"In this file {name} {seen}. Give {HEAD.file}.")
         inputs = outputs

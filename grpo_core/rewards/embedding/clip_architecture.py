@@ -1,6 +1,6 @@
 """Which CLIP a setting means: open_clip's tag or configuration file, and the release that its weights are of.
 
-A weight file says neither with which activation it was trained nor how pictures were prepared for it. open_clip
+A weight file says neither with which activation it was trained nor how images were prepared for it. open_clip
 knows both for the releases that it lists, and forgets them where weights come from a path, so they are looked up here.
 """
 
@@ -35,7 +35,7 @@ class ClipArchitecture:
         name: open_clip's tag, or ``config-`` with the first digits of the configuration's sha256.
         release: open_clip's tag of the weights; None for a configuration file.
         network: arguments of open_clip's CLIP class.
-        preparation: what to change in open_clip's default preparation of pictures (mean, std, ...).
+        preparation: what to change in open_clip's default preparation of images (mean, std, ...).
     """
 
     name: str
@@ -68,8 +68,8 @@ def check_model_setting(place: str, model: object) -> None:
     if isinstance(model, str) and (is_config_file(model) or model in _tags()):
         return
     close = difflib.get_close_matches(str(model), _tags(), n=3)
-    mend = "Set a tag of open_clip, such as ViT-L-14-quickgelu, or the path of an open_clip_config.json."
-    raise InputError(place, model, f"Did you mean {' or '.join(close)}? {mend}" if close else mend)
+    hint = "Set a tag of open_clip, such as ViT-L-14-quickgelu, or the path of an open_clip_config.json."
+    raise InputError(place, model, f"Did you mean {' or '.join(close)}? {hint}" if close else hint)
 
 
 def find_architecture(place: str, model: str, release: str | None) -> ClipArchitecture:
@@ -92,11 +92,11 @@ def find_architecture(place: str, model: str, release: str | None) -> ClipArchit
     if bool(network.get("quick_gelu")) != bool(known.get("quick_gelu")):
         twin = model.removesuffix("-quickgelu") if network.get("quick_gelu") else f"{model}-quickgelu"
         activation = "QuickGELU" if known.get("quick_gelu") else "GELU"
-        mend = (
+        hint = (
             f"The weights {release or DEFAULT_RELEASE} were trained with {activation}, which this network has not, and "
             f"would score without complaint, and wrongly. Set {twin}, or `pretrained` to the release of your weights."
         )
-        raise InputError(place, model, mend)
+        raise InputError(place, model, hint)
     preparation = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
     return ClipArchitecture(model, release or DEFAULT_RELEASE, network, preparation)
 
@@ -120,14 +120,14 @@ def _release(place: str, model: str, release: str | None) -> Mapping[str, Any]:
     if known:
         return known
     releases = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none"
-    mend = f"Set the release of {model} that the weights are; open_clip knows {releases}."
-    raise InputError(place, release, mend)
+    hint = f"Set the release of {model} that the weights are; open_clip knows {releases}."
+    raise InputError(place, release, hint)
 
 
 def _from_file(place: str, model: str, release: str | None) -> ClipArchitecture:
     if release is not None:
-        mend = "Leave it out: a configuration file says itself how its weights were trained."
-        raise InputError(f"{place.rsplit('.', 1)[0]}.pretrained", release, mend)
+        hint = "Leave it out: a configuration file says itself how its weights were trained."
+        raise InputError(f"{place.rsplit('.', 1)[0]}.pretrained", release, hint)
     file = Path(model).expanduser()
     try:
         config = json.loads(file.read_text())
@@ -147,11 +147,11 @@ def _check_plain(place: str, model: str, network: Mapping[str, Any]) -> None:
     foreign = [key for section, key in _OTHER_TOWERS if key in network[section]]
     foreign += [key for key in ("custom_text", "multimodal_cfg") if network.get(key)]
     if foreign:
-        mend = (
+        hint = (
             f"This architecture has parts from elsewhere ({', '.join(foreign)}), which would be fetched without being "
             "checked. Set one of OpenAI's or LAION's own, such as ViT-L-14-quickgelu or ViT-H-14."
         )
-        raise InputError(place, model, mend)
+        raise InputError(place, model, hint)
 
 
 def _configs_folder() -> Path:

@@ -1,4 +1,4 @@
-"""CLIP in fp32: the embeddings of pictures and texts, each of length 1.
+"""CLIP in fp32: the embeddings of images and texts, each of length 1.
 
 Radford et al., 2021, "Learning Transferable Visual Models From Natural Language Supervision" (arXiv:2103.00020).
 """
@@ -19,7 +19,7 @@ from grpo_core.rewards.embedding.clip_architecture import ClipArchitecture
 from grpo_core.rewards.weights import WeightFile, load_state_dict, load_weights
 
 CACHED_EMBEDDINGS = 4096
-"""How many embeddings a model keeps: those of the pictures that several rewards look at, of the prompts of a group."""
+"""How many embeddings a model keeps: those of the images that several rewards look at, of the prompts of a group."""
 
 NO_DIRECTION = "the CLIP embedding has length 0 or is not finite, so it points nowhere"
 """The reason of a failure: an embedding that cannot be brought to length 1."""
@@ -28,9 +28,9 @@ _BESIDE_THE_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 
 
 class ClipModel:
-    """One network on one device. Several threads may ask at the same time; each picture is computed once.
+    """One network on one device. Several threads may ask at the same time; each image is computed once.
 
-    Pictures and texts go through the network one at a time: a matrix product's last bits depend on the batch that it
+    Images and texts go through the network one at a time: a matrix product's last bits depend on the batch that it
     runs in, and a score must not.
     """
 
@@ -49,22 +49,22 @@ class ClipModel:
         self._lock = threading.Lock()
         self._embeddings: OrderedDict[str, Tensor] = OrderedDict()
 
-    def image_embedding(self, picture: Image.Image) -> Float32[Tensor, " width"]:
-        """The RGB picture's embedding on the CPU, of length 1; NaN where the network gives none that has a direction.
+    def image_embedding(self, image: Image.Image) -> Float32[Tensor, " width"]:
+        """The RGB image's embedding on the CPU, of length 1; NaN where the network gives none that has a direction.
 
         Raises:
             ValueError: another mode than RGB.
         """
-        if picture.mode != "RGB":
-            raise ValueError(f"expected an RGB picture, got mode {picture.mode}")
-        digest = hashlib.sha256(picture.tobytes()).hexdigest()
+        if image.mode != "RGB":
+            raise ValueError(f"expected an RGB image, got mode {image.mode}")
+        digest = hashlib.sha256(image.tobytes()).hexdigest()
 
         def compute() -> Tensor:
-            pixels = self._prepare(picture).unsqueeze(0).to(self._device)
+            pixels = self._prepare(image).unsqueeze(0).to(self._device)
             embedding: Tensor = self._network.encode_image(pixels)
             return embedding
 
-        return self._embed(f"picture {picture.width}x{picture.height} {digest}", compute)
+        return self._embed(f"image {image.width}x{image.height} {digest}", compute)
 
     def text_embedding(self, text: str) -> Float32[Tensor, " width"]:
         """The text's embedding on the CPU, of length 1, or NaN; of a long text only the first tokens are read."""
@@ -81,7 +81,7 @@ class ClipModel:
         return len(self._tokenizer.encode(text)) + 2
 
     def _embed(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        # Held while computing, so that who asks for the same picture waits for it.
+        # Held while computing, so that who asks for the same image waits for it.
         with self._lock:
             if key not in self._embeddings:
                 with exact_inference(self._device):

@@ -1,4 +1,4 @@
-"""How well the picture fits its prompt: the cosine of their CLIP embeddings.
+"""How well the image fits its prompt: the cosine of their CLIP embeddings.
 
 Hessel, Holtzman, Forbes, Le Bras and Choi, 2021, "CLIPScore: A Reference-free Evaluation Metric for Image Captioning"
 (arXiv:2104.08718), section 3: w max(cos, 0), there with w = 2.5 and ViT-B/32.
@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
 from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.long_prompts import LONG_PROMPTS, check_prompts
-from grpo_core.rewards.pictures import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_choice, check_positive
@@ -22,11 +22,11 @@ from grpo_core.rewards.settings import check_choice, check_positive
 class ClipScoreReward(Reward):
     """Value clip(scale * max(cos, 0), 0, 1); raw the cosine in [-1, 1].
 
-    Cosines of pictures with their own captions lie around 0.2 to 0.35.
+    Cosines of images with their own captions lie around 0.2 to 0.35.
 
     Attributes:
         model: open_clip's tag of the network, or the path of an open_clip_config.json.
-        pretrained: open_clip's name of the release that the weights are; by default ``openai``. It says how pictures
+        pretrained: open_clip's name of the release that the weights are; by default ``openai``. It says how images
             are prepared, and must have been trained with the network's activation.
         weights: open_clip's state dict: its path (.safetensors, or .pt of named tensors), or ``hf://owner/repo/file``.
         weights_sha256: digest that the file must have, whole or its first 8 digits or more.
@@ -53,7 +53,7 @@ class ClipScoreReward(Reward):
 
     @property
     def version(self) -> str:
-        """The library that prepares pictures and texts belongs to it."""
+        """The library that prepares images and texts belongs to it."""
         return f"1+{library_version()}"
 
     def settings(self) -> Mapping[str, object]:
@@ -72,14 +72,14 @@ class ClipScoreReward(Reward):
         """One score a sample; the first call of a process loads the weights.
 
         Raises:
-            InputError: missing or wrong weights, a picture of an unknown mode, a long prompt that is to be refused.
+            InputError: missing or wrong weights, an image of an unknown mode, a long prompt that is to be refused.
         """
         model = self._clip().load()
         check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
         scores = []
         for sample_id, image, prompt in zip(batch.sample_ids, batch.images, batch.prompts, strict=True):
-            picture = to_rgb(image, f"rewards.clip_score, sample {sample_id}")
-            cosine = (model.image_embedding(picture) @ model.text_embedding(prompt)).item()
+            image = to_rgb(image, f"rewards.clip_score, sample {sample_id}")
+            cosine = (model.image_embedding(image) @ model.text_embedding(prompt)).item()
             finite = math.isfinite(cosine)
             scores.append(Score(clamp_unit(self.scale * cosine), cosine) if finite else Score.failed(NO_DIRECTION))
         return scores

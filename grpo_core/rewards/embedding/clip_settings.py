@@ -63,8 +63,8 @@ class ClipSettings:
         """
         check_model_setting(self._place("model"), self.model)
         if self.pretrained is not None and not (isinstance(self.pretrained, str) and self.pretrained):
-            mend = "Set open_clip's name of the release that the weights are, such as openai."
-            raise InputError(self._place("pretrained"), self.pretrained, mend)
+            hint = "Set open_clip's name of the release that the weights are, such as openai."
+            raise InputError(self._place("pretrained"), self.pretrained, hint)
         check_source_setting(self._place("weights"), self.weights, OPENAI_WEIGHTS)
         check_digest_setting(self._place("weights_sha256"), self.weights_sha256)
         check_device_setting(self._place("device"), self.device)
@@ -131,5 +131,5 @@ class ClipSettings:
 
 
 def library_version() -> str:
-    """open_clip's release, which prepares the pictures and cuts up the texts."""
+    """open_clip's release, which prepares the images and cuts up the texts."""
     return f"open-clip-{metadata.version('open-clip-torch')}"

@@ -100,11 +100,11 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
             made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
-            mend = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
-            raise InputError(place, reference, mend) from error
+            hint = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
+            raise InputError(place, reference, hint) from error
         if not callable(made):
-            mend = f"It gave {type(made).__name__} where a reward function was due. Set `factory: false`."
-            raise InputError(place, reference, mend)
+            hint = f"It gave {type(made).__name__} where a reward function was due. Set `factory: false`."
+            raise InputError(place, reference, hint)
         function, given = made, "{}"
     code = _code_of(place, reference, function)
     running = _running_digest(reference, code.co_filename)
@@ -172,8 +172,8 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if file is None and missing is not None and f"{module}.".startswith(f"{missing}."):
-            mend = f"There is no module {missing}. Install it, or give a file by its path, as {module}.py:NAME."
-            raise InputError(place, reference, mend) from error
+            hint = f"There is no module {missing}. Install it, or give a file by its path, as {module}.py:NAME."
+            raise InputError(place, reference, hint) from error
         where = _origin(error, str(file) if file is not None else None)
         raise InputError(
             place, reference, f"Importing it raised {_shown(error)} at {where}. Mend that first."
@@ -211,10 +211,10 @@ def _code_of(place: str, reference: str, function: Callable[..., object]) -> Cod
         inner = (inner if inspect.isclass(inner) else type(inner)).__call__
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     if not isinstance(code, CodeType) or not Path(code.co_filename).is_file():
-        mend = (
+        hint = (
             "It has no Python source file, so nothing would tell that it has changed. Wrap it in a function of yours."
         )
-        raise InputError(place, reference, mend)
+        raise InputError(place, reference, hint)
     return code
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.functions import trl_call
 from grpo_core.rewards.functions.loading import REFERENCE, UserFunction, load_function
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
@@ -24,7 +24,7 @@ _PLACE = "rewards.function.function"
 class FunctionReward(Reward):
     """Value and raw are what the function returned, unbounded; None says that it has nothing to say of a sample.
 
-    Keywords of the call: ``prompts``; ``completions``, texts, or pictures (RGB copies) where samples are pictures, and
+    Keywords of the call: ``prompts``; ``completions``, texts, or images (RGB copies) where samples are images, and
     then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``completion_ids``, None
     where the tokens are not known; every column of the prompt file; ``trainer_state`` None, since stored samples are
     scored again without a trainer; ``log_extra`` and ``log_metric``, which write to the log.
@@ -38,7 +38,7 @@ class FunctionReward(Reward):
         conversational: whether prompts and completions are lists of messages, as TRL gives them when its data set's
             are. By default they are when the function annotates ``completions`` with lists of lists.
         by_group: whether the function compares siblings; it then gets one whole group a call.
-        with_targets: whether the function compares with target pictures.
+        with_targets: whether the function compares with target images.
         on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
         revision: any text; to be changed when something has changed that the function's file imports.
     """
@@ -53,13 +53,13 @@ class FunctionReward(Reward):
     revision: str | None = None
 
     name: ClassVar[str] = "function"
-    media: ClassVar[tuple[Medium, ...]] = ("picture", "text")
+    media: ClassVar[tuple[Modality, ...]] = ("image", "text")
     needs_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, str) or not REFERENCE.fullmatch(self.function):
-            mend = "Set package.module:function, or path/to/file.py:function."
-            raise InputError(_PLACE, self.function, mend)
+            hint = "Set package.module:function, or path/to/file.py:function."
+            raise InputError(_PLACE, self.function, hint)
         _check_arguments(self.arguments)
         for setting, choices in (("factory", (True, False, None)), ("conversational", (True, False, None))):
             if not any(getattr(self, setting) is choice for choice in choices):
@@ -118,8 +118,8 @@ class FunctionReward(Reward):
         refused = trl_call.refused_keywords(function)
         if not refused:
             return []
-        mend = f"It does not take the keyword(s) {', '.join(refused)}. Let it take **kwargs, as TRL asks too."
-        return [str(InputError(f"{_PLACE}, {function.place}", self.function, mend))]
+        hint = f"It does not take the keyword(s) {', '.join(refused)}. Let it take **kwargs, as TRL asks too."
+        return [str(InputError(f"{_PLACE}, {function.place}", self.function, hint))]
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """One score a sample; of one call each group, or of one call for all.
@@ -154,13 +154,13 @@ class FunctionReward(Reward):
         return trl_call.read_scores(function, returned, batch.sample_ids)
 
     def _raised(self, function: UserFunction, error: BaseException) -> InputError:
-        mend = (
+        hint = (
             "Mend the function; or, if it wants messages and got texts, or the other way round, set `conversational` "
             "(true or false); or set `on_error: null` to go on without scores for the samples on which it raises. "
             "trainer_state is None in every call."
         )
         place = f"the reward function {self.function}, {function.raised_at(error)}"
-        return InputError(place, f"{type(error).__name__}: {error}", mend)
+        return InputError(place, f"{type(error).__name__}: {error}", hint)
 
 
 def _check_arguments(arguments: object) -> None:

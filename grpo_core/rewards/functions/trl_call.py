@@ -14,7 +14,7 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.event_loop import run_awaitable
 from grpo_core.rewards.functions.loading import UserFunction
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.scoring import not_finite
 
@@ -55,20 +55,20 @@ def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, t
 
     Args:
         function: what is called.
-        batch: the samples; pictures go as RGB.
+        batch: the samples; images go as RGB.
         messages: whether prompts and completions go as lists of messages.
-        targets: whether target pictures go along.
+        targets: whether target images go along.
 
     Raises:
         InputError: a column that bears the name of an argument; token ids that the function needs are not known.
     """
     for name in ("prompts", "completions"):
         if name in batch.columns:
-            mend = "The reward function gets something else by this name. Rename the column in the prompt file."
-            raise InputError(f"{function.place}, column of the prompt file", name, mend)
+            hint = "The reward function gets something else by this name. Rename the column in the prompt file."
+            raise InputError(f"{function.place}, column of the prompt file", name, hint)
     if not batch.token_ids and "completion_ids" in _required(function):
-        mend = "The function needs completion_ids, and these samples come without tokens. Let it do without."
-        raise InputError(function.place, None, mend)
+        hint = "The function needs completion_ids, and these samples come without tokens. Let it do without."
+        raise InputError(function.place, None, hint)
     named = zip(batch.sample_ids, batch.images, strict=True) if batch.images else ()
     images = [to_rgb(image, f"rewards.function, sample {sample_id}").copy() for sample_id, image in named]
     outputs: Sequence[str | Image.Image] = images or batch.completions
@@ -109,8 +109,8 @@ def read_scores(function: UserFunction, returned: object, sample_ids: Sequence[s
         raise InputError(_place(function), f"{kind} {shown}", "Return a list with one number, or None, a sample.")
     listed = list(answers)
     if len(listed) != len(sample_ids):
-        mend = f"It got {len(sample_ids)} samples. Return one number, or None, for each, in order."
-        raise InputError(_place(function), f"{len(listed)} rewards", mend)
+        hint = f"It got {len(sample_ids)} samples. Return one number, or None, for each, in order."
+        raise InputError(_place(function), f"{len(listed)} rewards", hint)
     return [_read_score(function, *pair) for pair in zip(listed, sample_ids, strict=True)]
 
 
@@ -123,8 +123,8 @@ def _read_score(function: UserFunction, answer: object, sample_id: str) -> Score
     if plain is None:
         return NOT_APPLICABLE
     if not isinstance(plain, numbers.Real):
-        mend = "Return a number, or None where the function has nothing to say."
-        raise InputError(f"{_place(function)}, sample {sample_id}", answer, mend)
+        hint = "Return a number, or None where the function has nothing to say."
+        raise InputError(f"{_place(function)}, sample {sample_id}", answer, hint)
     try:
         value = float(plain)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""What a picture looks like, whatever it shows; rewards of their own, and guardrails of others.
+"""What an image looks like, whatever it shows; rewards of their own, and guardrails of others.
 
 - ``jpeg``: how well it compresses.
 - ``edge_density``, ``sharpness``, ``colour_entropy``: edges, fine detail, colours.

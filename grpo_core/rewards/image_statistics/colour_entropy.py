@@ -1,6 +1,6 @@
-"""How many colours the picture uses, and how evenly: falls when a policy narrows to a palette.
+"""How many colours the image uses, and how evenly: falls when a policy narrows to a palette.
 
-Shannon, 1948, "A Mathematical Theory of Communication", section 6, of the picture's joint RGB histogram.
+Shannon, 1948, "A Mathematical Theory of Communication", section 6, of the image's joint RGB histogram.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_integer
 
@@ -20,8 +20,8 @@ from grpo_core.rewards.settings import check_integer
 class ColourEntropyReward(Reward):
     """Value entropy / (3 log2 bins), in [0, 1]; raw the entropy in bits.
 
-    A picture of n pixels has at most log2(n) bits, and the histogram of a small one says too little where it has more
-    cells than the picture has pixels: 8 bins a channel, 512 cells, suit pictures from 64x64 pixels on.
+    An image of n pixels has at most log2(n) bits, and the histogram of a small one says too little where it has more
+    cells than the image has pixels: 8 bins a channel, 512 cells, suit images from 64x64 pixels on.
 
     Attributes:
         bins: equal ranges that each channel's 256 levels are divided into, 2 to 64.
@@ -43,17 +43,17 @@ class ColourEntropyReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a picture of an unknown mode.
+            InputError: an image of an unknown mode.
         """
         pairs = zip(batch.sample_ids, batch.images, strict=True)
-        pictures = (to_rgb(image, f"rewards.colour_entropy, sample {i}") for i, image in pairs)
-        entropies = [colour_entropy_bits(picture, self.bins) for picture in pictures]
+        images = (to_rgb(image, f"rewards.colour_entropy, sample {i}") for i, image in pairs)
+        entropies = [colour_entropy_bits(image, self.bins) for image in images]
         return [Score(min(bits / (3.0 * math.log2(self.bins)), 1.0), bits) for bits in entropies]
 
 
-def colour_entropy_bits(picture: Image.Image, bins: int) -> float:
-    """Entropy in bits of the joint histogram of an RGB picture, `bins` ranges a channel; 0 for a single colour."""
-    levels = np.asarray(picture).reshape(-1, 3).astype(np.int64) * bins // 256
+def colour_entropy_bits(image: Image.Image, bins: int) -> float:
+    """Entropy in bits of the joint histogram of an RGB image, `bins` ranges a channel; 0 for a single colour."""
+    levels = np.asarray(image).reshape(-1, 3).astype(np.int64) * bins // 256
     cells = (levels[:, 0] * bins + levels[:, 1]) * bins + levels[:, 2]
     counts = np.bincount(cells)
     shares = counts[counts > 0] / len(cells)

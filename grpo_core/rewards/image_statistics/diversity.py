@@ -1,6 +1,6 @@
-"""How unlike one another the pictures of a group are: falls when a policy draws the same picture for every seed.
+"""How unlike one another the images of a group are: falls when a policy draws the same image for every seed.
 
-The mean distance of a picture to its siblings: by LPIPS as in Zhu et al., 2017, "Toward Multimodal Image-to-Image
+The mean distance of an image to its siblings: by LPIPS as in Zhu et al., 2017, "Toward Multimodal Image-to-Image
 Translation" (arXiv:1711.11586); by the cosine of CLIP embeddings; or by the pixels themselves.
 """
 
@@ -16,7 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.devices import find_device_problem
 from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
 from grpo_core.rewards.image_statistics.distances import Distance, clip_distance, lpips_distance, pixel_distance
-from grpo_core.rewards.pictures import fit_to, shown_size, to_rgb
+from grpo_core.rewards.images import fit_to, shown_size, to_rgb
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit, not_finite
 from grpo_core.rewards.settings import check_choice
@@ -36,14 +36,14 @@ _PLACE = "rewards.diversity"
 
 @dataclass(frozen=True)
 class DiversityReward(Reward):
-    """Value clip(raw, 0, 1); raw the mean distance of the picture to each of its siblings.
+    """Value clip(raw, 0, 1); raw the mean distance of the image to each of its siblings.
 
-    A picture without siblings, and one of a batch that names no groups, has no score.
+    An image without siblings, and one of a batch that names no groups, has no score.
 
     Attributes:
         measure: ``pixels``, the root mean square difference over levels in [0, 1], needs no weights but takes a shift
             for a difference; ``lpips``, which does less so; ``clip``, 1 - the cosine of the embeddings, which sees what
-            the pictures show and hardly how.
+            the images show and hardly how.
         weights: for ``lpips`` the trunk's state dict, for ``clip`` open_clip's: a path or ``hf://owner/repo/file``.
         weights_sha256: digest that the file must have, whole or its first 8 digits or more.
         net: the trunk of ``lpips``: ``alex``, ``vgg`` or ``squeeze``.
@@ -70,17 +70,17 @@ class DiversityReward(Reward):
         if self.measure == "lpips":
             check_source_setting(f"{_PLACE}.weights", self.weights, TRUNKS[self.net])
         if self.measure == "pixels" and self.weights is not None:
-            mend = "The measure pixels needs no weights: set measure to lpips or clip, or leave them out."
-            raise InputError(f"{_PLACE}.weights", self.weights, mend)
+            hint = "The measure pixels needs no weights: set measure to lpips or clip, or leave them out."
+            raise InputError(f"{_PLACE}.weights", self.weights, hint)
 
     @property
     def version(self) -> str:
-        """With ``clip``, the library that prepares the pictures belongs to it."""
+        """With ``clip``, the library that prepares the images belongs to it."""
         return f"1+{library_version()}" if self.measure == "clip" else "1"
 
     @property
     def min_side(self) -> int:
-        """Smallest side in pixels that a picture may have."""
+        """Smallest side in pixels that an image may have."""
         return MIN_SIDES[self.net] if self.measure == "lpips" else 1
 
     def settings(self) -> Mapping[str, object]:
@@ -116,7 +116,7 @@ class DiversityReward(Reward):
         """One score a sample; a failure where a distance is no finite number.
 
         Raises:
-            InputError: missing or wrong weights, a picture that is too small, siblings of another aspect ratio.
+            InputError: missing or wrong weights, an image that is too small, siblings of another aspect ratio.
         """
         groups: dict[str, list[int]] = defaultdict(list)
         for row, group_id in enumerate(batch.group_ids):
@@ -126,24 +126,24 @@ class DiversityReward(Reward):
         distance = self._distance() if with_siblings else None
         for rows in with_siblings:
             assert distance is not None
-            for row, mean in zip(rows, distance.means(self._pictures(batch, rows)), strict=True):
+            for row, mean in zip(rows, distance.means(self._images(batch, rows)), strict=True):
                 # A NaN would come out of the clamp as a value.
                 finite = math.isfinite(mean)
                 scores[row] = Score(clamp_unit(mean), mean) if finite else Score.failed(not_finite(mean))
         return scores
 
-    def _pictures(self, batch: ScoringBatch, rows: Sequence[int]) -> list[Image.Image]:
+    def _images(self, batch: ScoringBatch, rows: Sequence[int]) -> list[Image.Image]:
         """Those of one group in RGB, all at the size of the smallest."""
-        pictures = []
+        images = []
         for row in rows:
             place = f"{_PLACE}, sample {batch.sample_ids[row]}"
-            pictures.append(to_rgb(batch.images[row], place))
-            if min(pictures[-1].size) < self.min_side:
-                mend = f"The measure {self.measure} needs sides of at least {self.min_side} pixels."
-                raise InputError(place, f"picture of {shown_size(pictures[-1])} pixels", mend)
-        size = min((picture.size for picture in pictures), key=lambda size: (math.prod(size), size))
+            images.append(to_rgb(batch.images[row], place))
+            if min(images[-1].size) < self.min_side:
+                hint = f"The measure {self.measure} needs sides of at least {self.min_side} pixels."
+                raise InputError(place, f"image of {shown_size(images[-1])} pixels", hint)
+        size = min((image.size for image in images), key=lambda size: (math.prod(size), size))
         place = f"{_PLACE}, siblings of sample {batch.sample_ids[rows[0]]}"
-        return [fit_to(picture, size, place) for picture in pictures]
+        return [fit_to(image, size, place) for image in images]
 
     def _distance(self) -> Distance[Any]:
         if self.measure == "pixels":

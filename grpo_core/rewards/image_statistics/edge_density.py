@@ -1,4 +1,4 @@
-"""How much of the picture is edges: falls when a policy paints flat areas, rises when it paints texture or noise.
+"""How much of the image is edges: falls when a policy paints flat areas, rises when it paints texture or noise.
 
 Canny, 1986, "A Computational Approach to Edge Detection", IEEE Transactions on Pattern Analysis and Machine
 Intelligence 8(6), as OpenCV computes it.
@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_positive
 
@@ -23,7 +23,7 @@ _UNIT = "levels a pixel"
 class EdgeDensityReward(Reward):
     """Value and raw: the share of pixels that are edges, in [0, 1].
 
-    Thin lines keep their width, so the same drawing at twice the size has about half the density: compare pictures of
+    Thin lines keep their width, so the same drawing at twice the size has about half the density: compare images of
     one size. Independent uniform noise has 0.36, photographs in focus 0.12 to 0.15.
 
     Attributes:
@@ -57,22 +57,22 @@ class EdgeDensityReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a picture of an unknown mode.
+            InputError: an image of an unknown mode.
         """
         pairs = zip(batch.sample_ids, batch.images, strict=True)
-        pictures = (to_rgb(image, f"rewards.edge_density, sample {i}") for i, image in pairs)
-        shares = [edge_share(picture, self.low, self.high) for picture in pictures]
+        images = (to_rgb(image, f"rewards.edge_density, sample {i}") for i, image in pairs)
+        shares = [edge_share(image, self.low, self.high) for image in images]
         return [Score(share, share) for share in shares]
 
 
-def edge_share(picture: Image.Image, low: float, high: float) -> float:
-    """Edge pixels over all pixels of an RGB picture.
+def edge_share(image: Image.Image, low: float, high: float) -> float:
+    """Edge pixels over all pixels of an RGB image.
 
     At every pixel the channel with the steepest gradient counts, so that an edge between two colours of one brightness
     is an edge too.
     """
     import cv2
 
-    edges = cv2.Canny(np.asarray(picture), low, high, apertureSize=3, L2gradient=True)
+    edges = cv2.Canny(np.asarray(image), low, high, apertureSize=3, L2gradient=True)
     share: float = cv2.countNonZero(edges) / edges.size
     return share

@@ -1,4 +1,4 @@
-"""How many bytes the picture takes as a JPEG: a reward that needs nothing but the picture.
+"""How many bytes the image takes as a JPEG: a reward that needs nothing but the image.
 
 Black, Janner, Du, Kostrikov and Levine, 2023, "Training Diffusion Models with Reinforcement Learning" (DDPO,
 arXiv:2305.13301), section 5.1: compressibility and incompressibility, the file size at quality 95.
@@ -12,14 +12,14 @@ from typing import ClassVar
 from PIL import Image, features
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.pictures import shown_size, to_rgb
+from grpo_core.rewards.images import shown_size, to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_choice, check_integer, check_positive
 
 BYTES_PER_KILOBYTE = 1000
 MAX_SIDE = 65_500
-"""Of a picture that the JPEG library writes, in pixels."""
+"""Of an image that the JPEG library writes, in pixels."""
 
 DIRECTIONS = ("compressible", "incompressible")
 
@@ -31,7 +31,7 @@ class JpegReward(Reward):
     Attributes:
         quality: JPEG quality, 1 to 100.
         direction: ``compressible`` rewards small files, ``incompressible`` large ones.
-        full_scale_kilobytes: size at which the value ends; by default that of the uncompressed picture
+        full_scale_kilobytes: size at which the value ends; by default that of the uncompressed image
             (3 bytes a pixel), so that the value does not depend on the resolution.
     """
 
@@ -71,26 +71,26 @@ class JpegReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a picture of an unknown mode, or with a side over MAX_SIDE.
+            InputError: an image of an unknown mode, or with a side over MAX_SIDE.
         """
         pairs = zip(batch.sample_ids, batch.images, strict=True)
-        return [self._score_picture(image, f"rewards.jpeg, sample {i}") for i, image in pairs]
+        return [self._score_image(image, f"rewards.jpeg, sample {i}") for i, image in pairs]
 
-    def _score_picture(self, image: Image.Image, place: str) -> Score:
-        picture = to_rgb(image, place)
-        if max(picture.size) > MAX_SIDE:
-            mend = f"A JPEG has at most {MAX_SIDE} pixels a side. Generate smaller pictures."
-            raise InputError(place, f"picture of {shown_size(picture)}", mend)
-        kilobytes = jpeg_bytes(picture, self.quality) / BYTES_PER_KILOBYTE
-        uncompressed = 3 * picture.width * picture.height / BYTES_PER_KILOBYTE
+    def _score_image(self, image: Image.Image, place: str) -> Score:
+        image = to_rgb(image, place)
+        if max(image.size) > MAX_SIDE:
+            hint = f"A JPEG has at most {MAX_SIDE} pixels a side. Generate smaller images."
+            raise InputError(place, f"image of {shown_size(image)}", hint)
+        kilobytes = jpeg_bytes(image, self.quality) / BYTES_PER_KILOBYTE
+        uncompressed = 3 * image.width * image.height / BYTES_PER_KILOBYTE
         share = clamp_unit(kilobytes / (self.full_scale_kilobytes or uncompressed))
         return Score(1.0 - share if self.direction == "compressible" else share, kilobytes)
 
 
-def jpeg_bytes(picture: Image.Image, quality: int) -> int:
-    """Size in bytes of the RGB picture as a baseline JPEG with 4:2:0 chroma and the standard Huffman tables."""
-    # A comment or XMP block that came with the picture would be written out, and counted.
-    bare = Image.frombytes("RGB", picture.size, picture.tobytes())
+def jpeg_bytes(image: Image.Image, quality: int) -> int:
+    """Size in bytes of the RGB image as a baseline JPEG with 4:2:0 chroma and the standard Huffman tables."""
+    # A comment or XMP block that came with the image would be written out, and counted.
+    bare = Image.frombytes("RGB", image.size, image.tobytes())
     buffer = io.BytesIO()
     bare.save(buffer, format="JPEG", quality=quality, subsampling="4:2:0", optimize=False, progressive=False)
     return buffer.tell()

@@ -1,4 +1,4 @@
-"""How much fine detail the picture has: falls when a policy blurs, rises when it adds grain.
+"""How much fine detail the image has: falls when a policy blurs, rises when it adds grain.
 
 Pech-Pacheco, Cristobal, Chamorro-Martinez and Fernandez-Valdivia, 2000, "Diatom Autofocusing in Brightfield
 Microscopy: a Comparative Study", International Conference on Pattern Recognition: the variance of the Laplacian.
@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_positive
 
@@ -22,7 +22,7 @@ class SharpnessReward(Reward):
 
     The curve never ends, so that a change shows in the value at every level of sharpness. Photographs in focus have
     400 to 1500, printed pages some 5000, the same blurred over three pixels under 5, uniform noise 100,000; compare
-    pictures of one size.
+    images of one size.
 
     Attributes:
         half: variance at which the value is 0.5.
@@ -50,19 +50,19 @@ class SharpnessReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a picture of an unknown mode.
+            InputError: an image of an unknown mode.
         """
         pairs = zip(batch.sample_ids, batch.images, strict=True)
-        pictures = (to_rgb(image, f"rewards.sharpness, sample {i}") for i, image in pairs)
-        variances = [laplacian_variance(picture) for picture in pictures]
+        images = (to_rgb(image, f"rewards.sharpness, sample {i}") for i, image in pairs)
+        variances = [laplacian_variance(image) for image in images]
         return [Score(variance / (variance + self.half), variance) for variance in variances]
 
 
-def laplacian_variance(picture: Image.Image) -> float:
-    """Variance over all pixels of the 4-neighbour Laplacian of an RGB picture's grey levels (ITU-R BT.601, 0..255)."""
+def laplacian_variance(image: Image.Image) -> float:
+    """Variance over all pixels of the 4-neighbour Laplacian of an RGB image's grey levels (ITU-R BT.601, 0..255)."""
     import cv2
 
-    grey = cv2.cvtColor(np.asarray(picture), cv2.COLOR_RGB2GRAY)
+    grey = cv2.cvtColor(np.asarray(image), cv2.COLOR_RGB2GRAY)
     # 16 bits hold every Laplacian of 8-bit levels, so its sums are whole numbers and the variance is rounded once.
     laplacian = cv2.Laplacian(grey, cv2.CV_16S, ksize=1).astype(np.int64)
     count, total = laplacian.size, int(laplacian.sum())

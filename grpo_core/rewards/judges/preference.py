@@ -1,11 +1,11 @@
-"""Which picture people would prefer for a prompt: PickScore and HPSv2, through the imscore package in this process.
+"""Which image people would prefer for a prompt: PickScore and HPSv2, through the imscore package in this process.
 
 Kirstain, Polyak, Singer, Matiana, Penna and Levy, 2023, "Pick-a-Pic: An Open Dataset of User Preferences for
 Text-to-Image Generation" (arXiv:2305.01569), equation 1. Wu, Hao, Sun, Chen, Zhu, Zhao and Li, 2023, "Human
 Preference Score v2" (arXiv:2306.09341).
 
-Both are a CLIP ViT-H/14 fine-tuned on people's choices between two pictures; the measure is the cosine of prompt and
-picture, PickScore's times CLIP's learned scale (near 100). Differences count, not levels: two pictures with the same
+Both are a CLIP ViT-H/14 fine-tuned on people's choices between two images; the measure is the cosine of prompt and
+image, PickScore's times CLIP's learned scale (near 100). Differences count, not levels: two images with the same
 prompt compare, two prompts do not.
 """
 
@@ -23,9 +23,9 @@ from grpo_core.rewards.embedding.clip_architecture import (
     find_architecture,
     is_config_file,
 )
+from grpo_core.rewards.images import to_rgb, to_tensor
 from grpo_core.rewards.judges.preference_scorers import PreferenceScorer, load_hpsv2, load_pickscore
 from grpo_core.rewards.long_prompts import LONG_PROMPTS, check_prompts
-from grpo_core.rewards.pictures import to_rgb, to_tensor
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit, not_finite
 from grpo_core.rewards.settings import check_choice, check_positive
@@ -80,8 +80,8 @@ class PickScoreReward(Reward):
 
     def __post_init__(self) -> None:
         if self.model is not None and not (isinstance(self.model, str) and self.model.strip()):
-            mend = f"Set a folder, or a name on the Hub such as {PICKSCORE}."
-            raise InputError(_PICKSCORE_MODEL, self.model, mend)
+            hint = f"Set a folder, or a name on the Hub such as {PICKSCORE}."
+            raise InputError(_PICKSCORE_MODEL, self.model, hint)
         check_digest_setting(f"{_PICKSCORE_MODEL}_sha256", self.model_sha256)
         _check_shared(self.name, self.full_scale, self.long_prompts, self.device)
 
@@ -105,7 +105,7 @@ class PickScoreReward(Reward):
         """One score a sample; the first call of a process loads the weights.
 
         Raises:
-            InputError: imscore is not installed, missing or wrong weights, a picture of an unknown mode, a long
+            InputError: imscore is not installed, missing or wrong weights, an image of an unknown mode, a long
                 prompt that is to be refused.
         """
         _check_package(self.name)
@@ -144,10 +144,10 @@ class HpsV2Reward(Reward):
         check_source_setting("rewards.hpsv2.weights", self.weights, HPSV2)
         check_digest_setting("rewards.hpsv2.weights_sha256", self.weights_sha256)
         if not isinstance(self.model, str) or not (self.model == HPSV2_NETWORK or is_config_file(self.model)):
-            mend = (
+            hint = (
                 f"HPSv2 is fine-tuned from {HPSV2_NETWORK}: leave it out, or set the path of an open_clip_config.json."
             )
-            raise InputError("rewards.hpsv2.model", self.model, mend)
+            raise InputError("rewards.hpsv2.model", self.model, hint)
         _check_shared(self.name, self.full_scale, self.long_prompts, self.device)
 
     def settings(self) -> Mapping[str, object]:
@@ -210,8 +210,8 @@ def _check_shared(name: str, full_scale: float, long_prompts: str, device: str) 
 
 def _check_package(name: str) -> None:
     if importlib.util.find_spec("imscore") is None:
-        mend = "It needs imscore, the extra preference (pip install imscore==0.0.11); or take another reward."
-        raise InputError("rewards", name, mend)
+        hint = "It needs imscore, the extra preference (pip install imscore==0.0.11); or take another reward."
+        raise InputError("rewards", name, hint)
 
 
 def _told(name: str, problems: Sequence[InputError | None]) -> list[str]:

@@ -36,7 +36,7 @@ class PreferenceScorer:
         self.count_tokens, self.context_length = count_tokens, context_length
 
     def score(self, pixels: Float32[Tensor, "1 3 height width"], prompt: str) -> float:
-        """The model's own measure of one picture (in [0, 1]) with its prompt."""
+        """The model's own measure of one image (in [0, 1]) with its prompt."""
         with exact_inference(self._device):
             found: Tensor = self._scorer.score(pixels.to(self._device), [prompt])  # type: ignore[operator]
         return found.item()
@@ -145,7 +145,7 @@ def _build_hpsv2(place: str, architecture: ClipArchitecture, weights: WeightFile
 
 
 class _Square(nn.Module):
-    """The package's resizing, which forgets to pad a picture whose long side has the right length already."""
+    """The package's resizing, which forgets to pad an image whose long side has the right length already."""
 
     def __init__(self, resize: nn.Module, side: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.devices import check_device_setting, exact_inference, find_device_problem
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice, check_integer
@@ -60,7 +60,7 @@ class RewardModelReward(Reward):
 
     name: ClassVar[str] = "reward_model"
     version: ClassVar[str] = "1"
-    media: ClassVar[tuple[Medium, ...]] = ("text",)
+    media: ClassVar[tuple[Modality, ...]] = ("text",)
 
     def __post_init__(self) -> None:
         if self.model is not None and not (isinstance(self.model, str) and self.model.strip()):
@@ -155,8 +155,8 @@ class RewardModelScorer:
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
         except TemplateError as error:
-            mend = f"The tokenizer's chat template refuses a question and its answer ({error}). Give another model."
-            raise InputError(_PLACE, self.tokenizer.name_or_path, mend) from error
+            hint = f"The tokenizer's chat template refuses a question and its answer ({error}). Give another model."
+            raise InputError(_PLACE, self.tokenizer.name_or_path, hint) from error
         return rendered
 
 

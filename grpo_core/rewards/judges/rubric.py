@@ -24,15 +24,15 @@ def rubric_fields(place: str, rubric: object) -> tuple[str, ...]:
     """
     if not isinstance(rubric, str) or not rubric.strip():
         raise InputError(place, rubric, "Set the question that the judge is asked, as text.")
-    mend = "Put plain names in braces, {prompt} or a column of the prompt file, and double all other braces."
+    hint = "Put plain names in braces, {prompt} or a column of the prompt file, and double all other braces."
     try:
         parsed = list(string.Formatter().parse(rubric))
     except ValueError as error:
-        raise InputError(place, rubric, f"{mend} ({error})") from error
+        raise InputError(place, rubric, f"{hint} ({error})") from error
     fields = [part for part in parsed if part[1] is not None]
     # Attributes and indices would let a rubric reach into objects; formats and conversions have no use here.
     if any(not str(name).isidentifier() or form or conversion for _, name, form, conversion in fields):
-        raise InputError(place, rubric, mend)
+        raise InputError(place, rubric, hint)
     return tuple(dict.fromkeys(str(name) for _, name, _, _ in fields))
 
 
@@ -47,7 +47,7 @@ def read_score(answer: str) -> float | None:
 
     Strictly, the answer is a JSON object with a finite number ``score``. Failing that, the last such object in it
     counts: after a line of reasoning, or inside a code fence, however many the judge quoted before. Never a bare
-    number in running text, which may be any number of the picture or the question.
+    number in running text, which may be any number of the image or the question.
     """
     score, place = None, answer.find("{")
     while place >= 0:

@@ -114,8 +114,8 @@ def _refuse_infinite(values: Float[Tensor, "groups siblings rewards"]) -> None:
     """Before any clamp: an infinity is a fault of the reward, not a large value."""
     infinite = values.isinf().any(-1).nonzero().tolist()
     if infinite:
-        mend = "A reward gives finite numbers; mend the one that produced it."
-        raise NonFiniteError("reward", [f"{g}/{s}" for g, s in infinite], mend)
+        hint = "A reward gives finite numbers; hint the one that produced it."
+        raise NonFiniteError("reward", [f"{g}/{s}" for g, s in infinite], hint)
 
 
 def _treat_missing(

@@ -14,7 +14,7 @@ Normalization = Literal["none", "group", "running", "range"]
 class RewardTerm:
     """A reward that adds to the others, or a gate that multiplies what they add up to.
 
-    A gate is for what must hold before anything else counts: the format of an answer, a picture that shows something.
+    A gate is for what must hold before anything else counts: the format of an answer, an image that shows something.
     It makes 0 of the other rewards, so these should be 0 at worst, with weights above 0: a reward or a weight below 0
     is a penalty, and a gate of 0 lifts it.
 
@@ -44,8 +44,8 @@ class RewardTerm:
     def __post_init__(self) -> None:
         for field, choices in (("role", Role), ("normalize", Normalization)):
             if getattr(self, field) not in get_args(choices):
-                mend = f"Choose one of {', '.join(get_args(choices))}."
-                raise InputError(f"rewards.{field}", getattr(self, field), mend)
+                hint = f"Choose one of {', '.join(get_args(choices))}."
+                raise InputError(f"rewards.{field}", getattr(self, field), hint)
         if not math.isfinite(self.weight):
             raise InputError("rewards.weight", self.weight, "Give a finite number.")
         for field in ("clamp", "range"):
@@ -63,16 +63,16 @@ class RewardTerm:
         if self.weight != 1:
             raise InputError("rewards.weight", self.weight, "A gate multiplies and has no weight; leave it out.")
         if self.normalize in ("group", "running"):
-            mend = "What multiplies has to mean the same in every group; choose none or range."
-            raise InputError("rewards.normalize", self.normalize, mend)
+            hint = "What multiplies has to mean the same in every group; choose none or range."
+            raise InputError("rewards.normalize", self.normalize, hint)
         if self.threshold is None:
             return
         if not math.isfinite(self.threshold):
             raise InputError("rewards.threshold", self.threshold, "Give a finite number.")
         for field in ("clamp", "range"):
             if getattr(self, field) is not None:
-                mend = "A threshold makes the gate 0 or 1 by the value as it is; leave one of the two out."
-                raise InputError(f"rewards.{field}", getattr(self, field), mend)
+                hint = "A threshold makes the gate 0 or 1 by the value as it is; leave one of the two out."
+                raise InputError(f"rewards.{field}", getattr(self, field), hint)
 
 
 def _check_interval(place: str, interval: tuple[float, float] | None) -> None:

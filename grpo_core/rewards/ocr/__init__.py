@@ -1,1 +1,1 @@
-"""Text in pictures: what the prompt asks for, what an engine reads, and how near the two are."""
+"""Text in images: what the prompt asks for, what an engine reads, and how near the two are."""

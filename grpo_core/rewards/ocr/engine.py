@@ -1,4 +1,4 @@
-"""What reads a picture: lines of text from top to bottom, or an error that says why there are none."""
+"""What reads an image: lines of text from top to bottom, or an error that says why there are none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from PIL import Image
 
 
 class ReadingError(RuntimeError):
-    """An engine broke down over a picture or took too long; another attempt may succeed."""
+    """An engine broke down over an image or took too long; another attempt may succeed."""
 
 
 class Engine(Protocol):
-    """Reads pictures; its settings are fixed when it is built, so that no call changes another's result."""
+    """Reads images; its settings are fixed when it is built, so that no call changes another's result."""
 
     @property
     def version(self) -> str:
@@ -30,10 +30,10 @@ class Engine(Protocol):
         """
 
     def find_problems(self) -> Sequence[str]:
-        """What is missing, each with its mend; empty when the engine can read. Loads no model."""
+        """What is missing, each with its hint; empty when the engine can read. Loads no model."""
 
-    def read(self, picture: Image.Image) -> tuple[str, ...]:
-        """The lines of an 8-bit RGB picture in reading order; none where nothing can be read.
+    def read(self, image: Image.Image) -> tuple[str, ...]:
+        """The lines of an 8-bit RGB image in reading order; none where nothing can be read.
 
         Raises:
             ReadingError: it broke down, or took too long.
@@ -43,7 +43,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """A stretch of text in a picture, with its left edge, upper and lower edge in pixels."""
+    """A stretch of text in an image, with its left edge, upper and lower edge in pixels."""
 
     text: str
     left: float
@@ -55,7 +55,7 @@ def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
     """Row by row from above, in each row from the left.
 
     Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels that holds
-    for pictures of any size, and for rows that are not quite level.
+    for images of any size, and for rows that are not quite level.
     """
     rows: list[list[Line]] = []
     for line in sorted(lines, key=lambda line: (line.top + line.bottom, line.left)):

@@ -34,8 +34,8 @@ class RapidEngine:
     Attributes:
         turn_lines: whether lines that stand on their head are turned and read; otherwise they are passed over. Left as
             they are, many of them would be read all the same.
-        limit_side_len: a picture with a smaller short side is enlarged to it for finding the lines.
-        max_side_len: a picture with a larger long side is shrunk to it before anything else.
+        limit_side_len: an image with a smaller short side is enlarged to it for finding the lines.
+        max_side_len: an image with a larger long side is shrunk to it before anything else.
     """
 
     turn_lines: bool
@@ -63,8 +63,8 @@ class RapidEngine:
             return [str(error)]
         return []
 
-    def read(self, picture: Image.Image) -> tuple[str, ...]:
-        """The lines of an RGB picture, those read with a confidence of a half or more.
+    def read(self, image: Image.Image) -> tuple[str, ...]:
+        """The lines of an RGB image, those read with a confidence of a half or more.
 
         Raises:
             ReadingError: the library broke down.
@@ -74,7 +74,7 @@ class RapidEngine:
         with _READING:
             reader = _load_reader(self, models)
             try:
-                found = reader(picture)
+                found = reader(image)
             # Besides its own errors come those of OpenCV, NumPy and Shapely, which have no other base in common.
             except Exception as error:
                 last_line = (str(error).strip().splitlines() or [""])[-1]

@@ -16,19 +16,19 @@ from grpo_core.rewards.ocr.engine import Line, ReadingError, in_reading_order
 from grpo_core.rewards.weights import file_sha256
 
 TIMEOUT_SECONDS = 60
-"""After which a picture is given up; Tesseract takes about a tenth of a second for one."""
+"""After which an image is given up; Tesseract takes about a tenth of a second for one."""
 
 _PLACE = "rewards.text_accuracy.engine"
 _PACKAGE_MEND = "Install it: pip install 'grpo-staged[tesseract]', or set rapidocr."
 _BINARY_MEND = "Install Tesseract (Debian: apt-get install tesseract-ocr), or set rapidocr."
-# Sparse text: a picture is no page, and the analysis of a page's layout takes writing in a scene for an illustration.
+# Sparse text: an image is no page, and the analysis of a page's layout takes writing in a scene for an illustration.
 _CONFIG = "--psm 11"
 _MIN_CONFIDENCE = 50
 
 
 @dataclass(frozen=True)
 class TesseractEngine:
-    """Reads the languages that are installed with it, each picture in a process of its own.
+    """Reads the languages that are installed with it, each image in a process of its own.
 
     Tesseract computes with as many threads as the environment variable OMP_THREAD_LIMIT allows.
 
@@ -56,11 +56,11 @@ class TesseractEngine:
         folder, installed = _ask_languages()
         for language in self._languages():
             if language not in installed:
-                mend = (
+                hint = (
                     f"Tesseract has {', '.join(installed) or 'no languages'} in {folder}. Install this one (Debian: "
                     f"apt-get install tesseract-ocr-{language.replace('_', '-')}), or set others."
                 )
-                raise InputError("rewards.text_accuracy.languages", language, mend)
+                raise InputError("rewards.text_accuracy.languages", language, hint)
         return {language: file_sha256(str(folder / f"{language}.traineddata")) for language in self._languages()}
 
     def find_problems(self) -> Sequence[str]:
@@ -76,8 +76,8 @@ class TesseractEngine:
             problems.append(str(error))
         return problems
 
-    def read(self, picture: Image.Image) -> tuple[str, ...]:
-        """The lines of an RGB picture, of each the words read with a confidence of a half or more.
+    def read(self, image: Image.Image) -> tuple[str, ...]:
+        """The lines of an RGB image, of each the words read with a confidence of a half or more.
 
         Raises:
             ReadingError: Tesseract broke down, or took longer than TIMEOUT_SECONDS.
@@ -86,10 +86,10 @@ class TesseractEngine:
         try:
             import pytesseract
         except ImportError as error:
-            mend = f"The package pytesseract is missing. {_PACKAGE_MEND}"
-            raise InputError(_PLACE, "tesseract", mend) from error
-        # The package hands the picture over in the format of the file it came from, which may be a lossy one.
-        bare = Image.frombytes("RGB", picture.size, picture.tobytes())
+            hint = f"The package pytesseract is missing. {_PACKAGE_MEND}"
+            raise InputError(_PLACE, "tesseract", hint) from error
+        # The package hands the image over in the format of the file it came from, which may be a lossy one.
+        bare = Image.frombytes("RGB", image.size, image.tobytes())
         try:
             words = pytesseract.image_to_data(
                 bare, lang=self.languages, config=_CONFIG, timeout=TIMEOUT_SECONDS, output_type=pytesseract.Output.DICT

@@ -1,4 +1,4 @@
-"""Whether the picture shows the text that its prompt asks for, read by an OCR engine."""
+"""Whether the image shows the text that its prompt asks for, read by an OCR engine."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,23 +8,23 @@ from typing import ClassVar
 from PIL import Image
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.images import shown_size, to_rgb
 from grpo_core.rewards.ocr.engine import Engine, ReadingError
 from grpo_core.rewards.ocr.quoted_text import quoted_texts
 from grpo_core.rewards.ocr.rapid import RapidEngine
 from grpo_core.rewards.ocr.tesseract import TesseractEngine
 from grpo_core.rewards.ocr.text_match import MATCHES
-from grpo_core.rewards.pictures import shown_size, to_rgb
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice, check_integer
 
 MAX_ASPECT = 8.0
-"""Both engines enlarge the short side; a picture of 4x2000 pixels keeps RapidOCR busy for minutes."""
+"""Both engines enlarge the short side; an image of 4x2000 pixels keeps RapidOCR busy for minutes."""
 
 LIMIT_SIDE_LEN = 320
-"""Small pictures are read no better above it, and slower."""
+"""Small images are read no better above it, and slower."""
 
 MAX_SIDE_LEN = 768
-"""Large pictures are read no better above it, their small print worse, and slower."""
+"""Large images are read no better above it, their small print worse, and slower."""
 
 LANGUAGES = "eng"
 _LANGUAGES = r"\w[\w/]*(\+\w[\w/]*)*"
@@ -50,10 +50,10 @@ class TextAccuracyReward(Reward):
         engine: ``rapidocr`` (Chinese and English) or ``tesseract``.
         cls: rapidocr: whether lines that stand on their head are turned and read, which gives them full marks, or
             passed over; False.
-        limit_side_len: rapidocr: a picture with a smaller short side is enlarged to it for finding the lines; 320.
-        max_side_len: rapidocr: a picture with a larger long side is shrunk to it before it is read; 768.
+        limit_side_len: rapidocr: an image with a smaller short side is enlarged to it for finding the lines; 320.
+        max_side_len: rapidocr: an image with a larger long side is shrunk to it before it is read; 768.
         languages: tesseract: names of its languages, joined by a plus (``eng+chi_sim``); ``eng``.
-        attempts: how often a picture is read at most when the engine breaks down; then the sample has failed.
+        attempts: how often an image is read at most when the engine breaks down; then the sample has failed.
     """
 
     mode: str = "ned"
@@ -81,8 +81,8 @@ class TextAccuracyReward(Reward):
             for setting in settings if engine != self.engine else ():
                 if getattr(self, setting) is None:
                     continue
-                mend = f"Only the engine {engine} has this setting. Leave it out."
-                raise InputError(f"{_PLACE}.{setting}", getattr(self, setting), mend)
+                hint = f"Only the engine {engine} has this setting. Leave it out."
+                raise InputError(f"{_PLACE}.{setting}", getattr(self, setting), hint)
         if self.cls is not None and not isinstance(self.cls, bool):
             raise InputError(f"{_PLACE}.cls", self.cls, "Set true or false.")
         if self.limit_side_len is not None:
@@ -91,8 +91,8 @@ class TextAccuracyReward(Reward):
             check_integer(f"{_PLACE}.max_side_len", self.max_side_len, 64, 8192)
         known = isinstance(self.languages, str | None) and re.fullmatch(_LANGUAGES, self.languages or LANGUAGES)
         if not known:
-            mend = "Give Tesseract's names of languages, joined by a plus, such as eng+chi_sim."
-            raise InputError(f"{_PLACE}.languages", self.languages, mend)
+            hint = "Give Tesseract's names of languages, joined by a plus, such as eng+chi_sim."
+            raise InputError(f"{_PLACE}.languages", self.languages, hint)
 
     @property
     def version(self) -> str:
@@ -129,21 +129,21 @@ class TextAccuracyReward(Reward):
         """One score a sample; the first call of a process loads the engine.
 
         Raises:
-            InputError: a picture of an unknown mode or too long for its width, a column that holds no text; the engine
+            InputError: an image of an unknown mode or too long for its width, a column that holds no text; the engine
                 is not installed.
         """
         engine = self._build_engine()
         wanted = [self._find_texts(batch, row) for row in range(len(batch))]
         rows = zip(batch.sample_ids, batch.images, wanted, strict=True)
-        return [self._score_picture(engine, i, image, texts) if texts else NOT_APPLICABLE for i, image, texts in rows]
+        return [self._score_image(engine, i, image, texts) if texts else NOT_APPLICABLE for i, image, texts in rows]
 
-    def _score_picture(self, engine: Engine, sample_id: str, image: Image.Image, texts: Sequence[str]) -> Score:
-        picture = to_rgb(image, f"{_PLACE}, sample {sample_id}")
-        if max(picture.size) > MAX_ASPECT * min(picture.size):
-            mend = f"Generate pictures whose long side is at most {MAX_ASPECT:g} times the short one."
-            raise InputError(f"{_PLACE}, sample {sample_id}", f"{shown_size(picture)} pixels", mend)
+    def _score_image(self, engine: Engine, sample_id: str, image: Image.Image, texts: Sequence[str]) -> Score:
+        image = to_rgb(image, f"{_PLACE}, sample {sample_id}")
+        if max(image.size) > MAX_ASPECT * min(image.size):
+            hint = f"Generate images whose long side is at most {MAX_ASPECT:g} times the short one."
+            raise InputError(f"{_PLACE}, sample {sample_id}", f"{shown_size(image)} pixels", hint)
         try:
-            lines = read_with_retries(engine, picture, self.attempts)
+            lines = read_with_retries(engine, image, self.attempts)
         except ReadingError as error:
             return Score.failed(f"{error}, in {self.attempts} attempt(s)")
         match = MATCHES[self.mode](texts, lines)
@@ -171,8 +171,8 @@ class TextAccuracyReward(Reward):
         return RapidEngine(bool(self.cls), self.limit_side_len or LIMIT_SIDE_LEN, self.max_side_len or MAX_SIDE_LEN)
 
 
-def read_with_retries(engine: Engine, picture: Image.Image, attempts: int) -> tuple[str, ...]:
-    """The lines of an RGB picture, read again when the engine breaks down, `attempts` times at most.
+def read_with_retries(engine: Engine, image: Image.Image, attempts: int) -> tuple[str, ...]:
+    """The lines of an RGB image, read again when the engine breaks down, `attempts` times at most.
 
     Raises:
         ReadingError: it broke down every time.
@@ -186,4 +186,4 @@ def read_with_retries(engine: Engine, picture: Image.Image, attempts: int) -> tu
         retry=tenacity.retry_if_exception_type(ReadingError),
         reraise=True,
     )
-    return retrying(engine.read, picture)
+    return retrying(engine.read, image)

@@ -141,18 +141,18 @@ def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:
 
 def _give_away(place: int, owners: list[int], edits: list[int], count_edits: Callable[[int], int]) -> None:
     """Give one word to the text where it saves the most edits, and its owner's and the taker's edits with it."""
-    former = owners[place]
+    previous = owners[place]
     owners[place] = _NOBODY
-    without = count_edits(former)
-    best, best_change, best_edits = former, 0, edits[former]
+    without = count_edits(previous)
+    best, best_change, best_edits = previous, 0, edits[previous]
     for taker in range(len(edits)):
-        if taker == former:
+        if taker == previous:
             continue
         owners[place] = taker
         taken = count_edits(taker)
-        change = without - edits[former] + taken - edits[taker]
+        change = without - edits[previous] + taken - edits[taker]
         if change < best_change:
             best, best_change, best_edits = taker, change, taken
     owners[place] = best
-    if best != former:
-        edits[former], edits[best] = without, best_edits
+    if best != previous:
+        edits[previous], edits[best] = without, best_edits

@@ -81,9 +81,9 @@ class Service:
         check_integer(f"rewards.{self.reward}.attempts", self.attempts, 1, 100)
         check_positive(f"rewards.{self.reward}.backoff_s", self.backoff_s, "seconds")
         if self.token_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(self.token_env)):
-            mend = "Set the name of the environment variable that holds the token, not the token."
+            hint = "Set the name of the environment variable that holds the token, not the token."
             # The value may be the token itself.
-            raise InputError(f"rewards.{self.reward}.token_env", "something else than a name", mend)
+            raise InputError(f"rewards.{self.reward}.token_env", "something else than a name", hint)
 
     def token(self) -> str | None:
         """The bearer token.
@@ -96,8 +96,8 @@ class Service:
         token = os.environ.get(self.token_env, "").strip()
         if not re.fullmatch(r"[!-~]+", token):
             state = "holds something else than a token" if token else "is not set"
-            mend = f"This environment variable {state}. Set it to the token where the rewards are computed."
-            raise InputError(f"rewards.{self.reward}.token_env", self.token_env, mend)
+            hint = f"This environment variable {state}. Set it to the token where the rewards are computed."
+            raise InputError(f"rewards.{self.reward}.token_env", self.token_env, hint)
         return token
 
     def get(self, path: str) -> object:
@@ -145,9 +145,9 @@ class Service:
 
     def _pause(self, state: "tenacity.RetryCallState") -> float:
         failure = state.outcome.exception() if state.outcome is not None else None
-        asked = failure.retry_after_s if isinstance(failure, ServiceFailure) else None
+        requested = failure.retry_after_s if isinstance(failure, ServiceFailure) else None
         own = min(self.backoff_s * 2.0 ** (state.attempt_number - 1), MAX_PAUSE_S) * _JITTER.uniform(0.5, 1.0)
-        return max(own, min(asked or 0.0, MAX_RETRY_AFTER_S))
+        return max(own, min(requested or 0.0, MAX_RETRY_AFTER_S))
 
     def _attempt(self, client: "httpx.Client", method: str, url: str, body: bytes | None) -> object:
         import httpx
@@ -172,8 +172,8 @@ class Service:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            mend = f"The answer is no JSON. Set `url` to a service of the kind that rewards.{self.reward} asks."
-            raise InputError(f"{method} {url}", self._without_token(_start(content)), mend) from error
+            hint = f"The answer is no JSON. Set `url` to a service of the kind that rewards.{self.reward} asks."
+            raise InputError(f"{method} {url}", self._without_token(_start(content)), hint) from error
 
     def _read(self, response: "httpx.Response", url: str) -> bytes:
         content = bytearray()
@@ -184,15 +184,15 @@ class Service:
         return bytes(content)
 
     def _refused(self, url: str, status: int, content: bytes) -> InputError:
-        mends = {
+        hints = {
             401: "Set `token_env` to the environment variable that holds a token which the service knows.",
             403: "Set `token_env` to the environment variable that holds a token which may do this.",
             404: "Correct `url`, and the name that is asked for there.",
             413: "Send less at once: a smaller `batch_size`.",
         }
-        mend = mends.get(status, "Correct the reward's settings, or what is sent.")
+        hint = hints.get(status, "Correct the reward's settings, or what is sent.")
         said = self._without_token(_message(content))
-        return InputError(url, f"status {status}", f"The service says: {said}. {mend}")
+        return InputError(url, f"status {status}", f"The service says: {said}. {hint}")
 
     def _without_token(self, said: str) -> str:
         """What a service says, for people and logs; some repeat the token that they were sent."""
@@ -229,8 +229,8 @@ def _check_url(place: str, url: object) -> None:
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise InputError(place, url, "Set an address such as http://127.0.0.1:8600.")
     if parts.username is not None or parts.password is not None:
-        mend = "Put the secret into an environment variable and set `token_env` to its name."
-        raise InputError(place, f"{parts.scheme}://...@{parts.hostname}", mend)
+        hint = "Put the secret into an environment variable and set `token_env` to its name."
+        raise InputError(place, f"{parts.scheme}://...@{parts.hostname}", hint)
 
 
 def _split(url: str) -> SplitResult | None:

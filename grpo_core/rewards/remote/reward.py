@@ -10,8 +10,8 @@ from typing import ClassVar
 from pydantic import ValidationError
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
-from grpo_core.rewards.pictures import fits_reward, shown_bounds, shown_size
+from grpo_core.records import Modality
+from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import Service, ServiceFailure, ask_side_by_side
@@ -35,7 +35,7 @@ class RemoteReward(Reward):
         batch_size: samples a request.
         concurrency: requests at a time.
         by_group: whether a request holds one whole group; for rewards that compare siblings.
-        with_targets: whether target pictures are sent along; for rewards that compare with them.
+        with_targets: whether target images are sent along; for rewards that compare with them.
         token_env: environment variable that holds the bearer token.
     """
 
@@ -53,7 +53,7 @@ class RemoteReward(Reward):
 
     name: ClassVar[str] = "remote"
     version: ClassVar[str] = "1"
-    media: ClassVar[tuple[Medium, ...]] = ("picture", "text")
+    media: ClassVar[tuple[Modality, ...]] = ("image", "text")
     needs_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class RemoteReward(Reward):
         if not isinstance(self.reward, str) or not self.reward:
             raise InputError("rewards.remote.reward", self.reward, "Set the name of a reward that the server has.")
         if self.reward_version is not None and (not isinstance(self.reward_version, str) or not self.reward_version):
-            mend = "Set the version that the server tells, as text in quotes, or null."
-            raise InputError("rewards.remote.reward_version", self.reward_version, mend)
+            hint = "Set the version that the server tells, as text in quotes, or null."
+            raise InputError("rewards.remote.reward_version", self.reward_version, hint)
         check_integer("rewards.remote.batch_size", self.batch_size, 1, 4096)
         check_integer("rewards.remote.concurrency", self.concurrency, 1, 64)
         for setting, value in (("by_group", self.by_group), ("with_targets", self.with_targets)):
@@ -90,8 +90,8 @@ class RemoteReward(Reward):
             try:
                 version = _describe(self._service(), self.reward).version
             except ServiceFailure as failure:
-                mend = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
-                raise InputError("rewards.remote.url", self.url, mend) from failure
+                hint = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
+                raise InputError("rewards.remote.url", self.url, hint) from failure
         return {"reward": self.reward, "reward_version": version} | {
             "by_group": self.by_group,
             "with_targets": self.with_targets,
@@ -103,8 +103,8 @@ class RemoteReward(Reward):
             described = _describe(self._service(attempts=1, timeout_s=_PREFLIGHT_TIMEOUT_S), self.reward)
             self._check_fit(described)
         except ServiceFailure as failure:
-            mend = f"{failure.reason}. Start the server there, or correct the address."
-            return [str(InputError("rewards.remote.url", self.url, mend))]
+            hint = f"{failure.reason}. Start the server there, or correct the address."
+            return [str(InputError("rewards.remote.url", self.url, hint))]
         except InputError as error:
             return [str(error)]
         return []
@@ -156,30 +156,30 @@ class RemoteReward(Reward):
     def _check_fit(self, described: wire.RewardDescription) -> None:
         self._check_version(described.version)
         if described.needs_group and not self.by_group:
-            mend = f"The reward {self.reward} compares siblings. Set it to true."
-            raise InputError("rewards.remote.by_group", False, mend)
+            hint = f"The reward {self.reward} compares siblings. Set it to true."
+            raise InputError("rewards.remote.by_group", False, hint)
         if described.needs_target and not self.with_targets:
-            mend = f"The reward {self.reward} compares with target pictures. Set it to true."
-            raise InputError("rewards.remote.with_targets", False, mend)
+            hint = f"The reward {self.reward} compares with target images. Set it to true."
+            raise InputError("rewards.remote.with_targets", False, hint)
 
     def _check_samples(self, described: wire.RewardDescription, batch: ScoringBatch) -> None:
-        kind: Medium = "picture" if batch.images else "text"
+        kind: Modality = "image" if batch.images else "text"
         if len(batch) and kind not in described.media:
-            mend = f"It scores {' and '.join(described.media)}s, and these samples are {kind}s. Set another one."
-            raise InputError("rewards.remote.reward", self.reward, mend)
+            hint = f"It scores {' and '.join(described.media)}s, and these samples are {kind}s. Set another one."
+            raise InputError("rewards.remote.reward", self.reward, hint)
         bounds = described.min_side, math.inf if described.max_aspect is None else described.max_aspect
         for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
             if not fits_reward(image, *bounds):
-                mend = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
-                raise InputError(f"rewards.remote, sample {sample_id}", f"picture of {shown_size(image)}", mend)
+                hint = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
+                raise InputError(f"rewards.remote, sample {sample_id}", f"image of {shown_size(image)}", hint)
 
     def _check_version(self, told: str, described: str | None = None) -> None:
         expected = self.reward_version or described
         if expected is not None and told != expected:
-            mend = (
+            hint = (
                 f"The server at {self.url} has version {told} of {self.reward}. Set that, or start the other version."
             )
-            raise InputError("rewards.remote.reward_version", expected, mend)
+            raise InputError("rewards.remote.reward_version", expected, hint)
 
     def _service(self, attempts: int | None = None, timeout_s: float | None = None) -> Service:
         url = self.url.rstrip("/") if isinstance(self.url, str) else self.url
@@ -199,12 +199,12 @@ def _describe(service: Service, reward: str) -> wire.RewardDescription:
         raise _not_protocol(url, error) from error
     found = {known.name: known for known in description.rewards}
     if reward not in found:
-        mend = f"The server at {service.url} has {', '.join(sorted(found)) or 'no rewards'}. Set one of them."
-        raise InputError("rewards.remote.reward", reward, mend)
+        hint = f"The server at {service.url} has {', '.join(sorted(found)) or 'no rewards'}. Set one of them."
+        raise InputError("rewards.remote.reward", reward, hint)
     return found[reward]
 
 
 def _not_protocol(url: str, error: ValueError) -> InputError:
     fault = wire.first_fault(error) if isinstance(error, ValidationError) else str(error)
-    mend = f"Only a server of protocol {wire.PROTOCOL} will do; docs/remote_rewards.md describes it."
-    return InputError(url, fault, mend)
+    hint = f"Only a server of protocol {wire.PROTOCOL} will do; docs/remote_rewards.md describes it."
+    return InputError(url, fault, hint)

@@ -1,4 +1,4 @@
-"""The protocol between a reward here and a scorer elsewhere: JSON over HTTP, pictures as PNG in base64.
+"""The protocol between a reward here and a scorer elsewhere: JSON over HTTP, images as PNG in base64.
 
 docs/remote_rewards.md describes it for those who write a scorer.
 """
@@ -15,8 +15,8 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
-from grpo_core.rewards.pictures import to_rgb
+from grpo_core.records import Modality
+from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.protocol import Score, ScoringBatch
 from grpo_core.rewards.scoring import not_finite
 
@@ -25,7 +25,7 @@ DESCRIBE_PATH = "/v1/describe"
 SCORE_PATH = "/v1/score"
 MAX_SIDE = 8192
 MAX_PIXELS = 4096 * 4096
-"""Bounds of a picture that is decoded."""
+"""Bounds of an image that is decoded."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HEAD_CHARACTERS = 32
@@ -53,17 +53,17 @@ class RewardDescription(_Answer):
         name: by which it is asked for.
         version: changes whenever the same sample would score otherwise, be it by code, settings or weights.
         media: what it scores.
-        needs_target: whether it has no score for a sample without a target picture; targets are sent only then.
+        needs_target: whether it has no score for a sample without a target image; targets are sent only then.
         needs_group: whether all siblings must come in one request.
         needs_column: column of the prompt file that it needs.
-        min_side: smallest side of a picture in pixels.
-        max_aspect: largest ratio of a picture's long side to its short one; None for any.
+        min_side: smallest side of an image in pixels.
+        max_aspect: largest ratio of an image's long side to its short one; None for any.
         provenance: anything that tells where its scores come from.
     """
 
     name: _Name
     version: _Name
-    media: list[Medium] = Field(min_length=1)
+    media: list[Modality] = Field(min_length=1)
     needs_target: bool = False
     needs_group: bool = False
     needs_column: str | None = None
@@ -80,7 +80,7 @@ class Description(_Answer):
 
 
 class WireSample(_Message):
-    """One sample; a picture as base64 of a PNG file, or a text."""
+    """One sample; an image as base64 of a PNG file, or a text."""
 
     sample_id: _Name
     prompt: _Text
@@ -143,7 +143,7 @@ def write_request(reward: str, batch: ScoringBatch, with_targets: bool) -> bytes
     """The body that asks for these samples' scores.
 
     Raises:
-        InputError: a picture of an unknown mode; a column whose values JSON cannot hold.
+        InputError: an image of an unknown mode; a column whose values JSON cannot hold.
     """
     samples = [_wire_sample(batch, row, with_targets) for row in range(len(batch))]
     try:
@@ -173,10 +173,10 @@ def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str,
 
 
 def declared_pixels(request: ScoreRequest) -> int:
-    """Pixels of all pictures of a request as their headers say, before anything is decoded.
+    """Pixels of all images of a request as their headers say, before anything is decoded.
 
     Raises:
-        InputError: a picture that is none, or too large.
+        InputError: an image that is none, or too large.
     """
     sizes = [
         _png_size(_read_base64(text[:_HEAD_CHARACTERS], place), place)
@@ -188,10 +188,10 @@ def declared_pixels(request: ScoreRequest) -> int:
 
 
 def read_batch(request: ScoreRequest) -> ScoringBatch:
-    """The samples of a request, pictures decoded.
+    """The samples of a request, images decoded.
 
     Raises:
-        InputError: a picture that is none, or too large.
+        InputError: an image that is none, or too large.
     """
     samples = request.samples
     named = [(f"sample {sample.sample_id}", sample) for sample in samples]
@@ -215,9 +215,9 @@ def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:
     """
     if len(answer.scores) != len(sample_ids):
         raise ValueError(f"{len(answer.scores)} scores for {len(sample_ids)} samples")
-    for given, asked in zip(answer.scores, sample_ids, strict=True):
-        if given.sample_id != asked:
-            raise ValueError(f"a score of sample {given.sample_id!r} where that of {asked!r} was due")
+    for given, requested in zip(answer.scores, sample_ids, strict=True):
+        if given.sample_id != requested:
+            raise ValueError(f"a score of sample {given.sample_id!r} where that of {requested!r} was due")
     return [_read_score(given) for given in answer.scores]
 
 
@@ -243,36 +243,36 @@ def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores
     }
 
 
-def encode_png(picture: Image.Image, place: str) -> str:
-    """The picture in RGB as a PNG file in base64; decoding gives the very same levels.
+def encode_png(image: Image.Image, place: str) -> str:
+    """The image in RGB as a PNG file in base64; decoding gives the very same levels.
 
     Raises:
-        InputError: a picture of an unknown mode.
+        InputError: an image of an unknown mode.
     """
     buffer = io.BytesIO()
-    picture = to_rgb(picture, place)
+    image = to_rgb(image, place)
     # Its text and colour profile stay here.
-    Image.frombytes("RGB", picture.size, picture.tobytes()).save(buffer, "PNG", compress_level=1)
+    Image.frombytes("RGB", image.size, image.tobytes()).save(buffer, "PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def decode_png(text: str, place: str) -> Image.Image:
-    """The picture of a PNG file in base64, in RGB.
+    """The image of a PNG file in base64, in RGB.
 
     Raises:
         InputError: not a PNG file in base64; sides or pixels beyond MAX_SIDE and MAX_PIXELS.
     """
     content = _read_base64(text, place)
-    # Before Pillow sees it, which warns of large pictures instead of refusing them.
+    # Before Pillow sees it, which warns of large images instead of refusing them.
     size = _png_size(content, place)
     try:
-        picture = Image.open(io.BytesIO(content), formats=["PNG"])
-        if picture.size != size:
+        image = Image.open(io.BytesIO(content), formats=["PNG"])
+        if image.size != size:
             raise ValueError("it has a second header")
-        picture.load()
+        image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(place, f"PNG of {len(content)} bytes", f"It cannot be decoded ({error}).") from error
-    return to_rgb(picture, place)
+    return to_rgb(image, place)
 
 
 def _read_base64(text: str, place: str) -> bytes:
@@ -287,8 +287,8 @@ def _png_size(content: bytes, place: str) -> tuple[int, int]:
         raise InputError(place, content[:8], "Send a PNG file in base64.")
     width, height = struct.unpack(">II", content[16:24])
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
-        mend = f"Send pictures of at most {MAX_SIDE} pixels a side and {MAX_PIXELS} pixels in all."
-        raise InputError(place, f"{width}x{height}", mend)
+        hint = f"Send images of at most {MAX_SIDE} pixels a side and {MAX_PIXELS} pixels in all."
+        raise InputError(place, f"{width}x{height}", hint)
     return width, height
 
 

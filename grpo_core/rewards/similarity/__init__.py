@@ -1,1 +1,1 @@
-"""Likeness to a target picture: mean squared error, PSNR, SSIM and the learned distance LPIPS."""
+"""Likeness to a target image: mean squared error, PSNR, SSIM and the learned distance LPIPS."""

@@ -1,4 +1,4 @@
-"""Learned perceptual distance to the target picture.
+"""Learned perceptual distance to the target image.
 
 Zhang, Isola, Efros, Shechtman and Wang, 2018, "The Unreasonable Effectiveness of Deep Features as a Perceptual
 Metric", equation 1, version 0.1. The linear heads come with the lpips package, the trunk from a local file.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.devices import check_device_setting, exact_inference, find_device_problem
-from grpo_core.rewards.pictures import check_pair
+from grpo_core.rewards.images import check_pair
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_choice
@@ -55,7 +55,7 @@ MIN_SIDES: Mapping[str, int] = {"alex": 31, "vgg": 16, "squeeze": 17}
 
 @dataclass(frozen=True)
 class LpipsReward(Reward):
-    """Value 1 - clip(LPIPS, 0, 1); raw the distance, 0 for identical pictures.
+    """Value 1 - clip(LPIPS, 0, 1); raw the distance, 0 for identical images.
 
     Attributes:
         weights: the trunk's state dict as torchvision publishes it (.pth or .safetensors): its path, or
@@ -82,7 +82,7 @@ class LpipsReward(Reward):
 
     @property
     def min_side(self) -> int:
-        """Smallest side in pixels that a picture may have."""
+        """Smallest side in pixels that an image may have."""
         return MIN_SIDES[self.net]
 
     def settings(self) -> Mapping[str, object]:
@@ -105,15 +105,15 @@ class LpipsReward(Reward):
         """One score a sample; the first call of a process loads the weights.
 
         Raises:
-            InputError: missing or wrong weights, too small a picture, a target of another aspect ratio.
+            InputError: missing or wrong weights, too small an image, a target of another aspect ratio.
         """
         if all(target is None for target in batch.targets):
             return [NOT_APPLICABLE] * len(batch)
         trunk = self._trunk()
         network = load_network(self.net, trunk.path, trunk.sha256, self.device)
 
-        def measure(pictures: Tensor, targets: Tensor) -> Tensor:
-            return perceptual_distance(network, pictures.to(self.device), targets.to(self.device))
+        def measure(images: Tensor, targets: Tensor) -> Tensor:
+            return perceptual_distance(network, images.to(self.device), targets.to(self.device))
 
         return score_pairs(batch, measure, lambda d: 1.0 - clamp_unit(d), name=self.name, min_side=self.min_side)
 
@@ -123,22 +123,22 @@ class LpipsReward(Reward):
 
 def perceptual_distance(
     network: nn.Module,
-    pictures: Float32[Tensor, "batch 3 height width"],
+    images: Float32[Tensor, "batch 3 height width"],
     targets: Float32[Tensor, "batch 3 height width"],
 ) -> Float32[Tensor, " batch"]:
     """LPIPS of each pair, in full fp32.
 
     Args:
         network: from :func:`load_network`.
-        pictures: in [0, 1], on the network's device; scaled here to the network's own range, [-1, 1].
+        images: in [0, 1], on the network's device; scaled here to the network's own range, [-1, 1].
         targets: in [0, 1], of the same shape.
 
     Raises:
         ValueError: another dtype, shape or range.
     """
-    check_pair(pictures, targets)
-    with exact_inference(str(pictures.device)):
-        distance: Tensor = network(2.0 * pictures - 1.0, 2.0 * targets - 1.0)
+    check_pair(images, targets)
+    with exact_inference(str(images.device)):
+        distance: Tensor = network(2.0 * images - 1.0, 2.0 * targets - 1.0)
     return distance.flatten()
 
 
@@ -199,6 +199,6 @@ def _find_tensor(
     tensor = trunk.get(published)
     if tensor is None or tensor.shape != like.shape:
         found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(like.shape)}"
-        mend = f"In this file {published} {found}. Give {TRUNKS[net].file}, the trunk of net {net}."
-        raise InputError(_PLACE, path, mend)
+        hint = f"In this file {published} {found}. Give {TRUNKS[net].file}, the trunk of net {net}."
+        raise InputError(_PLACE, path, hint)
     return tensor.float()

@@ -1,4 +1,4 @@
-"""Mean squared error to the target picture."""
+"""Mean squared error to the target image."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from grpo_core.rewards.pictures import check_pair
+from grpo_core.rewards.images import check_pair
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_positive
@@ -40,7 +40,7 @@ class MseReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a target has another aspect ratio than its picture.
+            InputError: a target has another aspect ratio than its image.
         """
 
         def to_value(mse: float) -> float:
@@ -50,16 +50,16 @@ class MseReward(Reward):
 
 
 def mean_squared_error(
-    pictures: Float32[Tensor, "batch 3 height width"], targets: Float32[Tensor, "batch 3 height width"]
+    images: Float32[Tensor, "batch 3 height width"], targets: Float32[Tensor, "batch 3 height width"]
 ) -> Float64[Tensor, " batch"]:
     """Mean over pixels and channels of the squared difference, in [0, 1].
 
     Args:
-        pictures: in [0, 1].
+        images: in [0, 1].
         targets: in [0, 1], of the same shape.
 
     Raises:
         ValueError: another dtype, shape or range.
     """
-    check_pair(pictures, targets)
-    return (pictures.double() - targets.double()).square().flatten(1).mean(1)
+    check_pair(images, targets)
+    return (images.double() - targets.double()).square().flatten(1).mean(1)

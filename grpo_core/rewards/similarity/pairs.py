@@ -1,4 +1,4 @@
-"""Scores samples against their target pictures."""
+"""Scores samples against their target images."""
 
 import math
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.pictures import fit_to, shown_size, to_rgb, to_tensor
+from grpo_core.rewards.images import fit_to, shown_size, to_rgb, to_tensor
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.scoring import not_finite
 
 Measure = Callable[[Tensor, Tensor], Tensor]
-"""From pictures and targets, each [N, 3, H, W] fp32 in [0, 1], to N raw quantities."""
+"""From images and targets, each [N, 3, H, W] fp32 in [0, 1], to N raw quantities."""
 
 
 def score_pairs(
@@ -21,8 +21,8 @@ def score_pairs(
 ) -> list[Score]:
     """One score a sample; not applicable where the sample has no target, a failure where no finite number comes out.
 
-    The target is brought to its picture's size. Pairs are measured one at a time: a convolution's last bits depend on
-    the batch that it runs in, and a score must not; pictures may then differ in size, and memory does not grow
+    The target is brought to its image's size. Pairs are measured one at a time: a convolution's last bits depend on
+    the batch that it runs in, and a score must not; images may then differ in size, and memory does not grow
     with the batch.
 
     Args:
@@ -33,7 +33,7 @@ def score_pairs(
         min_side: smallest width or height in pixels that `measure` is defined for.
 
     Raises:
-        InputError: a picture is too small, of an unknown mode, or its target has another aspect ratio.
+        InputError: an image is too small, of an unknown mode, or its target has another aspect ratio.
     """
     scores = []
     targets = batch.targets or [None] * len(batch)
@@ -41,9 +41,9 @@ def score_pairs(
         if target is None:
             scores.append(NOT_APPLICABLE)
             continue
-        picture, fitted = prepare_pair(image, target, sample_id, name=name, min_side=min_side)
+        image, fitted = prepare_pair(image, target, sample_id, name=name, min_side=min_side)
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-            raw = measure(to_tensor(picture), to_tensor(fitted)).item()
+            raw = measure(to_tensor(image), to_tensor(fitted)).item()
         # A NaN would come out of the clamp as a value.
         scores.append(Score(to_value(raw), raw) if math.isfinite(raw) else Score.failed(not_finite(raw)))
     return scores
@@ -52,14 +52,14 @@ def score_pairs(
 def prepare_pair(
     image: Image.Image, target: Image.Image, sample_id: str, *, name: str, min_side: int
 ) -> tuple[Image.Image, Image.Image]:
-    """Picture and target in RGB, both at the picture's size.
+    """Image and target in RGB, both at the image's size.
 
     Raises:
-        InputError: the picture is too small, or the two cannot be brought together.
+        InputError: the image is too small, or the two cannot be brought together.
     """
     place = f"rewards.{name}, sample {sample_id}"
-    picture = to_rgb(image, place)
-    if min(picture.size) < min_side:
-        mend = f"{name} needs sides of at least {min_side} pixels: generate larger pictures or take another reward."
-        raise InputError(place, f"picture of {shown_size(picture)} pixels", mend)
-    return picture, fit_to(to_rgb(target, f"{place}, target"), picture.size, f"{place}, target")
+    image = to_rgb(image, place)
+    if min(image.size) < min_side:
+        hint = f"{name} needs sides of at least {min_side} pixels: generate larger images or take another reward."
+        raise InputError(place, f"image of {shown_size(image)} pixels", hint)
+    return image, fit_to(to_rgb(target, f"{place}, target"), image.size, f"{place}, target")

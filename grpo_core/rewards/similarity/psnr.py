@@ -1,4 +1,4 @@
-"""Peak signal-to-noise ratio to the target picture."""
+"""Peak signal-to-noise ratio to the target image."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import ClassVar
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from grpo_core.rewards.pictures import check_pair
+from grpo_core.rewards.images import check_pair
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.scoring import clamp_unit
 from grpo_core.rewards.settings import check_positive
 from grpo_core.rewards.similarity.pairs import score_pairs
 
 MIN_MSE = 1e-10
-"""Floor of the mean squared error: identical pictures have 100 dB instead of infinity."""
+"""Floor of the mean squared error: identical images have 100 dB instead of infinity."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PsnrReward(Reward):
         """One score a sample.
 
         Raises:
-            InputError: a target has another aspect ratio than its picture.
+            InputError: a target has another aspect ratio than its image.
         """
 
         def to_value(psnr: float) -> float:
@@ -52,17 +52,17 @@ class PsnrReward(Reward):
 
 
 def peak_signal_to_noise_ratio(
-    pictures: Float32[Tensor, "batch 3 height width"], targets: Float32[Tensor, "batch 3 height width"]
+    images: Float32[Tensor, "batch 3 height width"], targets: Float32[Tensor, "batch 3 height width"]
 ) -> Float64[Tensor, " batch"]:
     """10 log10(1 / MSE) in dB, the MSE over pixels and channels and at least MIN_MSE.
 
     Args:
-        pictures: in [0, 1].
+        images: in [0, 1].
         targets: in [0, 1], of the same shape.
 
     Raises:
         ValueError: another dtype, shape or range.
     """
-    check_pair(pictures, targets)
-    mse = (pictures.double() - targets.double()).square().flatten(1).mean(1)
+    check_pair(images, targets)
+    mse = (images.double() - targets.double()).square().flatten(1).mean(1)
     return -10.0 * mse.clamp(min=MIN_MSE).log10()

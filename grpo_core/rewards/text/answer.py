@@ -7,7 +7,7 @@ from typing import ClassVar
 from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice
 
@@ -29,7 +29,7 @@ class AnswerReward(Reward):
     mode: str = "similarity"
 
     name: ClassVar[str] = "answer"
-    media: ClassVar[tuple[Medium, ...]] = ("text",)
+    media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
 
     def __post_init__(self) -> None:
@@ -60,8 +60,8 @@ class AnswerReward(Reward):
         if answer is None:
             return NOT_APPLICABLE
         if not isinstance(answer, str):
-            mend = "Write the answer as text, in quotes."
-            raise InputError(f"rewards.answer, sample {sample_id}, column {self.column}", answer, mend)
+            hint = "Write the answer as text, in quotes."
+            raise InputError(f"rewards.answer, sample {sample_id}, column {self.column}", answer, hint)
         given, wanted = completion.strip(), answer.strip()
         edits = Levenshtein.distance(given, wanted)
         if self.mode == "exact":

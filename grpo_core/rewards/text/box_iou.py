@@ -1,7 +1,7 @@
 """How well the boxes in a completion cover those beside its prompt.
 
 Intersection over union: Everingham et al., 2010, "The PASCAL Visual Object Classes (VOC) Challenge", section 4.2; as
-the reward of a policy that grounds a text in a picture, Xu et al., 2025, "MedGround-R1" (arXiv:2507.02994).
+the reward of a policy that grounds a text in an image, Xu et al., 2025, "MedGround-R1" (arXiv:2507.02994).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice
 from grpo_core.rewards.text.boxes import Box, matched_iou, read_boxes, wanted_boxes
 
 SCALES: Mapping[str, float | None] = MappingProxyType({"same": None, "unit": 1.0, "thousand": 1000.0})
-"""What the picture's width and height are in the completion's coordinates; None for those of the column."""
+"""What the image's width and height are in the completion's coordinates; None for those of the column."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class BoxIouReward(Reward):
             sample without has no score.
         threshold: IoU from which a pair of boxes counts 1, and below which 0.
         coordinates: of the completion: ``same`` as the column's, ``unit`` (0 to 1) or ``thousand`` (0 to 1000) across
-            the picture, the column being in pixels.
-        width_column: the prompt file's column with the picture's width in pixels; read unless coordinates are the same.
+            the image, the column being in pixels.
+        width_column: the prompt file's column with the image's width in pixels; read unless coordinates are the same.
         height_column: the same for its height.
     """
 
@@ -46,14 +46,14 @@ class BoxIouReward(Reward):
     height_column: str = "height"
 
     name: ClassVar[str] = "box_iou"
-    media: ClassVar[tuple[Medium, ...]] = ("text",)
+    media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
 
     def __post_init__(self) -> None:
         for field in ("column", "width_column", "height_column"):
             if not isinstance(getattr(self, field), str) or not getattr(self, field):
-                mend = "Give the name of a column, as text."
-                raise InputError(f"rewards.box_iou.{field}", getattr(self, field), mend)
+                hint = "Give the name of a column, as text."
+                raise InputError(f"rewards.box_iou.{field}", getattr(self, field), hint)
         check_choice("rewards.box_iou.coordinates", self.coordinates, tuple(SCALES))
         number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
         if self.threshold is not None and not (number and 0 < self.threshold <= 1):
@@ -105,6 +105,6 @@ def _scaled(box: Box, across: float, down: float) -> Box:
 def _pixels(batch: ScoringBatch, row: int, column: str, place: str) -> float:
     side = batch.columns[column][row] if column in batch.columns else None
     if not isinstance(side, int | float) or isinstance(side, bool) or not 1 <= side <= 1e6:
-        mend = "Give the picture's width and height in pixels, or set coordinates: same."
-        raise InputError(f"{place}, column {column}", side, mend)
+        hint = "Give the image's width and height in pixels, or set coordinates: same."
+        raise InputError(f"{place}, column {column}", side, hint)
     return float(side)

@@ -14,7 +14,7 @@ Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
 MAX_COORDINATE = 1e6
-"""Beyond any picture; larger numbers would overflow the areas."""
+"""Beyond any image; larger numbers would overflow the areas."""
 
 _NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|infinity|null|none))\s*"
 _FOUR_NUMBERS = re.compile(rf"\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]", re.IGNORECASE)
@@ -43,19 +43,19 @@ def wanted_boxes(value: object, place: str) -> list[Box]:
     Raises:
         InputError: anything else, or a box without area.
     """
-    mend = "Give [left, top, right, bottom] with left < right and top < bottom, or a list of such."
+    hint = "Give [left, top, right, bottom] with left < right and top < bottom, or a list of such."
     read = value
     if isinstance(value, str):
         try:
             read = json.loads(value)
         except json.JSONDecodeError as error:
-            raise InputError(place, value, mend) from error
+            raise InputError(place, value, hint) from error
     if not isinstance(read, list | tuple):
-        raise InputError(place, value, mend)
+        raise InputError(place, value, hint)
     several = all(isinstance(entry, list | tuple) for entry in read)
     boxes = [_as_box(entry) for entry in (read if several else [read])]
     if any(box is None for box in boxes):
-        raise InputError(place, value, mend)
+        raise InputError(place, value, hint)
     return [box for box in boxes if box is not None]
 
 

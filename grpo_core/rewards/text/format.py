@@ -14,7 +14,7 @@ from typing import ClassVar
 import regex
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.settings import check_choice
 
@@ -50,7 +50,7 @@ class FormatReward(Reward):
     mode: str = "strict"
 
     name: ClassVar[str] = "format"
-    media: ClassVar[tuple[Medium, ...]] = ("text",)
+    media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
 
     def __post_init__(self) -> None:
@@ -62,8 +62,8 @@ class FormatReward(Reward):
         if self.format is not None:
             raise InputError("rewards.format.pattern", self.pattern, "Set a pattern or a format, not both.")
         if self.mode == "partial":
-            mend = "A pattern matches or it does not: set strict, or take a named format."
-            raise InputError("rewards.format.mode", self.mode, mend)
+            hint = "A pattern matches or it does not: set strict, or take a named format."
+            raise InputError("rewards.format.mode", self.mode, hint)
         _check_pattern(self.pattern)
 
     def settings(self) -> Mapping[str, object]:

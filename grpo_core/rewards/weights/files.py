@@ -128,8 +128,8 @@ def _find_digest_problem(place: str, path: str, sha256: str | None, published: P
     expected = (sha256 or known).lower()
     if found.startswith(expected):
         return None
-    mend = f"The sha256 of {path} is {found}. Fetch the file again ({published.url}), or set its own digest."
-    return InputError(f"{place}_sha256", expected, mend)
+    hint = f"The sha256 of {path} is {found}. Fetch the file again ({published.url}), or set its own digest."
+    return InputError(f"{place}_sha256", expected, hint)
 
 
 def resolve_weights(place: str, source: str | None, sha256: str | None, published: PublishedWeights) -> WeightFile:

@@ -51,8 +51,8 @@ def parse_hub_file(place: str, name: str) -> HubFile:
     """
     match = _FILE.fullmatch(name)
     if match is None or (match["first"] and match["last"]) or ".." in match["file"].split("/"):
-        mend = "Name one file as hf://owner/repo/path/in/repo, with @revision at the end where it matters."
-        raise InputError(place, name, mend)
+        hint = "Name one file as hf://owner/repo/path/in/repo, with @revision at the end where it matters."
+        raise InputError(place, name, hint)
     return HubFile(match["repo"], match["file"], match["first"] or match["last"])
 
 
@@ -85,11 +85,11 @@ def find_hub_problem(place: str, name: str) -> InputError | None:
 
     if not huggingface_hub.is_offline_mode():
         return None
-    mend = (
+    hint = (
         "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids to fetch it. Unset "
         "HF_HUB_OFFLINE, or fetch it once with `hf download` on a machine that shares the cache, or give a local path."
     )
-    return InputError(place, name, mend)
+    return InputError(place, name, hint)
 
 
 def fetch_file(place: str, name: HubFile) -> str:
@@ -121,19 +121,19 @@ def ask_hub(place: str, name: str, ask: Callable[[], _T]) -> _T:
     try:
         return ask()
     except errors.GatedRepoError as error:
-        mend = "Its owners ask for consent: accept their terms on its page, then log in with `hf auth login`."
-        raise InputError(place, name, mend) from error
+        hint = "Its owners ask for consent: accept their terms on its page, then log in with `hf auth login`."
+        raise InputError(place, name, hint) from error
     except errors.RepositoryNotFoundError as error:
-        mend = "The Hub shows no such repository. Mind the spelling; for a private one log in with `hf auth login`."
-        raise InputError(place, name, mend) from error
+        hint = "The Hub shows no such repository. Mind the spelling; for a private one log in with `hf auth login`."
+        raise InputError(place, name, hint) from error
     except errors.RevisionNotFoundError as error:
-        mend = "The repository has no such revision. Give a branch, a tag or a whole commit."
-        raise InputError(place, name, mend) from error
+        hint = "The repository has no such revision. Give a branch, a tag or a whole commit."
+        raise InputError(place, name, hint) from error
     except errors.RemoteEntryNotFoundError as error:
-        mend = "The repository has no such file. Its page on the Hub lists them under Files."
-        raise InputError(place, name, mend) from error
+        hint = "The repository has no such file. Its page on the Hub lists them under Files."
+        raise InputError(place, name, hint) from error
     # The Hub's client raises its connection and time-out failures as these as well.
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        mend = f"The Hugging Face Hub did not give it ({reason}). Check the network, or give a local path."
-        raise InputError(place, name, mend) from error
+        hint = f"The Hugging Face Hub did not give it ({reason}). Check the network, or give a local path."
+        raise InputError(place, name, hint) from error

@@ -36,13 +36,13 @@ def find_model_problem(
         published: the model's name on the Hub, for messages.
     """
     if not isinstance(source, str) or not source.strip():
-        mend = f"Set the folder of a model as transformers saves it, or its name on the Hub: {published}."
-        return InputError(place, source, mend)
+        hint = f"Set the folder of a model as transformers saves it, or its name on the Hub: {published}."
+        return InputError(place, source, hint)
     folder = _local_folder(source)
     if folder is None:
         if parse_hub_model(source) is None:
-            mend = f"There is no such folder, and no such name on the Hub. Give a folder, or a name: {published}."
-            return InputError(place, source, mend)
+            hint = f"There is no such folder, and no such name on the Hub. Give a folder, or a name: {published}."
+            return InputError(place, source, hint)
         folder = _cached_snapshot(source)
         if folder is None:
             return find_hub_problem(place, source)
@@ -117,13 +117,13 @@ def load_pretrained(place: str, source: str, model_class: Any, **settings: objec
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        mend = f"It cannot be loaded as {model_class.__name__} ({reason}). Give a complete model of that kind."
-        raise InputError(place, source, mend) from error
+        hint = f"It cannot be loaded as {model_class.__name__} ({reason}). Give a complete model of that kind."
+        raise InputError(place, source, hint) from error
     # transformers fills what it does not find with random numbers, and only logs that.
     broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if broken:
-        mend = f"Its weights lack {broken[0]} ({len(broken)} such). Give a complete {model_class.__name__}."
-        raise InputError(place, source, mend)
+        hint = f"Its weights lack {broken[0]} ({len(broken)} such). Give a complete {model_class.__name__}."
+        raise InputError(place, source, hint)
     loaded: nn.Module = model.requires_grad_(False).eval()
     return loaded
 
@@ -143,8 +143,8 @@ def load_tokenizer(place: str, source: str, **settings: object) -> Any:
 
     folder = model_folder(place, source)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        mend = "The folder holds no tokenizer. Copy tokenizer.json of the model that it was fine-tuned from into it."
-        raise InputError(place, source, mend)
+        hint = "The folder holds no tokenizer. Copy tokenizer.json of the model that it was fine-tuned from into it."
+        raise InputError(place, source, hint)
     try:
         # A cut-off file makes the tokenizers package raise an Exception of no class of its own.
         for file in folder.glob("tokenizer*.json"):
@@ -152,8 +152,8 @@ def load_tokenizer(place: str, source: str, **settings: object) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **settings)
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        mend = f"Its tokenizer cannot be loaded ({reason}). Give a complete model."
-        raise InputError(place, source, mend) from error
+        hint = f"Its tokenizer cannot be loaded ({reason}). Give a complete model."
+        raise InputError(place, source, hint) from error
 
 
 def _local_folder(source: str) -> Path | None:
@@ -182,8 +182,8 @@ def _find_digest_problem(place: str, source: str, folder: Path, sha256: str | No
         return error
     if found.startswith(sha256.lower()):
         return None
-    mend = f"The sha256 of the model {source} is {found}. Fetch it again, or set its own digest."
-    return InputError(f"{place}_sha256", sha256, mend)
+    hint = f"The sha256 of the model {source} is {found}. Fetch it again, or set its own digest."
+    return InputError(f"{place}_sha256", sha256, hint)
 
 
 def _folder_sha256(place: str, folder: Path) -> str:
@@ -192,8 +192,8 @@ def _folder_sha256(place: str, folder: Path) -> str:
         try:
             found = file_sha256(str(file))
         except OSError as error:
-            mend = f"The file cannot be read ({error.strerror}). Make it readable."
-            raise InputError(place, str(file), mend) from error
+            hint = f"The file cannot be read ({error.strerror}). Make it readable."
+            raise InputError(place, str(file), hint) from error
         digest.update(f"{found}  {file.name}\n".encode())
     return digest.hexdigest()
 

@@ -61,8 +61,8 @@ def _named_tensors(place: str, path: str, read: Callable[[], object]) -> dict[st
         loaded = read()
     except _UNREADABLE as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        mend = f"It cannot be read as a state dict ({reason}). Give a complete .safetensors file or torch.save file."
-        raise InputError(place, path, mend) from error
+        hint = f"It cannot be read as a state dict ({reason}). Give a complete .safetensors file or torch.save file."
+        raise InputError(place, path, hint) from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
@@ -94,7 +94,7 @@ def load_weights(place: str, path: str, network: nn.Module, tensors: Mapping[str
             raise InputError(place, path, f"In this file {name} {found}. Give the weights of {what}.")
     left_over = sorted(tensors.keys() - wanted.keys())
     if left_over:
-        mend = f"This file holds {left_over[0]}, which {what} has not. Give the weights of {what}."
-        raise InputError(place, path, mend)
+        hint = f"This file holds {left_over[0]}, which {what} has not. Give the weights of {what}."
+        raise InputError(place, path, hint)
     state = {name: tensors[name].reshape(like.shape).to(like.dtype) for name, like in wanted.items()}
     network.load_state_dict(state, assign=True)

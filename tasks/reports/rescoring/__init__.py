@@ -2,7 +2,7 @@
 
 records     the comparison, once made
 compare     samples with both sides -> the comparison
-joint       how often which former and later reward met
+joint       how often which previous and later reward met
 moved       the samples whose rank moved most
 table       the comparison as rows of text, for a terminal and for the page
 drawings    geometry of its charts

@@ -1,4 +1,4 @@
-"""Samples with a former and a later scoring -> what changed."""
+"""Samples with a previous and a later scoring -> what changed."""
 
 import polars as pl
 
@@ -91,7 +91,7 @@ def _change(frame: pl.DataFrame, label: str, before: str | None, after: str | No
         before=None if before is None else spread_of(frame, before),
         after=None if after is None else spread_of(frame, after),
         own=own,
-        with_former=rank_agreement(frame, REWARDS[0], latest),
+        with_previous=rank_agreement(frame, REWARDS[0], latest),
     )
 
 

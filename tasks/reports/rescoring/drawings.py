@@ -29,7 +29,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RolloutPrefetcher:
     """A chart, ready to be drawn.
 
     Attributes:
@@ -78,8 +78,8 @@ class _Scale:
         return tuple(Tick(self.at(tick), f"{tick:.4g}") for tick in inside)
 
 
-def scatter(joint: JointCounts, *, width: float = 560.0, height: float = 480.0) -> Drawing:
-    """Former against later reward, a cell of samples darker the more there are in it."""
+def scatter(joint: JointCounts, *, width: float = 560.0, height: float = 480.0) -> RolloutPrefetcher:
+    """Previous against later reward, a cell of samples darker the more there are in it."""
     across, up = _across(joint.before, width), _Scale(*_padded(joint.after), height - BOTTOM, TOP)
     most = max(count for _, _, count in joint.cells)
     marks = []
@@ -88,13 +88,13 @@ def scatter(joint: JointCounts, *, width: float = 560.0, height: float = 480.0) 
         low, high = (up.at(joint.after.edge(after + step)) for step in (0, 1))
         wide, tall = max(right - left, 4.0), max(low - high, 4.0)
         strength = FAINTEST + (1 - FAINTEST) * math.log1p(count) / math.log1p(most)
-        former, later = _range(joint.before, before), _range(joint.after, after)
-        label = f"{counted(count, 'sample')}: former {former}, later {later}"
+        previous, later = _range(joint.before, before), _range(joint.after, after)
+        label = f"{counted(count, 'sample')}: previous {previous}, later {later}"
         marks.append(Mark(left, high, round(wide, 2), round(tall, 2), round(strength, 2), label))
-    return Drawing(
-        title="Former and later reward",
+    return RolloutPrefetcher(
+        title="Previous and later reward",
         meaning="darker where more samples lie; a narrow rising band means that the order was kept",
-        across="former reward",
+        across="previous reward",
         up="later reward",
         width=width,
         height=height,
@@ -105,9 +105,9 @@ def scatter(joint: JointCounts, *, width: float = 560.0, height: float = 480.0) 
     )
 
 
-def histogram(joint: JointCounts, side: int, *, width: float = 560.0, height: float = 200.0) -> Drawing:
-    """How many samples have which reward: 0 is the former scoring, 1 the later."""
-    axis, name = (joint.before, joint.after)[side], ("former", "later")[side]
+def histogram(joint: JointCounts, side: int, *, width: float = 560.0, height: float = 200.0) -> RolloutPrefetcher:
+    """How many samples have which reward: 0 is the previous scoring, 1 the later."""
+    axis, name = (joint.before, joint.after)[side], ("previous", "later")[side]
     counts = joint.marginal(side)
     across, up = _across(axis, width), _Scale(0, max(counts), height - BOTTOM, TOP)
     marks = []
@@ -118,7 +118,7 @@ def histogram(joint: JointCounts, side: int, *, width: float = 560.0, height: fl
             label = f"{counted(count, 'sample')}: {name} reward {_range(axis, index)}"
             wide = max(right - left - 1, 4.0)
             marks.append(Mark(left, top, round(wide, 2), round(height - BOTTOM - top, 2), 1.0, label))
-    return Drawing(
+    return RolloutPrefetcher(
         title=f"{name.capitalize()} reward",
         meaning="samples by reward",
         across=f"{name} reward",

@@ -1,4 +1,4 @@
-"""How often which former and later reward met: what a scatter of any number of samples needs."""
+"""How often which previous and later reward met: what a scatter of any number of samples needs."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class JointCounts:
     """A two-dimensional histogram.
 
     Attributes:
-        before: bins of the former reward.
+        before: bins of the previous reward.
         after: bins of the later one.
         cells: bin of `before`, bin of `after`, and samples in both; cells without any are left out.
     """
@@ -34,7 +34,7 @@ class JointCounts:
     cells: tuple[tuple[int, int, int], ...]
 
     def marginal(self, side: int) -> tuple[int, ...]:
-        """Samples a bin of one side; 0 is the former, 1 the later."""
+        """Samples a bin of one side; 0 is the previous, 1 the later."""
         counts = [0] * BINS
         for cell in self.cells:
             counts[cell[side]] += cell[2]
@@ -44,10 +44,10 @@ class JointCounts:
 def joint_counts(frame: pl.DataFrame, before: str, after: str) -> JointCounts:
     """Count the samples that have both of two settled columns; at least one must."""
     pairs = frame.select(before=before, after=after).drop_nulls()
-    former, later = (_axis(pairs[side]) for side in ("before", "after"))
-    binned = pairs.select(_bin("before", former), _bin("after", later))
+    previous, later = (_axis(pairs[side]) for side in ("before", "after"))
+    binned = pairs.select(_bin("before", previous), _bin("after", later))
     cells = binned.group_by("before", "after").len().sort("before", "after").rows()
-    return JointCounts(former, later, tuple(cells))
+    return JointCounts(previous, later, tuple(cells))
 
 
 def _axis(values: pl.Series) -> Axis:

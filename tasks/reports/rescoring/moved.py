@@ -4,10 +4,10 @@ import polars as pl
 
 from tasks.reports.rescoring.compare import REWARDS, read_samples
 
-MOST = 20
+MAX = 20
 
 
-def moved_most(samples: pl.DataFrame, count: int = MOST) -> pl.DataFrame:
+def moved_most(samples: pl.DataFrame, count: int = MAX) -> pl.DataFrame:
     """The samples that moved, those that moved furthest first; fewer where fewer moved.
 
     Ranks count from 1, the highest reward, among the siblings that have a reward on both sides; equal rewards share

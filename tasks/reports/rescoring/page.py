@@ -1,4 +1,4 @@
-"""The comparison as one HTML file: pictures embedded, no script, and nothing is asked of any server."""
+"""The comparison as one HTML file: images embedded, no script, and nothing is asked of any server."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tasks.reports.rescoring.records import RescoringComparison
 from tasks.reports.rescoring.table import HEADINGS, advantage_rows, reward_rows
 
 Outputs = Mapping[tuple[str, str], Image.Image | str]
-"""Pictures, or whole texts, by run and sample id."""
+"""Images, or whole texts, by run and sample id."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class MovedSample:
 
     Attributes:
         row: its row of :func:`moved_most`.
-        output: its picture or text; None where none was read.
+        output: its image or text; None where none was read.
         breakdown: label, value before and value after; None where it has none, or the reward is not on that side.
     """
 

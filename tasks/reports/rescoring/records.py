@@ -15,10 +15,10 @@ class RewardChange:
 
     Attributes:
         label: its name.
-        before: None where it was not part of the former scoring.
+        before: None where it was not part of the previous scoring.
         after: None where it is not part of the later one.
-        own: ranks by its former values against its later ones; None where a side is missing.
-        with_former: ranks by it (later values, or former ones where there are no later) against the former combined
+        own: ranks by its previous values against its later ones; None where a side is missing.
+        with_former: ranks by it (later values, or previous ones where there are no later) against the previous combined
             reward.
     """
 
@@ -26,7 +26,7 @@ class RewardChange:
     before: Spread | None
     after: Spread | None
     own: RankAgreement | None
-    with_former: RankAgreement
+    with_previous: RankAgreement
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AdvantageChange:
     Attributes:
         compared: samples with an advantage on both sides.
         gained: samples with an advantage on the later side only.
-        lost: samples with one on the former side only.
+        lost: samples with one on the previous side only.
         non_zero_before: share of the compared that had one other than zero; None without any.
         non_zero_after: likewise.
         both_non_zero: compared samples with neither side zero.
@@ -69,7 +69,7 @@ class RescoringComparison:
         combined: the combined reward.
         rewards: each by itself: those of both sides first, then the added, then the removed.
         advantages: of the samples.
-        joint: how often which former and later reward met.
+        joint: how often which previous and later reward met.
     """
 
     runs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Stored samples with their former and their later scores, as one frame."""
+"""Stored samples with their previous and their later scores, as one frame."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from pathlib import Path
 import polars as pl
 from PIL import Image
 
-from tasks.reports.pictures import read_pictures
+from tasks.reports.images import read_images
 from tasks.reports.rescoring.compare import AFTER, BEFORE
-from tasks.storage.artifacts.draw import SCORES_FILE, Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 
@@ -21,16 +21,16 @@ class RescoredIteration:
 
     Attributes:
         iteration: its number.
-        former: its draws with the scores that it was trained on.
+        previous: its draws with the scores that it was trained on.
         former_advantages: of the samples of all draws.
         draws: the same rollouts with the later scores.
         advantages: that these make.
     """
 
     iteration: int
-    former: tuple[Draw, ...]
-    former_advantages: ArtifactRef
-    draws: tuple[Draw, ...]
+    previous: tuple[SamplingRound, ...]
+    previous_advantages: ArtifactRef
+    rounds: tuple[SamplingRound, ...]
     advantages: ArtifactRef
 
 
@@ -65,14 +65,14 @@ class _Tables:
 
 def _frame(tables: _Tables, each: RescoredIteration) -> pl.DataFrame:
     names = ["sample_id", "group_id", "prompt", "dataset"]
-    frame = pl.concat([tables.columns(draw.rollouts, names) for draw in each.draws])
-    for side, reference in (("before", each.former_advantages), ("after", each.advantages)):
+    frame = pl.concat([tables.columns(draw.rollouts, names) for draw in each.rounds])
+    for side, reference in (("before", each.previous_advantages), ("after", each.advantages)):
         rated = tables.columns(reference, ["sample_id", "reward", "advantage"])
         renamed = rated.rename({"reward": f"reward_{side}", "advantage": f"advantage_{side}"})
         frame = frame.join(renamed, on="sample_id", how="left", validate="1:1", maintain_order="left")
-    for prefix, draws in ((BEFORE, each.former), (AFTER, each.draws)):
-        for label in draws[0].rewards:
-            scores = pl.concat([tables.scores(draw.rewards[label]) for draw in draws])
+    for prefix, rounds in ((BEFORE, each.previous), (AFTER, each.rounds)):
+        for label in rounds[0].rewards:
+            scores = pl.concat([tables.scores(draw.rewards[label]) for draw in rounds])
             renamed = scores.rename({"value": prefix + label})
             frame = frame.join(renamed, on="sample_id", how="left", validate="1:1", maintain_order="left")
     return frame.with_columns(iteration=pl.lit(each.iteration))
@@ -81,13 +81,13 @@ def _frame(tables: _Tables, each: RescoredIteration) -> pl.DataFrame:
 def read_outputs(
     store: ArtifactStore, iterations: Sequence[RescoredIteration], samples: pl.DataFrame
 ) -> Mapping[tuple[str, str], Image.Image | str]:
-    """Pictures or texts of these samples of the run, by run and sample id; of other iterations nothing is opened."""
+    """Images or texts of these samples of the run, by run and sample id; of other iterations nothing is opened."""
     wanted = samples.filter(pl.col("run") == store.run)
     outputs: dict[tuple[str, str], Image.Image | str] = {}
     with tempfile.TemporaryDirectory() as fetched:
         for each in iterations:
             names = wanted.filter(pl.col("iteration") == each.iteration)["sample_id"].to_list()
-            for draw in each.draws if names else ():
+            for draw in each.rounds if names else ():
                 folder = store.local_files(draw.rollouts, Path(fetched) / draw.rollouts.folder)
                 outputs |= {(store.run, name): output for name, output in _outputs(folder, names).items()}
     return outputs
@@ -96,6 +96,6 @@ def read_outputs(
 def _outputs(folder: Path, names: Sequence[str]) -> Mapping[str, Image.Image | str]:
     files = sorted(folder.glob("*.parquet"))
     if "completion" not in pl.scan_parquet(files).collect_schema():
-        return read_pictures(folder, names)
+        return read_images(folder, names)
     rows = pl.read_parquet(files, columns=["sample_id", "completion"]).filter(pl.col("sample_id").is_in(list(names)))
     return dict(zip(rows["sample_id"], rows["completion"], strict=True))

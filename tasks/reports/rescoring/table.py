@@ -14,7 +14,7 @@ HEADINGS = (
     "groups without spread",
     "without a value",
     "order kept, all / in groups",
-    "order by the former reward, all / in groups",
+    "order by the previous reward, all / in groups",
 )
 """Of the columns of :func:`reward_rows`."""
 
@@ -41,7 +41,7 @@ def advantage_rows(advantages: AdvantageChange) -> Iterator[tuple[str, str]]:
 
 
 def _row(change: RewardChange, name: str) -> tuple[str, ...]:
-    before, after, own, former = change.before, change.after, change.own, change.with_former
+    before, after, own, previous = change.before, change.after, change.own, change.with_previous
     return (
         name,
         _both(_number(before, "mean"), _number(after, "mean")),
@@ -49,7 +49,7 @@ def _row(change: RewardChange, name: str) -> tuple[str, ...]:
         _both(_percent(before, "groups_without_spread"), _percent(after, "groups_without_spread")),
         _both(_percent(before, "null_share"), _percent(after, "null_share")),
         "" if own is None else f"{correlation(own.overall, 3)} / {correlation(own.within_groups, 3)}",
-        f"{correlation(former.overall, 3)} / {correlation(former.within_groups, 3)}",
+        f"{correlation(previous.overall, 3)} / {correlation(previous.within_groups, 3)}",
     )
 
 

@@ -6,7 +6,7 @@ from tasks.reports.group_spread import spread_of
 from tasks.reports.rewards_analysis.agreement import agreements_of
 from tasks.reports.rewards_analysis.noise import Noise, noise_of
 from tasks.reports.rewards_analysis.quantiles import histogram_of, quantiles_of
-from tasks.reports.rewards_analysis.records import Cost, IterationMean, RewardAnalysis, RewardFigures, Saturation
+from tasks.reports.rewards_analysis.records import Cost, IterationMean, RewardAnalysis, RewardMetrics, Saturation
 from tasks.reports.sample_frames import (
     GROUP,
     SAMPLE,
@@ -24,7 +24,7 @@ NUMBERS = ("value", "raw", "seconds")
 EDGE = 1e-6
 """A value this near to a bound, or to the highest one, is at it."""
 
-MOST_REASONS = 5
+MAX_REASONS = 5
 
 
 def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> RewardAnalysis:
@@ -70,11 +70,11 @@ def _wide(frame: pl.DataFrame, labels: list[str]) -> tuple[pl.DataFrame, list[tu
     return wide, columns
 
 
-def _figures(label: str, frame: pl.DataFrame, again: pl.DataFrame | None) -> RewardFigures:
+def _figures(label: str, frame: pl.DataFrame, again: pl.DataFrame | None) -> RewardMetrics:
     spread, noise = spread_of(frame, "value"), _noise(label, frame, again)
     failed = frame.drop_nulls("failure")
-    reasons = failed.group_by("failure").len().sort(["len", "failure"], descending=[True, False]).head(MOST_REASONS)
-    return RewardFigures(
+    reasons = failed.group_by("failure").len().sort(["len", "failure"], descending=[True, False]).head(MAX_REASONS)
+    return RewardMetrics(
         label=label,
         spread=spread,
         not_applicable=spread.samples - spread.values - failed["value"].null_count(),

@@ -14,7 +14,7 @@ FONT = "DejaVu Sans"
 DOTS_PER_INCH = 110
 COLOURS = ("#2563eb", "#c2410c", "#0f766e", "#7c3aed", "#a16207", "#be185d", "#4d7c0f", "#0e7490", "#6b7280", "#111827")
 INK, SOFT, LINE = "#16191d", "#5b6470", "#dfe3e8"
-MOST_LETTERS = 30
+MAX_LETTERS = 30
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -52,7 +52,7 @@ def headline(figure: Figure, title: str, meaning: str) -> None:
     figure.supxlabel(meaning, x=0.012, ha="left", fontsize=9, color=SOFT)
 
 
-def written(label: str, letters: int = MOST_LETTERS) -> str:
+def written(label: str, letters: int = MAX_LETTERS) -> str:
     """A label as text and nothing else, its middle left out where it is long; a letter without a glyph is marked."""
     kept = "".join(letter if ord(letter) in _glyphs() else "\N{REPLACEMENT CHARACTER}" for letter in label)
     if len(kept) > letters:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tasks.reports.layout import counted, figure, percent
-from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardFigures
+from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardMetrics
 
 MANY_FLAT_GROUPS = 0.5
 """Share of groups without spread: half of the rollouts are drawn for nothing."""
@@ -44,7 +44,7 @@ def findings(analysis: RewardAnalysis) -> tuple[Finding, ...]:
     return (*alone, *_pairs(analysis))
 
 
-def _alone(reward: RewardFigures) -> Iterator[str]:
+def _alone(reward: RewardMetrics) -> Iterator[str]:
     spread = reward.spread
     if reward.failures > MANY_FAILURES * spread.samples:
         reasons = "; ".join(f"{reason} ({count:,})" for reason, count in reward.failure_reasons.items())
@@ -62,7 +62,7 @@ def _alone(reward: RewardFigures) -> Iterator[str]:
     yield from _noisy(reward)
 
 
-def _noisy(reward: RewardFigures) -> Iterator[str]:
+def _noisy(reward: RewardMetrics) -> Iterator[str]:
     noise, share = reward.noise, reward.noise_to_spread
     if noise is not None and noise.one_sided:
         yield f"gave a value only one of two times for {counted(noise.one_sided, 'sample')}"
@@ -71,7 +71,7 @@ def _noisy(reward: RewardFigures) -> Iterator[str]:
         yield f"is noisy: two scorings differ by {mean} on average, {percent(share)} of the spread within groups"
 
 
-def _saturated(reward: RewardFigures) -> Iterator[str]:
+def _saturated(reward: RewardMetrics) -> Iterator[str]:
     assert reward.saturation is not None, "a reward with values has a saturation"
     for bound, share in (("floor, 0", reward.saturation.at_floor), ("ceiling, 1", reward.saturation.at_ceiling)):
         if share >= SATURATED:

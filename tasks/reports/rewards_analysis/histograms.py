@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from tasks.reports.layout import percent
 from tasks.reports.rewards_analysis.figures import COLOURS, SOFT, headline
 from tasks.reports.rewards_analysis.panels import draw_panels
-from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardFigures
+from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardMetrics
 
 
 def draw_histograms(analysis: RewardAnalysis) -> Figure:
@@ -23,7 +23,7 @@ def draw_histograms(analysis: RewardAnalysis) -> Figure:
     return figure
 
 
-def _draw(panel: Axes, reward: RewardFigures) -> bool:
+def _draw(panel: Axes, reward: RewardMetrics) -> bool:
     histogram, mean, saturation = reward.histogram, reward.spread.mean, reward.saturation
     if histogram is None or mean is None or saturation is None:
         return False

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from tasks.reports.images import data_uri
 from tasks.reports.layout import counted, render
-from tasks.reports.pictures import data_uri
 from tasks.reports.rewards_analysis.findings import findings
 from tasks.reports.rewards_analysis.records import RewardAnalysis
 from tasks.reports.rewards_analysis.table import HEADINGS, PAIR_HEADINGS, agreement_rows, figure_rows

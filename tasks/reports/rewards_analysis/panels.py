@@ -7,15 +7,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tasks.reports.rewards_analysis.figures import INK, SOFT, new_figure, quiet, written
-from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardFigures
+from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardMetrics
 
 ACROSS = 4
 
-Draw = Callable[[Axes, RewardFigures], bool]
+SamplingRound = Callable[[Axes, RewardMetrics], bool]
 """Fills a panel; False where there is nothing to fill it with."""
 
 
-def draw_panels(analysis: RewardAnalysis, draw: Draw) -> Figure:
+def draw_panels(analysis: RewardAnalysis, draw: SamplingRound) -> Figure:
     """A panel a reward with its name above; one that has nothing to show says so."""
     columns = min(ACROSS, len(analysis.rewards))
     rows = math.ceil(len(analysis.rewards) / columns)

@@ -59,7 +59,7 @@ class IterationMean:
 
 
 @dataclass(frozen=True)
-class RewardFigures:
+class RewardMetrics:
     """One reward.
 
     Attributes:
@@ -112,7 +112,7 @@ class RewardAnalysis:
     runs: tuple[str, ...]
     samples: int
     groups: int
-    rewards: tuple[RewardFigures, ...]
+    rewards: tuple[RewardMetrics, ...]
     agreements: tuple[Agreement, ...]
 
     def agreement(self, first: str, second: str) -> Agreement:

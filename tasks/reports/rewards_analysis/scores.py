@@ -9,13 +9,13 @@ import polars as pl
 from configs.reward_sections import RewardSection
 from grpo_core.rewards.registry import build_reward
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.storage.artifacts.draw import SCORES_FILE, Draw
+from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 _OF_SCORES = ("sample_id", "value", "raw", "failure", "seconds")
 
 
-def read_scores(store: ArtifactStore, draws: Mapping[int, Sequence[Draw]]) -> pl.DataFrame:
+def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRound]]) -> pl.DataFrame:
     """A row a sample and reward, as :func:`tasks.reports.rewards_analysis.analyse.analyse` wants them.
 
     Args:
@@ -27,7 +27,7 @@ def read_scores(store: ArtifactStore, draws: Mapping[int, Sequence[Draw]]) -> pl
     """
     frames = []
     with tempfile.TemporaryDirectory() as fetched:
-        for iteration, each in draws.items():
+        for iteration, each in rounds.items():
             for draw in each:
                 samples = _samples(store, draw, Path(fetched))
                 for label, reference in draw.rewards.items():
@@ -38,13 +38,13 @@ def read_scores(store: ArtifactStore, draws: Mapping[int, Sequence[Draw]]) -> pl
     return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
 
-def _samples(store: ArtifactStore, draw: Draw, fetched: Path) -> pl.DataFrame:
+def _samples(store: ArtifactStore, draw: SamplingRound, fetched: Path) -> pl.DataFrame:
     folder = store.local_files(draw.rollouts, fetched / draw.rollouts.folder)
     return pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
 
 
 def score_again(
-    store: ArtifactStore, iteration: int, draw: Draw, sections: Sequence[RewardSection], samples: int
+    store: ArtifactStore, iteration: int, draw: SamplingRound, sections: Sequence[RewardSection], samples: int
 ) -> pl.DataFrame:
     """The first samples of a draw, whole groups, scored once more by each reward; as `read_scores` gives them."""
     frames = []

@@ -49,9 +49,9 @@ def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
     for rank, index in enumerate(order):
         blocks.append((positions[index] - rank * gap, 1))
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (last, last_size), (former, former_size) = blocks.pop(), blocks.pop()
-            size = last_size + former_size
-            blocks.append(((last * last_size + former * former_size) / size, size))
+            (last, last_size), (previous, previous_size) = blocks.pop(), blocks.pop()
+            size = last_size + previous_size
+            blocks.append(((last * last_size + previous * previous_size) / size, size))
     placed = [0.0] * len(positions)
     ranks = iter(enumerate(order))
     for base, size in blocks:

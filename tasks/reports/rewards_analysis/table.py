@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tasks.reports.layout import correlation, figure, percent
 from tasks.reports.page import number
-from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardFigures
+from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardMetrics
 
 HEADINGS = (
     "reward",
@@ -43,7 +43,7 @@ def agreement_rows(analysis: RewardAnalysis) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _row(reward: RewardFigures) -> tuple[str, ...]:
+def _row(reward: RewardMetrics) -> tuple[str, ...]:
     spread, values, edge, noise, cost = reward.spread, reward.values, reward.saturation, reward.noise, reward.cost
     return (
         reward.label,

@@ -6,7 +6,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tasks.reports.rewards_analysis.figures import COLOURS, SOFT, headline, markers, whole_numbers
 from tasks.reports.rewards_analysis.panels import draw_panels
-from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardFigures
+from tasks.reports.rewards_analysis.records import RewardAnalysis, RewardMetrics
 
 
 def draw_trend(analysis: RewardAnalysis) -> Figure | None:
@@ -19,7 +19,7 @@ def draw_trend(analysis: RewardAnalysis) -> Figure | None:
     return figure
 
 
-def _draw(panel: Axes, reward: RewardFigures) -> bool:
+def _draw(panel: Axes, reward: RewardMetrics) -> bool:
     points = [(point.iteration, point.mean) for point in reward.trend if point.mean is not None]
     if not points:
         return False

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.storage.artifacts.files import PART
 from tasks.storage.artifacts.manifest import Manifest
-from tasks.storage.artifacts.verified_folder import VerifiedFolder
+from tasks.storage.artifacts.verified_folder import ValidFolder
 from tasks.storage.filesystem.failures import UnreachableStorageError, is_conflict
 from tasks.storage.filesystem.files import files_below, is_local, move_folder, settle_folder, write_whole
 
@@ -20,7 +20,7 @@ _ATTEMPTS = 6
 _FIRST_WAIT = 0.1
 
 
-def commit_folder(store: VerifiedFolder, staged: Path, folder: str, manifest: Manifest) -> Manifest:
+def commit_folder(store: ValidFolder, staged: Path, folder: str, manifest: Manifest) -> Manifest:
     """Make an artifact of the staged files; the manifest that stands afterwards.
 
     It is another writer's where that one was first and has the same result; anything else in the place is set aside.
@@ -32,7 +32,7 @@ def commit_folder(store: VerifiedFolder, staged: Path, folder: str, manifest: Ma
         return _commit_remotely(store, staged, folder, manifest)
     settle_folder(staged)
     with store.alone():
-        standing = store.whole_at(store.path(folder))
+        standing = store.valid_manifest_at(store.path(folder))
         if standing is not None and standing.equals_in_result(manifest):
             return standing
         store.clear_place(folder)
@@ -41,12 +41,12 @@ def commit_folder(store: VerifiedFolder, staged: Path, folder: str, manifest: Ma
     return manifest
 
 
-def write_manifest(store: VerifiedFolder, folder: str, manifest: Manifest, scratch: Path) -> None:
+def write_manifest(store: ValidFolder, folder: str, manifest: Manifest, scratch: Path) -> None:
     """Write or replace a manifest in one step."""
     write_whole(store.filesystem, store.manifest_path(store.path(folder)), manifest.content, scratch=scratch)
 
 
-def _commit_remotely(store: VerifiedFolder, staged: Path, folder: str, manifest: Manifest) -> Manifest:
+def _commit_remotely(store: ValidFolder, staged: Path, folder: str, manifest: Manifest) -> Manifest:
     files = files_below(staged)
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -69,9 +69,7 @@ def _commit_remotely(store: VerifiedFolder, staged: Path, folder: str, manifest:
     )
 
 
-def _write(
-    store: VerifiedFolder, files: Mapping[str, Path], folder: str, manifest: Manifest, *, replacing: bool
-) -> bool:
+def _write(store: ValidFolder, files: Mapping[str, Path], folder: str, manifest: Manifest, *, replacing: bool) -> bool:
     """Upload files and manifest; False when another writer's manifest came first."""
     path = store.manifest_path(store.path(folder))
     for name, file in files.items():
@@ -86,7 +84,7 @@ def _write(
     return create_manifest(store, path, manifest)
 
 
-def create_manifest(store: VerifiedFolder, path: str, manifest: Manifest) -> bool:
+def create_manifest(store: ValidFolder, path: str, manifest: Manifest) -> bool:
     """Write a manifest where there is none; False when another writer was first."""
     try:
         store.filesystem.pipe_file(path, manifest.content, mode="create")
@@ -101,7 +99,7 @@ def create_manifest(store: VerifiedFolder, path: str, manifest: Manifest) -> boo
     return True
 
 
-def _settle(store: VerifiedFolder, files: Mapping[str, Path], folder: str, manifest: Manifest) -> bool:
+def _settle(store: ValidFolder, files: Mapping[str, Path], folder: str, manifest: Manifest) -> bool:
     """Whether manifest and files in the place are these; files that another writer put over them are written again."""
     place = store.path(folder)
     for _ in range(_ATTEMPTS):
@@ -120,11 +118,11 @@ def _settle(store: VerifiedFolder, files: Mapping[str, Path], folder: str, manif
     return False
 
 
-def _is_there(store: VerifiedFolder, path: str, file: Path, manifest: Manifest, name: str) -> bool:
+def _is_there(store: ValidFolder, path: str, file: Path, manifest: Manifest, name: str) -> bool:
     return store.files.holds(path, file, manifest.files[name])
 
 
-def upload(store: VerifiedFolder, file: Path, path: str) -> None:
+def upload(store: ValidFolder, file: Path, path: str) -> None:
     """Put a local file into a remote place, in parts of a known size where that decides the tag."""
     protocol = store.filesystem.protocol
     parts = {"chunksize": PART} if "s3" in protocol else {}

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tasks.storage.artifacts.run_description import RUN_FILE, opened_description
+from tasks.storage.artifacts.run_description import RUN_FILE, load_description
 from tasks.storage.filesystem.run_folder import RunFolder
 
 LINEAGE = "lineage"
@@ -18,7 +18,7 @@ def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str 
         file: the description, within the run.
     """
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        described = opened_description(store.read_file(file) or b"{}")
+        described = load_description(store.read_file(file) or b"{}")
         lineage: str = described[LINEAGE]
         return f"{lineage} {described['evaluation']}" if folder.startswith(_EVALUATIONS) else lineage
     return None

@@ -7,10 +7,10 @@ from typing import Any
 
 from tasks.storage.artifacts.names import stays_inside
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.filesystem.seal import opened, sealed
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 
 """The schema version whose manifests had no seal; whoever opens one says that it cannot be read any more."""
-FILES, FORMER, PRUNED, LEAVING = "files", "former", "pruned", "leaving"
+FILES, FORMER, PRUNED, LEAVING = "files", "previous", "pruned", "leaving"
 _BESIDE_THE_REFERENCE = (FILES, FORMER, PRUNED, LEAVING)
 
 
@@ -22,7 +22,7 @@ class Manifest:
         content: its bytes.
         described: fields of the reference, all but its uri and sha256.
         files: sha256 by name within the artifact's folder.
-        former: sha256 of the manifests that it succeeded; references to them mean this one.
+        previous: sha256 of the manifests that it succeeded; references to them mean this one.
         pruned: what was taken away from the artifact and why; None while it is as its stage made it.
         leaving: files that are being replaced or removed, as they were. A process may have been killed amid that.
     """
@@ -30,7 +30,7 @@ class Manifest:
     content: bytes
     described: Mapping[str, Any]
     files: Mapping[str, str]
-    former: tuple[str, ...] = ()
+    previous: tuple[str, ...] = ()
     pruned: Mapping[str, Any] | None = None
     leaving: Mapping[str, str] | None = None
 
@@ -49,7 +49,7 @@ class Manifest:
 
     def answers(self, reference: ArtifactRef) -> bool:
         """Whether the reference means this manifest, or one that it succeeded."""
-        known = (self.sha256, *self.former)
+        known = (self.sha256, *self.previous)
         return reference.sha256 in known and self.described.get("digest") == reference.digest
 
     def equals_in_result(self, other: "Manifest") -> bool:
@@ -70,24 +70,24 @@ class Manifest:
         leaving: Mapping[str, str] | None = None,
     ) -> "Manifest":
         """The same, so that references to `other` mean it too."""
-        former = tuple(dict.fromkeys((other.sha256, *other.former, *self.former)))
-        return written(self.described, self.files, former=former, pruned=pruned, leaving=leaving)
+        previous = tuple(dict.fromkeys((other.sha256, *other.previous, *self.previous)))
+        return written(self.described, self.files, previous=previous, pruned=pruned, leaving=leaving)
 
 
 def written(
     described: Mapping[str, Any],
     files: Mapping[str, str],
     *,
-    former: Sequence[str] = (),
+    previous: Sequence[str] = (),
     pruned: Mapping[str, Any] | None = None,
     leaving: Mapping[str, str] | None = None,
 ) -> Manifest:
     """A manifest with its bytes."""
     beside: dict[str, Any] = {FILES: dict(files)}
-    beside |= {FORMER: list(former)} if former else {}
+    beside |= {FORMER: list(previous)} if previous else {}
     beside |= {PRUNED: dict(pruned)} if pruned is not None else {}
     beside |= {LEAVING: dict(leaving)} if leaving is not None else {}
-    return Manifest(sealed({**described, **beside}), described, files, tuple(former), pruned, leaving)
+    return Manifest(dump_checked({**described, **beside}), described, files, tuple(previous), pruned, leaving)
 
 
 def read_manifest(content: bytes) -> Manifest:
@@ -96,17 +96,17 @@ def read_manifest(content: bytes) -> Manifest:
     Raises:
         ValueError: it is no manifest, not as it was written, or names a file outside of its folder.
     """
-    found = opened(content)
+    found = load_checked(content)
     described = {name: value for name, value in found.items() if name not in _BESIDE_THE_REFERENCE}
-    leaving, pruned, former = found.get(LEAVING), found.get(PRUNED), found.get(FORMER, [])
-    known = isinstance(former, list) and all(isinstance(each, str) for each in former)
+    leaving, pruned, previous = found.get(LEAVING), found.get(PRUNED), found.get(FORMER, [])
+    known = isinstance(previous, list) and all(isinstance(each, str) for each in previous)
     if not known or not isinstance(pruned, Mapping | None):
         raise ValueError("the manifest has entries of another kind than it should")
     return Manifest(
         content,
         described,
         _checked(found.get(FILES)),
-        tuple(former),
+        tuple(previous),
         pruned,
         None if leaving is None else _checked(leaving),
     )

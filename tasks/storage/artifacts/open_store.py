@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs.placement_sections import StorageSection
 from grpo_core.errors import InputError
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.read_cache import GIB, ReadCache, default_cache
 
@@ -55,4 +55,4 @@ def described(store: ArtifactStore) -> StorageSection:
 @functools.cache
 def _tell_once(line: str) -> None:
     """A process does many stages of a run."""
-    announce(line)
+    log(line)

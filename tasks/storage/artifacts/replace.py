@@ -16,7 +16,7 @@ from tasks.storage.artifacts.commit import upload, write_manifest
 from tasks.storage.artifacts.lineage import LINEAGE
 from tasks.storage.artifacts.manifest import Manifest, read_manifest, written
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
-from tasks.storage.artifacts.verified_folder import VerifiedFolder
+from tasks.storage.artifacts.verified_folder import ValidFolder
 from tasks.storage.filesystem.files import files_below, fsync_path, is_local, settle_folder, sha256_of
 from tasks.storage.filesystem.run_folder import SET_ASIDE
 
@@ -28,30 +28,30 @@ class PrunedArtifactError(InputError):
     """What is asked for was taken away on purpose; the command line ends with exit code 2."""
 
 
-def pruned_error(store: VerifiedFolder, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
+def pruned_error(store: ValidFolder, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
     """Says that the artifact's files are gone, and what can be done."""
     # One that was set aside would come back.
     aside = sorted(store.filesystem.glob(f"{store.root}/{reference.run}/{SET_ASIDE}/*"))
     places = [f"{each}/{reference.folder}" for each in aside]
-    answering = [place for place in places if isinstance(store.answering(place, reference), Manifest)]
-    manifests = [store.manifest_path(place) for place in (f"{store.root}/{reference.uri}", *answering)]
-    mend = (
+    matching_manifest = [place for place in places if isinstance(store.matching_manifest(place, reference), Manifest)]
+    manifests = [store.manifest_path(place) for place in (f"{store.root}/{reference.uri}", *matching_manifest)]
+    hint = (
         "Its files were removed by `grpo prune`. Ask for one that is kept; or, to have it made again, remove "
         f"{' and '.join(manifests)} and start the run again."
     )
     said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}
-    return PrunedArtifactError(reference.uri, said, mend)
+    return PrunedArtifactError(reference.uri, said, hint)
 
 
-def succeed_folder(
-    store: VerifiedFolder, reference: ArtifactRef, staged: Path | None, pruned: Mapping[str, Any], scratch: Path
+def replace_folder(
+    store: ValidFolder, reference: ArtifactRef, staged: Path | None, pruned: Mapping[str, Any], scratch: Path
 ) -> Manifest:
     """Put the staged files in the place of the artifact's; the manifest that stands afterwards.
 
     Args:
         store: the run of the artifact.
         reference: to it, or to one that it succeeded.
-        staged: the files that are left, each by its former name; None leaves none.
+        staged: the files that are left, each by its previous name; None leaves none.
         pruned: what was taken away and why, as JSON values.
         scratch: folder of this process on the root's disk.
 
@@ -89,7 +89,7 @@ def _copy_of(reference: ArtifactRef) -> str:
     return f"{COPIES}/{reference.folder}.json"
 
 
-def restored_manifest(store: VerifiedFolder, reference: ArtifactRef) -> Manifest | None:
+def restored_manifest(store: ValidFolder, reference: ArtifactRef) -> Manifest | None:
     """The manifest of a pruned artifact of this run, put back in its place where it was damaged; None if it is not.
 
     Without it nothing would say that the artifact is lacking files on purpose, and what is gone cannot be made again.
@@ -107,7 +107,7 @@ def restored_manifest(store: VerifiedFolder, reference: ArtifactRef) -> Manifest
         return None
     with store.staging() as scratch, store.alone():
         if _is_damaged(store.read_file(path)):
-            store.set_aside([path], reason=f"{path} is damaged; {_copy_of(reference)} took its place", staying=True)
+            store.set_aside([path], reason=f"{path} is damaged; {_copy_of(reference)} took its place", kept_names=True)
             write_manifest(store, reference.folder, manifest, scratch)
     return manifest
 
@@ -122,9 +122,9 @@ def _is_damaged(content: bytes | None) -> bool:
     return False
 
 
-def _present(store: VerifiedFolder, place: str, reference: ArtifactRef) -> tuple[Manifest, dict[str, str]]:
+def _present(store: ValidFolder, place: str, reference: ArtifactRef) -> tuple[Manifest, dict[str, str]]:
     """The manifest in the place and the sha256 of its files as they are: amid a succession they may be of either."""
-    manifest = store.answering(place, reference)
+    manifest = store.matching_manifest(place, reference)
     if isinstance(manifest, str):
         raise StaleReferenceError(f"{reference.uri}: {manifest}")
     if damage := store.files.damage(place, manifest):
@@ -132,7 +132,7 @@ def _present(store: VerifiedFolder, place: str, reference: ArtifactRef) -> tuple
     return manifest, {name: store.files.sha256(f"{place}/{name}") for name in manifest.files}
 
 
-def _replace(store: VerifiedFolder, file: Path, path: str) -> None:
+def _replace(store: ValidFolder, file: Path, path: str) -> None:
     if not is_local(store.filesystem):
         upload(store, file, path)
         return
@@ -142,6 +142,6 @@ def _replace(store: VerifiedFolder, file: Path, path: str) -> None:
     fsync_path(target.parent)
 
 
-def _remove(store: VerifiedFolder, path: str) -> None:
+def _remove(store: ValidFolder, path: str) -> None:
     if store.filesystem.exists(path):
         store.filesystem.rm_file(path)

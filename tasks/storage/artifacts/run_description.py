@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_core.errors import InputError
+from tasks.storage.filesystem.checked_json import SEAL, dump_checked, load_checked
 from tasks.storage.filesystem.run_folder import RunFolder
-from tasks.storage.filesystem.seal import SEAL, opened, sealed
 
 RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
 CONFIG_SHA256 = "config_sha256"
@@ -17,10 +17,10 @@ _MEND = "Start the run again with its own command, which writes it anew."
 def write_description(store: RunFolder, described: Mapping[str, Any], config: bytes) -> None:
     """Keep both; whoever reads them between the two writes finds a configuration that does not fit."""
     store.write_file(CONFIG_FILE, config)
-    store.write_file(RUN_FILE, sealed({**described, CONFIG_SHA256: hashlib.sha256(config).hexdigest()}))
+    store.write_file(RUN_FILE, dump_checked({**described, CONFIG_SHA256: hashlib.sha256(config).hexdigest()}))
 
 
-def opened_description(content: bytes) -> Mapping[str, Any]:
+def load_description(content: bytes) -> Mapping[str, Any]:
     """What run.json says; a release before this one wrote it without a seal.
 
     Raises:
@@ -29,7 +29,7 @@ def opened_description(content: bytes) -> Mapping[str, Any]:
     described = json.loads(content)
     if not isinstance(described, dict):
         raise ValueError("it holds no names and values")
-    return opened(content) if SEAL in described else described
+    return load_checked(content) if SEAL in described else described
 
 
 def read_description(store: RunFolder) -> Mapping[str, Any]:
@@ -40,7 +40,7 @@ def read_description(store: RunFolder) -> Mapping[str, Any]:
     """
     content = store.read_file(RUN_FILE)
     try:
-        return {} if content is None else opened_description(content)
+        return {} if content is None else load_description(content)
     except ValueError as error:
         raise InputError(f"{store.run}/{RUN_FILE}", str(error), f"It is damaged. {_MEND}") from error
 
@@ -53,10 +53,10 @@ def read_config_file(store: RunFolder) -> bytes:
     """
     content = store.read_file(CONFIG_FILE)
     if content is None:
-        mend = f"It has no {CONFIG_FILE}, so nothing says how its rollouts came to be."
-        raise InputError("RUN", store.run, mend)
+        hint = f"It has no {CONFIG_FILE}, so nothing says how its rollouts came to be."
+        raise InputError("RUN", store.run, hint)
     found = hashlib.sha256(content).hexdigest()
     if read_description(store).get(CONFIG_SHA256, found) != found:
-        mend = f"It is not what the run wrote. {_MEND}"
-        raise InputError(f"{store.run}/{CONFIG_FILE}", f"sha256 {found[:12]}", mend)
+        hint = f"It is not what the run wrote. {_MEND}"
+        raise InputError(f"{store.run}/{CONFIG_FILE}", f"sha256 {found[:12]}", hint)
     return content

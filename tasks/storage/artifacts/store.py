@@ -12,9 +12,9 @@ from tasks.storage.artifacts.commit import commit_folder, create_manifest, write
 from tasks.storage.artifacts.lineage import LINEAGE, lineage_of
 from tasks.storage.artifacts.manifest import Manifest, written
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
-from tasks.storage.artifacts.replace import pruned_error, restored_manifest, succeed_folder
-from tasks.storage.artifacts.verified_folder import MANIFEST_ENDING, VerifiedFolder
-from tasks.storage.filesystem.failures import remote_failures_told
+from tasks.storage.artifacts.replace import pruned_error, replace_folder, restored_manifest
+from tasks.storage.artifacts.verified_folder import MANIFEST_ENDING, ValidFolder
+from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import files_below, is_local, move_folder, settle_folder, sha256_of
 from tasks.storage.filesystem.run_folder import INCOMING, SET_ASIDE
 
@@ -22,7 +22,7 @@ __all__ = ["INCOMING", "MANIFEST_ENDING", "SET_ASIDE", "ArtifactStore", "current
 _READING = threading.Lock()
 
 
-class ArtifactStore(VerifiedFolder):
+class ArtifactStore(ValidFolder):
     """Artifacts of one run under a storage root that may be any fsspec URL."""
 
     def commit(
@@ -45,7 +45,7 @@ class ArtifactStore(VerifiedFolder):
             StorageError: a bucket does not take it, or others keep writing the same artifact.
             StaleReferenceError: the run does not ask for it any more.
         """
-        if self.asked is not None and self.read_file(self.asked) is None:
+        if self.requested is not None and self.read_file(self.requested) is None:
             reason = "the run has its answer, or goes on with another configuration, and does not ask for it any more"
             raise StaleReferenceError(f"{self.run}/{folder}: {reason}")
         local = fsspec.filesystem("file")
@@ -57,14 +57,14 @@ class ArtifactStore(VerifiedFolder):
             "metrics": metrics,
         }
         files = {name: sha256_of(local, str(path)) for name, path in files_below(staged).items()}
-        with remote_failures_told(self.filesystem, self.root):
+        with translate_remote_errors(self.filesystem, self.root):
             manifest = commit_folder(self, staged, folder, written(described, files))
         return manifest.reference(f"{self.run}/{folder}")
 
     def find(self, folder: str) -> ArtifactRef | None:
         """The whole artifact in this place of the run, if there is one; `pruned_reason` says what it is without."""
-        with remote_failures_told(self.filesystem, self.root):
-            manifest = self.whole_at(self.path(folder))
+        with translate_remote_errors(self.filesystem, self.root):
+            manifest = self.valid_manifest_at(self.path(folder))
         try:
             return None if manifest is None else manifest.reference(f"{self.run}/{folder}")
         except (ValueError, TypeError):
@@ -84,7 +84,7 @@ class ArtifactStore(VerifiedFolder):
         """
         # Stages at work side by side read the same artifact: one of them alone may move it away, and the file system of
         # memory:// hands all of them one open file.
-        with _READING, remote_failures_told(self.filesystem, self.root):
+        with _READING, translate_remote_errors(self.filesystem, self.root):
             place = f"{self.root}/{reference.uri}"
             damage = self._read_files(place, reference, folder)
             if damage is None:
@@ -97,7 +97,7 @@ class ArtifactStore(VerifiedFolder):
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage is done again")
 
     def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None) -> str | None:
-        manifest = self.answering(place, reference)
+        manifest = self.matching_manifest(place, reference)
         if isinstance(manifest, str):
             manifest = restored_manifest(self, reference) or manifest
         if isinstance(manifest, str):
@@ -109,7 +109,7 @@ class ArtifactStore(VerifiedFolder):
         assert folder is not None, "a remote artifact needs a local folder"
         return self.files.fetch(place, manifest, folder)
 
-    def bring_home(self, reference: ArtifactRef) -> ArtifactRef:
+    def restore_artifact(self, reference: ArtifactRef) -> ArtifactRef:
         """The same artifact in its place in this run: found there, or copied from another run or what was set aside.
 
         One that was pruned in its place is there as long as its manifest is. It comes back from where it was set aside
@@ -121,19 +121,19 @@ class ArtifactStore(VerifiedFolder):
             StorageError: a bucket does not say.
         """
         home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
-        with remote_failures_told(self.filesystem, self.root):
+        with translate_remote_errors(self.filesystem, self.root):
             damage = self.damage(self.path(home.folder), home)
             if damage is None or restored_manifest(self, home) is not None:
                 return home
             for place in self._other_places(reference):
-                manifest = self.answering(place, reference)
+                manifest = self.matching_manifest(place, reference)
                 if not isinstance(manifest, Manifest) or not self._may_come(place, manifest, home.folder):
                     continue
                 if self.files.damage(place, manifest) is None:
                     return self._copy_home(place, manifest, home, damage)
             with self.alone():
                 # A whole one is what another configuration made; the stage that replaces it says so.
-                if self.whole_at(self.path(home.folder)) is None:
+                if self.valid_manifest_at(self.path(home.folder)) is None:
                     self.clear_place(home.folder, reason=damage)
         raise StaleReferenceError(f"{reference.uri}: {damage}")
 
@@ -157,7 +157,7 @@ class ArtifactStore(VerifiedFolder):
                     (staged / name).parent.mkdir(parents=True, exist_ok=True)
                     self.filesystem.get_file(f"{source}/{name}", str(staged / name))
                 settle_folder(staged)
-            self.clear_place(home.folder, reason=None if self.whole_at(place) else damage)
+            self.clear_place(home.folder, reason=None if self.valid_manifest_at(place) else damage)
             if is_local(self.filesystem):
                 move_folder(staged, Path(place))
                 write_manifest(self, home.folder, manifest, staged.parent)
@@ -169,14 +169,16 @@ class ArtifactStore(VerifiedFolder):
             raise StaleReferenceError(f"{home.uri}: another process wrote it while it was copied; start again")
         return home
 
-    def succeed(self, reference: ArtifactRef, staged: Path | None, *, pruned: Mapping[str, Any]) -> ArtifactRef:
+    def replace_artifact(
+        self, reference: ArtifactRef, staged: Path | None, *, pruned: Mapping[str, Any]
+    ) -> ArtifactRef:
         """Replace an artifact's files of this run by fewer or smaller ones; references to it stay right.
 
         A process that is killed in between leaves an artifact that is whole; calling this again finishes it.
 
         Args:
             reference: to the artifact, or to one that it succeeded.
-            staged: the files that are left, by their former names, in a folder of `staging`; None leaves none.
+            staged: the files that are left, by their previous names, in a folder of `staging`; None leaves none.
             pruned: what was taken away and why, as JSON values.
 
         Raises:
@@ -184,18 +186,18 @@ class ArtifactStore(VerifiedFolder):
             ValueError: a file that the artifact never had.
             StorageError: a disk or a bucket does not take it.
         """
-        with self.staging() as scratch, remote_failures_told(self.filesystem, self.root):
-            manifest = succeed_folder(self, reference, staged, pruned, scratch)
+        with self.staging() as scratch, translate_remote_errors(self.filesystem, self.root):
+            manifest = replace_folder(self, reference, staged, pruned, scratch)
         return manifest.reference(f"{self.run}/{reference.folder}")
 
     def pruned_reason(self, reference: ArtifactRef) -> Mapping[str, Any] | None:
-        """What was taken away from an artifact and why, as `succeed` was told; None where nothing was.
+        """What was taken away from an artifact and why, as `replace_artifact` was told; None where nothing was.
 
         Raises:
             StaleReferenceError: what stands there is not what the reference says.
         """
-        with remote_failures_told(self.filesystem, self.root):
-            manifest = self.answering(f"{self.root}/{reference.uri}", reference)
+        with translate_remote_errors(self.filesystem, self.root):
+            manifest = self.matching_manifest(f"{self.root}/{reference.uri}", reference)
         if isinstance(manifest, str):
             raise StaleReferenceError(f"{reference.uri}: {manifest}")
         return manifest.pruned

@@ -13,7 +13,7 @@ _CUT_SHORT = "it is not whole: a file is missing or changed, or its writing was 
 _WITHOUT_CACHE = ("file", "memory")
 
 
-class VerifiedFolder(RunFolder):
+class ValidFolder(RunFolder):
     """A run whose artifacts are looked at only as far as they are what their manifests say."""
 
     def __init__(self, root: str, run: str, cache: ReadCache | None = None) -> None:
@@ -44,12 +44,12 @@ class VerifiedFolder(RunFolder):
         except (ValueError, TypeError):
             return None
 
-    def whole_at(self, place: str) -> Manifest | None:
+    def valid_manifest_at(self, place: str) -> Manifest | None:
         """The manifest of the whole artifact in this folder of the filesystem, if there is one."""
         manifest = self.manifest_at(place)
         return manifest if manifest is not None and self.files.damage(place, manifest) is None else None
 
-    def answering(self, place: str, reference: ArtifactRef) -> Manifest | str:
+    def matching_manifest(self, place: str, reference: ArtifactRef) -> Manifest | str:
         """The manifest that the reference means, or why what is there is another."""
         name = self.manifest_path(reference.folder.rsplit("/", 1)[-1])
         content = self._read(self.manifest_path(place))
@@ -65,7 +65,7 @@ class VerifiedFolder(RunFolder):
 
     def damage(self, place: str, reference: ArtifactRef) -> str | None:
         """What is wrong with the artifact in this folder of the filesystem; None when it is what the reference says."""
-        manifest = self.answering(place, reference)
+        manifest = self.matching_manifest(place, reference)
         return manifest if isinstance(manifest, str) else self.files.damage(place, manifest)
 
     def clear_place(self, folder: str, *, reason: str | None = None) -> None:
@@ -77,4 +77,4 @@ class VerifiedFolder(RunFolder):
             if self.filesystem.exists(self.path(path))
         ]
         if present:
-            self.set_aside(present, reason=reason or (_WHOLE if self.whole_at(place) else _CUT_SHORT))
+            self.set_aside(present, reason=reason or (_WHOLE if self.valid_manifest_at(place) else _CUT_SHORT))

@@ -1,4 +1,4 @@
-"""Storage that fails: one message with the place, what was found and the mend."""
+"""Storage that fails: one message with the place, what was found and the hint."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ class UnreachableStorageError(StorageError, ConnectionError):
 
 
 @contextlib.contextmanager
-def storage_failures_told(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
+def translate_storage_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
     """Turn the failures of a disk that is written to into StorageError; every other error passes as it is.
 
     Raises:
@@ -83,7 +83,7 @@ def _errno(error: OSError | SafetensorError) -> int | None:
 
 
 @contextlib.contextmanager
-def remote_failures_told(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
+def translate_remote_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
     """Turn the failures of a bucket into StorageError; what is only missing there passes as it is.
 
     Raises:

@@ -17,8 +17,8 @@ from pathlib import Path
 import fsspec
 
 from grpo_core.errors import InputError
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tasks.storage.filesystem.files import sha256_of
-from tasks.storage.filesystem.seal import opened, sealed
 from tasks.storage.filesystem.staging import clear_abandoned, locked_file, staging_folder
 
 GIB = 2**30
@@ -46,8 +46,8 @@ class ReadCache:
             with self._staging() as staged:
                 (staged / "probe").write_bytes(b"")
         except OSError as error:
-            mend = f"Copies cannot be kept there ({error}). Choose a folder that can be written."
-            raise InputError("storage.cache_dir", str(self.folder), mend) from error
+            hint = f"Copies cannot be kept there ({error}). Choose a folder that can be written."
+            raise InputError("storage.cache_dir", str(self.folder), hint) from error
 
     @contextlib.contextmanager
     def reading(self, sha256: str) -> Iterator[None]:
@@ -61,7 +61,7 @@ class ReadCache:
     def seen(self, place: str, stamp: Mapping[str, str]) -> str | None:
         """The sha256 of the object at this URL, if it is as it was when it was last read or written."""
         try:
-            known = opened(self._note(place).read_bytes())
+            known = load_checked(self._note(place).read_bytes())
         except (OSError, ValueError):
             return None
         if known.get("place") != place or known.get("stamp") != dict(stamp):
@@ -70,7 +70,7 @@ class ReadCache:
 
     def note(self, place: str, stamp: Mapping[str, str], sha256: str) -> None:
         """Remember what the object at this URL holds while it has this size and tag."""
-        content = sealed({"place": place, "stamp": dict(stamp), "sha256": sha256})
+        content = dump_checked({"place": place, "stamp": dict(stamp), "sha256": sha256})
         with contextlib.suppress(OSError), self._staging() as staged:
             (staged / "note").write_bytes(content)
             target = self._note(place)

@@ -35,19 +35,19 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
             a file that is not there.
     """
     if "://" in root and _SECRET.search(root):
-        mend = f"A URL is kept with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
-        raise InputError("storage.root", _SECRET.sub("***@", root), mend)
+        hint = f"A URL is kept with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
+        raise InputError("storage.root", _SECRET.sub("***@", root), hint)
     place = root if "://" in root else str(Path(root).expanduser())
     try:
         options = _s3_options({"retries": _ATTEMPTS}) if root.startswith(_S3) else {}
         filesystem, path = fsspec.core.url_to_fs(place, **options)
     except ImportError as error:
         package = _EXTRAS.get(root.partition("://")[0])
-        mend = f"Install {package}." if package else f"{error}. Install what reads such URLs."
-        raise InputError("storage.root", root, mend) from error
+        hint = f"Install {package}." if package else f"{error}. Install what reads such URLs."
+        raise InputError("storage.root", root, hint) from error
     except (OSError, ValueError) as error:
-        mend = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
-        raise InputError("storage.root", root, mend) from error
+        hint = f"{error}. Give a folder or a URL of a known kind, such as s3://, and install what reads it."
+        raise InputError("storage.root", root, hint) from error
     return filesystem, path.rstrip("/")
 
 

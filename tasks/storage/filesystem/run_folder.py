@@ -11,8 +11,8 @@ from grpo_core.errors import InputError
 from tasks.storage.filesystem.failures import (
     StorageError,
     UnreachableStorageError,
-    remote_failures_told,
-    storage_failures_told,
+    translate_remote_errors,
+    translate_storage_errors,
 )
 from tasks.storage.filesystem.files import is_local, write_whole
 from tasks.storage.filesystem.roots import open_root, without_patience
@@ -38,7 +38,7 @@ class RunFolder:
         """Why things were set aside since this store was opened, for people to be told."""
         self.unread: set[str] = set()
         """Records and artifacts of finished stages that a bucket did not give out when they were asked for."""
-        self.asked: str | None = None
+        self.requested: str | None = None
         """File of the run that asks for what is written; a run that has its answer, or wants another, removed it."""
         self._given_root = root
         self._alone, self._depth = threading.RLock(), 0
@@ -57,7 +57,7 @@ class RunFolder:
                 self.filesystem.rm_file(probe)
                 return
             filesystem = without_patience(self._given_root)
-            with remote_failures_told(filesystem, self.root):
+            with translate_remote_errors(filesystem, self.root):
                 filesystem.pipe_file(probe, b"probe")
                 readable = filesystem.cat_file(probe) == b"probe" and bool(filesystem.ls(probe.rsplit("/", 1)[0]))
                 filesystem.rm_file(probe)
@@ -113,7 +113,7 @@ class RunFolder:
             StorageError: the disk is full or read-only, or it is not known what has been done.
         """
         self.require_read()
-        with storage_failures_told(self.filesystem, self.root), staging_folder(self._incoming()) as parent:
+        with translate_storage_errors(self.filesystem, self.root), staging_folder(self._incoming()) as parent:
             folder = parent / "files"
             folder.mkdir()
             yield folder
@@ -135,7 +135,7 @@ class RunFolder:
             finally:
                 self._depth -= 1
 
-    def set_aside(self, paths: list[str], *, reason: str, staying: bool = False) -> None:
+    def set_aside(self, paths: list[str], *, reason: str, kept_names: bool = False) -> None:
         """Move paths of this run out of the way, keeping them and saying why.
 
         Args:
@@ -145,12 +145,12 @@ class RunFolder:
         """
         others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         self.reasons.append(f"{paths[0]}{others}: {reason}")
-        with self.alone(), remote_failures_told(self.filesystem, self.root):
+        with self.alone(), translate_remote_errors(self.filesystem, self.root):
             taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
             place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
             self.write_file(f"{place}/reason.json", json.dumps({"reason": reason, "paths": paths}, indent=1).encode())
             for path in paths:
-                if staying:
+                if kept_names:
                     self.write_file(f"{place}/{path}", self.filesystem.cat_file(self.path(path)))
                 else:
                     self._move(self.path(path), self.path(f"{place}/{path}"))
@@ -176,7 +176,7 @@ class RunFolder:
 
     def _read(self, path: str) -> bytes | None:
         try:
-            with remote_failures_told(self.filesystem, self.root):
+            with translate_remote_errors(self.filesystem, self.root):
                 content: bytes = self.filesystem.cat_file(path)
         except FileNotFoundError:
             return None
@@ -195,5 +195,5 @@ class RunFolder:
             with self.staging() as staged:
                 write_whole(self.filesystem, path, content, scratch=staged)
             return
-        with remote_failures_told(self.filesystem, self.root):
+        with translate_remote_errors(self.filesystem, self.root):
             self.filesystem.pipe_file(path, content)

@@ -52,8 +52,8 @@ def temporary_folder() -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        mend = f"{folder} is not a folder that this user alone writes; remove it, or set TMPDIR to another place."
-        raise InputError("TMPDIR", tempfile.gettempdir(), mend)
+        hint = f"{folder} is not a folder that this user alone writes; remove it, or set TMPDIR to another place."
+        raise InputError("TMPDIR", tempfile.gettempdir(), hint)
     return folder
 
 

@@ -25,11 +25,11 @@ class FileLock:
     """One hold of a lock file; its content says who holds it, and is empty while nobody does.
 
     Attributes:
-        former: the holder that ended without releasing it, if the one before did.
+        previous: the holder that ended without releasing it, if the one before did.
     """
 
-    def __init__(self, descriptor: int, path: Path, former: Holder | None) -> None:
-        self.former = former
+    def __init__(self, descriptor: int, path: Path, previous: Holder | None) -> None:
+        self.previous = previous
         self._descriptor, self._path = descriptor, path
 
     def find_loss(self) -> str | None:
@@ -68,8 +68,8 @@ def take_file(path: Path, holder: Holder) -> FileLock | str:
         except OSError as error:
             os.close(descriptor)
             if error.errno in _WITHOUT_LOCKS:
-                mend = "This file system keeps no locks, so two runs could write at once. Mount it with locks, or move."
-                raise InputError("storage.root", str(path.parent), mend) from error
+                hint = "This file system keeps no locks, so two runs could write at once. Mount it with locks, or move."
+                raise InputError("storage.root", str(path.parent), hint) from error
             raise
         # Between the opening and the locking, the folder may have been moved away.
         if _is_at(descriptor, path):
@@ -79,7 +79,7 @@ def take_file(path: Path, holder: Holder) -> FileLock | str:
 
 def _describe(descriptor: int, path: Path, holder: Holder) -> FileLock:
     try:
-        former = described_holder(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
+        previous = described_holder(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
         _share(descriptor, path.parent)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.model_dump_json(indent=1).encode(), 0)
@@ -87,7 +87,7 @@ def _describe(descriptor: int, path: Path, holder: Holder) -> FileLock:
         os.close(descriptor)
         raise
     _HELD.add(descriptor)
-    return FileLock(descriptor, path, former)
+    return FileLock(descriptor, path, previous)
 
 
 def _share(descriptor: int, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.filesystem.failures import is_conflict
 from tasks.storage.locks.lock_holder import Holder, described_holder
 
@@ -29,13 +29,13 @@ class Lease:
     """One hold of a lease, renewed by a thread until it is released.
 
     Attributes:
-        former: the holder that ended without releasing it, if the one before did.
+        previous: the holder that ended without releasing it, if the one before did.
     """
 
     def __init__(
-        self, filesystem: AbstractFileSystem, folder: str, number: int, holder: Holder, former: Holder | None
+        self, filesystem: AbstractFileSystem, folder: str, number: int, holder: Holder, previous: Holder | None
     ) -> None:
-        self.former = former
+        self.previous = previous
         self._filesystem, self._folder, self._number, self._holder = filesystem, folder, number, holder
         self._ended = threading.Event()
         self._loss: str | None = None
@@ -116,15 +116,15 @@ def take_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) -> L
     for lower in _numbers(filesystem, folder):
         if lower <= number:
             filesystem.rm_file(_object(folder, lower))
-    former = None if content == _RELEASED else _holder(content)
-    return Lease(filesystem, folder, number + 1, holder, former)
+    previous = None if content == _RELEASED else _holder(content)
+    return Lease(filesystem, folder, number + 1, holder, previous)
 
 
 def _is_stale(filesystem: AbstractFileSystem, folder: str, number: int, content: bytes) -> bool:
     holder = _holder(content)
     if holder is not None and holder.is_gone:
         return True
-    announce(f"held by {_describing(content)}; looking for up to {LEASE_SECONDS:.0f} s whether it lives")
+    log(f"held by {_describing(content)}; looking for up to {LEASE_SECONDS:.0f} s whether it lives")
     until = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < until:
         time.sleep(min(1.0, RENEWAL_SECONDS))

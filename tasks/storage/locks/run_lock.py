@@ -6,9 +6,9 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from grpo_core.errors import InputError
-from tasks.progress import announce
+from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.failures import remote_failures_told, storage_failures_told
+from tasks.storage.filesystem.failures import translate_remote_errors, translate_storage_errors
 from tasks.storage.filesystem.files import is_local
 from tasks.storage.locks.file_lock import FileLock, take_file
 from tasks.storage.locks.lease import Lease, take_lease
@@ -38,7 +38,7 @@ class RunLock:
             LockLostError: another process took it, or its file was removed.
             StorageError: a bucket does not say.
         """
-        with remote_failures_told(self._store.filesystem, self._store.root):
+        with translate_remote_errors(self._store.filesystem, self._store.root):
             reason = self._hold.find_loss()
         if reason is not None:
             raise LockLostError(
@@ -62,16 +62,16 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
         StorageError: it cannot be written there.
     """
     path, shown = store.path(f"{place}/{LOCK}" if place else LOCK), f"{store.run}/{place}".rstrip("/")
-    with storage_failures_told(store.filesystem, store.root), remote_failures_told(store.filesystem, store.root):
+    with translate_storage_errors(store.filesystem, store.root), translate_remote_errors(store.filesystem, store.root):
         if is_local(store.filesystem):
             hold: FileLock | Lease | str = take_file(Path(path), this_process())
         else:
             hold = take_lease(store.filesystem, path, this_process())
     if isinstance(hold, str):
-        mend = f"It is being written by {hold}. Wait until that ends or stop it there, or choose another name."
-        raise InputError(setting, value, mend)
-    if hold.former is not None:
-        announce(f"{shown}: taken over from {hold.former}, which ended without releasing it")
+        hint = f"It is being written by {hold}. Wait until that ends or stop it there, or choose another name."
+        raise InputError(setting, value, hint)
+    if hold.previous is not None:
+        log(f"{shown}: taken over from {hold.previous}, which ended without releasing it")
     try:
         yield RunLock(hold, shown, store)
     finally:

@@ -41,7 +41,7 @@ def decode_reference(value: dict[str, Any]) -> Any:
 def _brought_home(reference: ArtifactRef) -> ArtifactRef:
     store = current_store()
     with store.noting_unread(reference.uri):
-        return store.bring_home(reference)
+        return store.restore_artifact(reference)
 
 
 def reference_serializer() -> JSONSerializer:

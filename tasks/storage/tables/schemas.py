@@ -21,7 +21,7 @@ _BREAKDOWN = pa.list_(
 
 
 def _described(fields: list[tuple[str, pa.DataType]]) -> pa.Schema:
-    """A schema that `datasets` reads with its pictures shown."""
+    """A schema that `datasets` reads with its images shown."""
     schema = pa.schema(fields)
     info = {"info": {"features": {field.name: _feature(field.type) for field in schema}}}
     return schema.with_metadata({"huggingface": json.dumps(info), "grpo.schema_version": str(SCHEMA_VERSION)})
@@ -69,7 +69,7 @@ _ORIGIN = [
     ("policy_digest", pa.string()),
 ]
 
-PICTURE_ROLLOUTS = _described(
+IMAGE_ROLLOUTS = _described(
     [
         *_SAMPLE,
         ("target_uri", pa.string()),
@@ -81,7 +81,7 @@ PICTURE_ROLLOUTS = _described(
         ("guidance_scale", pa.float64()),
         ("noise_seed", pa.int64()),
         *_ORIGIN,
-        ("defect", pa.string()),  # why the picture is none that anybody could want, such as NaN pixels; null: it is one
+        ("defect", pa.string()),  # why the image is none that anybody could want, such as NaN pixels; null: it is one
         ("image", _IMAGE),
     ]
 )

@@ -18,7 +18,7 @@ def clean_tokens(scene_index: torch.Tensor, scenes: tuple[Scene, ...] = SCENES) 
     return encode_cells(np.stack([draw_cells(scenes[int(i)]) for i in scene_index]))
 
 
-def test_without_imperfections_every_picture_is_its_captions() -> None:
+def test_without_imperfections_every_image_is_its_captions() -> None:
     corpus = draw_corpus(SCENES, CLEAN)
     assert torch.equal(corpus.tokens, clean_tokens(corpus.scene_index))
     assert len(corpus.scene_index.unique()) == len(SCENES)
@@ -42,7 +42,7 @@ def test_slips_move_whole_sprites_by_a_cell_inside_the_canvas() -> None:
     corpus = draw_corpus([scene], replace(CLEAN, slip_probability=1.0))
     red = (corpus.tokens[:, 16:] == 0).view(-1, 8, 8)
     assert (red.sum((1, 2)) == 16).all()
-    origins = {tuple(picture.nonzero().min(0).values.tolist()) for picture in red}
+    origins = {tuple(image.nonzero().min(0).values.tolist()) for image in red}
     assert origins == {(row, column) for row in (1, 2, 3) for column in (1, 2, 3)}
 
 

@@ -1,4 +1,4 @@
-"""A picture is read as the caption that it shows, through noise and slips."""
+"""An image is read as the caption that it shows, through noise and slips."""
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ import data
 from data.codebook import CODEBOOK_SIZE, decode_tokens
 from data.shapes import split_scenes
 from data.tiny_glm_image import TinyRecipe, evaluate_tiny_model
-from data.tiny_glm_image.evaluation import sample_pictures
+from data.tiny_glm_image.evaluation import sample_images
 from grpo_core.policies.glm_image.decoding import decode_group
 from grpo_core.policies.glm_image.loading import load_pipeline
 
@@ -66,7 +66,7 @@ def test_decoder_draws_any_tokens_as_flat_cells(
 
 
 @pytest.mark.parametrize("prompt", ["一只猫", "a sign that says 'OPEN' 🙂", "Photograph of a lighthouse, 35mm"])
-def test_unseen_text_gives_a_picture(prompt: str) -> None:
-    (image,) = sample_pictures(FOLDER, [prompt], group_size=1, temperature=1.0, seed=0)
+def test_unseen_text_gives_a_image(prompt: str) -> None:
+    (image,) = sample_images(FOLDER, [prompt], group_size=1, temperature=1.0, seed=0)
     assert image.size == (64, 64)
     assert np.isfinite(np.asarray(image, dtype=np.float32)).all()

@@ -37,7 +37,7 @@ def test_autoregressive_training_learns_and_repeats() -> None:
     losses: list[float] = []
     metrics = train_autoregressive(first, SMALL, lambda step, steps, loss: losses.append(loss))
     assert len(losses) == 25
-    # From a uniform guess over the head to better than one over the colours that pictures have.
+    # From a uniform guess over the head to better than one over the colours that images have.
     assert losses[0] > math.log(CODEBOOK_SIZE) - 0.5
     assert metrics.final_loss < math.log(10)
     assert not any(".visual." in name or ".vqmodel." in name for name in changed(before, model))
@@ -59,7 +59,7 @@ def test_decoder_training_learns_and_repeats() -> None:
     assert not changed(snapshot(first.transformer), second.transformer)
 
 
-def test_decoder_sees_pictures_and_grids_with_random_codes() -> None:
+def test_decoder_sees_images_and_grids_with_random_codes() -> None:
     corpus = torch.full((5, 64), 3)
     tokens = _draw_tokens(corpus, 400, torch.Generator().manual_seed(0))
     untouched = (tokens == 3).all(1)

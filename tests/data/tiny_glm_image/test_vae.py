@@ -8,7 +8,7 @@ from data.tiny_glm_image.vae import build_identity_vae
 def test_latents_are_pixels_and_decode_to_them() -> None:
     vae = build_identity_vae(latent_std=0.2, sample_size=64)
     pixels = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    # A group norm is hardest to pin where a picture is flat.
+    # A group norm is hardest to pin where an image is flat.
     pixels[3] = 1.0
     with torch.no_grad():
         posterior = vae.encode(pixels).latent_dist

@@ -74,8 +74,8 @@ def test_the_corpus_is_read_back_as_prompts_and_answers() -> None:
     corpus = draw_corpus(tokenizer, recipe)
     words, _ = split_words(recipe.seed, train=40, heldout=recipe.heldout_words)
     for word, ids, trained in zip(words, corpus.ids, corpus.trained, strict=True):
-        asked = ids[: int(trained.nonzero()[0])]
-        assert tokenizer.decode(asked) == f"<|user|>{prompt_of(word)}<|end|><|assistant|>"
+        requested = ids[: int(trained.nonzero()[0])]
+        assert tokenizer.decode(requested) == f"<|user|>{prompt_of(word)}<|end|><|assistant|>"
         assert tokenizer.decode(ids[trained]) == f"{answer_of(word)}<|end|>"
         assert (ids[int(trained.nonzero()[-1]) + 1 :] == tokenizer.pad_token_id).all()
 

@@ -19,7 +19,7 @@ from flows.evaluation.request import EvaluateRequest
 from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.seal import opened, sealed
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tasks.storage.locks.run_lock import locked
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start
 
@@ -53,9 +53,9 @@ def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
     return copy
 
 
-def evaluated(runs: Runs, run: str = "text", **asked: object) -> tuple[EvaluateSummary, Heard]:
+def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[EvaluateSummary, Heard]:
     heard = Heard([], [])
-    request = EvaluateRequest(run=run, root=str(runs.root), **asked)  # type: ignore[arg-type]
+    request = EvaluateRequest(run=run, root=str(runs.root), **requested)  # type: ignore[arg-type]
 
     def body() -> EvaluateSummary:
         listen(heard)
@@ -64,10 +64,10 @@ def evaluated(runs: Runs, run: str = "text", **asked: object) -> tuple[EvaluateS
     return contextvars.copy_context().run(body), heard
 
 
-def refused(runs: Runs, run: str = "text", **asked: object) -> list[str]:
+def refused(runs: Runs, run: str = "text", **requested: object) -> list[str]:
     before = content(runs)
     with pytest.raises((InputError, InputErrors)) as caught:
-        _ = EvaluateRequest(run=run, root=str(runs.root), **asked).plan  # type: ignore[arg-type]
+        _ = EvaluateRequest(run=run, root=str(runs.root), **requested).plan  # type: ignore[arg-type]
     assert content(runs) == before
     errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
     return [str(error) for error in errors]
@@ -129,8 +129,8 @@ class TestOtherPrompts:
         assert content(runs) == before
         assert Path(summary.folder).parent.name.startswith("letters_train-")
         rollouts, scores = table(summary, "rollouts"), table(summary, "rewards")
-        asked = [json.loads(line) for line in (REPOSITORY / self.FILE).read_text().splitlines()[:2]]
-        assert rollouts["prompt"].to_list() == [row["prompt"] for row in asked for _ in range(2)]
+        requested = [json.loads(line) for line in (REPOSITORY / self.FILE).read_text().splitlines()[:2]]
+        assert rollouts["prompt"].to_list() == [row["prompt"] for row in requested for _ in range(2)]
         assert set(rollouts["policy_digest"]) == {summary.policy_digest}
         assert set(rollouts["policy_version"]) == {1}
         assert summary.samples == 4
@@ -140,8 +140,8 @@ class TestOtherPrompts:
         assert summary.rewards["answer"].without == summary.rewards["answer"].failed == 0
 
     def test_versions_stand_side_by_side_and_draw_with_the_same_seeds(self, runs: Runs) -> None:
-        asked = {"prompts": self.FILE, "overrides": ("evaluate.limit=2",)}
-        folders = [Path(evaluated(runs, policy=version, **asked)[0].folder) for version in (0, 1)]
+        requested = {"prompts": self.FILE, "overrides": ("evaluate.limit=2",)}
+        folders = [Path(evaluated(runs, policy=version, **requested)[0].folder) for version in (0, 1)]
         assert folders[0].parent == folders[1].parent
         first, second = (pl.read_parquet(folder / "rollouts" / "*.parquet") for folder in folders)
         assert first.select("sample_id", "seed", "prompt").equals(second.select("sample_id", "seed", "prompt"))
@@ -166,7 +166,7 @@ class TestWhileTheRunIsHeld:
         request = EvaluateRequest(run="text", policy=1, root=str(runs.root))
         store = ArtifactStore(str(runs.root), "text")
         with (
-            locked(store, request.plan.draws.folder, setting="--policy", value="1"),
+            locked(store, request.plan.rounds.folder, setting="--policy", value="1"),
             pytest.raises(InputError, match=r"--policy: got '1'\. It is being written by"),
         ):
             asyncio.run(evaluate(request))
@@ -195,12 +195,12 @@ class TestRefused:
     def test_a_run_that_is_not_there_or_of_a_newer_program(self, runs: Runs) -> None:
         assert "Runs in" in refused(runs, run="txet")[0]
         description = runs.path("run.json", run="text")
-        description.write_bytes(sealed({**opened(description.read_bytes()), "schema_version": 99}))
+        description.write_bytes(dump_checked({**load_checked(description.read_bytes()), "schema_version": 99}))
         (told,) = refused(runs)
         assert "got 'schema version 99'. This program reads version" in told
 
     @pytest.mark.parametrize(
-        ("asked", "words"),
+        ("requested", "words"),
         [
             ({"overrides": ("update.learning_rate=1",)}, "An evaluation takes the policy as it was trained"),
             ({"overrides": ("policy.model=elsewhere",)}, "An evaluation takes the policy as it was trained"),
@@ -209,12 +209,12 @@ class TestRefused:
             ({"prompts": "nowhere.jsonl"}, "evaluate.prompts"),
         ],
     )
-    def test_what_cannot_be_asked_for(self, runs: Runs, asked: dict[str, object], words: str) -> None:
-        assert words in refused(runs, **asked)[0]
+    def test_what_cannot_be_asked_for(self, runs: Runs, requested: dict[str, object], words: str) -> None:
+        assert words in refused(runs, **requested)[0]
 
     def test_a_model_that_has_changed(self, runs: Runs) -> None:
         description = runs.path("run.json", run="text")
-        description.write_bytes(sealed({**opened(description.read_bytes()), "model_digest": "0" * 64}))
+        description.write_bytes(dump_checked({**load_checked(description.read_bytes()), "model_digest": "0" * 64}))
         assert "Its files have changed since text began (000000000000)" in refused(runs, policy=0)[0]
 
 

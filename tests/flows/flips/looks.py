@@ -16,8 +16,8 @@ from tasks.execution.pool import CALLS, leave_outcome, read_call, read_outcome
 from tasks.storage.artifacts.open_store import described
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore, use_store
+from tasks.storage.filesystem.checked_json import dump_checked
 from tasks.storage.filesystem.read_cache import ReadCache
-from tasks.storage.filesystem.seal import sealed
 from tasks.storage.locks.run_lock import LOCK, locked
 from tasks.storage.prefect_results.result_storage import FOLDER, StageRecords
 from tests.flows.conftest import Runs
@@ -60,7 +60,7 @@ def in_pruned_manifests(evaluated: Evaluated, folder: Path, chance: random.Rando
     for _ in range(OF_OTHERS):
         store = ArtifactStore(str(folder), "run")
         evaluated.bring(artifact, store)
-        store.succeed(reference, None, pruned={"by": "grpo prune run --policies-last 1", "at": "2026-01-01"})
+        store.replace_artifact(reference, None, pruned={"by": "grpo prune run --policies-last 1", "at": "2026-01-01"})
         assert store.pruned_reason(reference) is not None
         manifest = Path(store.path(f"{artifact}{MANIFEST_ENDING}"))
         rot(manifest, chance)
@@ -106,21 +106,21 @@ def _in_record(source: Path, folder: Path, place: str, chance: random.Random) ->
 def in_calls(folder: Path, chance: random.Random) -> Iterator[Flip]:
     """What a stage is asked on a pool, and what it answers: as if there were none, so that it is asked once more."""
     store = ArtifactStore(str(folder), "run")
-    asked = StageCall(
+    requested = StageCall(
         stage="update policy", storage=described(store), run="run", code=code_digest(), arguments={"seed": 3}
     )
     answered = StageOutcome(reasons=("a file was damaged",))
     for _ in range(OF_OTHERS):
-        store.write_file(f"{CALLS}/{asked.digest}.json", sealed(asked.model_dump(mode="json")))
-        assert read_call(store, asked.digest) == asked
-        rot(Path(store.path(f"{CALLS}/{asked.digest}.json")), chance)
+        store.write_file(f"{CALLS}/{requested.digest}.json", dump_checked(requested.model_dump(mode="json")))
+        assert read_call(store, requested.digest) == requested
+        rot(Path(store.path(f"{CALLS}/{requested.digest}.json")), chance)
         with pytest.raises(ValueError):  # noqa: PT011 - of many kinds
-            read_call(store, asked.digest)
+            read_call(store, requested.digest)
         yield Flip("call of a pool", Outcome.UNUSED)
-        leave_outcome(store, asked.digest, answered)
-        assert read_outcome(store, asked.digest) == answered
-        rot(Path(store.path(f"{CALLS}/{asked.digest}.outcome.json")), chance)
-        assert read_outcome(store, asked.digest) is None
+        leave_outcome(store, requested.digest, answered)
+        assert read_outcome(store, requested.digest) == answered
+        rot(Path(store.path(f"{CALLS}/{requested.digest}.outcome.json")), chance)
+        assert read_outcome(store, requested.digest) is None
         yield Flip("outcome of a call", Outcome.UNUSED)
 
 

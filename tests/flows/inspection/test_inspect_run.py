@@ -153,7 +153,7 @@ def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_the_terminal_shows_curves_pictures_and_figures(tmp_path: Path) -> None:
+def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     maker.store.set_aside(["iteration_000001/rewards/ssim"], reason="scores.parquet has another sha256")
     text = shown(tmp_path)
@@ -172,10 +172,10 @@ def test_the_terminal_shows_curves_pictures_and_figures(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "poems"))
+    maker = RunMaker(tmp_path, modality="text", datasets=("sums", "poems"))
     maker.evaluation(0, shift=0.0)
     maker.written = {(0, 2): "first line\nlast line", (0, 1): "x" * 5000 + "\nfinis", (0, 0): ""}
-    maker.iteration(1, draws=2)
+    maker.iteration(1, rounds=2)
     maker.evaluation(2, shift=0.25)
     text = shown(tmp_path)
     for said in (
@@ -191,12 +191,12 @@ def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
         "tokens sampled",
     ):
         assert said in text
-    assert "picture" not in text.replace(str(tmp_path), "")
+    assert "image" not in text.replace(str(tmp_path), "")
     assert text.count("x" * 20) < 100  # the page has the whole of it
 
 
 def test_texts_cannot_command_the_terminal(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text")
+    maker = RunMaker(tmp_path, modality="text")
     maker.written = {(0, 2): "\x1b[2J[red]a[/red]\x07 \x9b31m\r", (0, 1): "[/]"}
     maker.iteration(1)
     text = shown(tmp_path)
@@ -205,7 +205,7 @@ def test_texts_cannot_command_the_terminal(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_text_run_holds_every_text(tmp_path: Path) -> None:
-    maker = whole_run(tmp_path, medium="text")
+    maker = whole_run(tmp_path, modality="text")
     page = tmp_path / "page.html"
     code, _, err = invoke("made", "--root", str(tmp_path), "--html", str(page))
     assert (code, "warning" in err) == (0, False)

@@ -13,7 +13,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ParameterTypeError
 
 from configs.loader import read_config
-from configs.schema import PictureRunConfig, TextRunConfig
+from configs.schema import ImageRunConfig, TextRunConfig
 from flows.evaluation.evaluate import evaluate
 from flows.rescoring.rescore import rescore
 from flows.training.train import train
@@ -98,7 +98,7 @@ class TestForm:
         assert told[0] is None
         assert unknown in str(told[1])
 
-    @pytest.mark.parametrize(("file", "kind"), [(TINY, PictureRunConfig), (TINY_TEXT, TextRunConfig)])
+    @pytest.mark.parametrize(("file", "kind"), [(TINY, ImageRunConfig), (TINY_TEXT, TextRunConfig)])
     def test_the_flow_reads_what_the_server_keeps(self, file: Path, kind: type) -> None:
         config = read_config(file)
         read = train.validate_parameters({"config": json.loads(config.model_dump_json())})["config"]
@@ -130,10 +130,10 @@ def unread(flow: Flow[..., Any], parameters: dict[str, Any]) -> str:
 
 
 def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
-    values = read_config(TINY, empty.overrides(run__name="asked")).model_dump(mode="json")
+    values = read_config(TINY, empty.overrides(run__name="requested")).model_dump(mode="json")
     state = asyncio.run(train(changed(values, "update", "learning_rat", value=1), return_state=True))
     assert state.is_failed()
     assert "There is no such key: did you mean learning_rate?" in str(state.message)
     with pytest.raises(InputErrors):
         asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
-    assert not empty.path(run="asked").exists()
+    assert not empty.path(run="requested").exists()

@@ -50,10 +50,10 @@ def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> Non
 
 def test_how_a_reward_is_asked_and_what_is_watched_leave_the_run_as_it_is(prompts: Path) -> None:
     reasons(prompts)
-    asked = ["rewards.0.max_failures=0.4", "rewards.0.batch_size=3", "rewards.0.processes=1"]
+    requested = ["rewards.0.max_failures=0.4", "rewards.0.batch_size=3", "rewards.0.processes=1"]
     heldout = [f"evaluate.prompts={prompts}", "evaluate.targets=null", "evaluate.target_column=null"]
     watch = ['watch={"guardrails": [{"reward": "sharpness"}], "rise": 0.5}']
-    assert reasons(prompts, *asked, *heldout, *watch) == []
+    assert reasons(prompts, *requested, *heldout, *watch) == []
     assert reasons(prompts, "rewards.0.clamp=[0.0, 0.5]") == [
         "the configuration changed: rewards.jpeg.clamp None -> [0.0, 0.5]"
     ]
@@ -121,10 +121,10 @@ MALFORMED = {
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_former_configuration_stops_no_start(prompts: Path, content: bytes) -> None:
     reasons(prompts)
-    former = prompts.parent / "runs" / "tiny" / "config.yaml"
-    former.write_bytes(content)
+    previous = prompts.parent / "runs" / "tiny" / "config.yaml"
+    previous.write_bytes(content)
     assert reasons(prompts) == []
-    former.write_bytes(content)
+    previous.write_bytes(content)
     (reason,) = reasons(prompts, "update.kl_coef=0.02")
     assert reason.startswith(("the configuration changed: ", "the code, model, prompts, or a reward's"))
     assert reasons(prompts, "update.kl_coef=0.02") == [reason]

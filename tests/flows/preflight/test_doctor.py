@@ -29,8 +29,8 @@ def examined(config: Path, *overrides: str) -> tuple[int, dict[str, object], dic
     sets = [part for override in overrides for part in ("--set", override)]
     result = CliRunner().invoke(application, ["doctor", str(config), *sets, "--json"])
     told = json.loads(result.stdout.splitlines()[-1])
-    unhealthy = {finding["subject"]: finding["mend"] for finding in told["findings"] if not finding["healthy"]}
-    assert all(unhealthy.values()), "every finding that is not healthy has a mend"
+    unhealthy = {finding["subject"]: finding["hint"] for finding in told["findings"] if not finding["healthy"]}
+    assert all(unhealthy.values()), "every finding that is not healthy has a hint"
     return result.exit_code, told, unhealthy
 
 
@@ -50,7 +50,7 @@ def test_memory_is_told_where_the_weights_are_not(tmp_path: Path, name: str, gib
 
 
 def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """95 M adapter parameters and two moments each, in fp32, are 1.1 GB an iteration; the pictures are 10 GB in all."""
+    """95 M adapter parameters and two moments each, in fp32, are 1.1 GB an iteration; the images are 10 GB in all."""
     with_free_space(monkeypatch, 100)
     config = REPOSITORY / "configs" / "glm_image_80gb.yaml"
     _, _, unhealthy = examined(config, f"storage.root={tmp_path}")

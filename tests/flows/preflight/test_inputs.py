@@ -1,4 +1,4 @@
-"""Bad input through the command line: exit code 2, each problem once with place, value and mend, nothing written."""
+"""Bad input through the command line: exit code 2, each problem once with place, value and hint, nothing written."""
 
 import os
 import shutil
@@ -30,11 +30,11 @@ def refused(tmp_path: Path, *overrides: str, config: Path | str = TINY) -> list[
     return messages
 
 
-def only(messages: list[str], place: str, value: str, mend: str) -> None:
+def only(messages: list[str], place: str, value: str, hint: str) -> None:
     (message,) = messages
     assert message.startswith(f"error: {place}"), message
     assert value in message
-    assert mend in message
+    assert hint in message
 
 
 def prompt_file(folder: Path, content: str, name: str = "prompts.txt") -> Path:
@@ -72,19 +72,19 @@ class TestTargets:
     def copied(self, tmp_path: Path) -> Path:
         return Path(shutil.copytree(TARGETS, tmp_path / "targets"))
 
-    def test_not_a_picture(self, tmp_path: Path) -> None:
+    def test_not_a_image(self, tmp_path: Path) -> None:
         folder = self.copied(tmp_path)
-        (folder / "purple-cross-center-black.png").write_text("I am no picture")
+        (folder / "purple-cross-center-black.png").write_text("I am no image")
         messages = refused(tmp_path, f"data.targets={folder}")
         only(messages, "data.targets", "purple-cross-center-black.png", "Give a PNG")
 
-    def test_truncated_picture(self, tmp_path: Path) -> None:
+    def test_truncated_image(self, tmp_path: Path) -> None:
         folder = self.copied(tmp_path)
         path = folder / "purple-cross-center-black.png"
         path.write_bytes(path.read_bytes()[:60])
-        only(refused(tmp_path, f"data.targets={folder}"), "data.targets", path.name, "not a whole picture")
+        only(refused(tmp_path, f"data.targets={folder}"), "data.targets", path.name, "not a whole image")
 
-    def test_missing_picture(self, tmp_path: Path) -> None:
+    def test_missing_image(self, tmp_path: Path) -> None:
         folder = self.copied(tmp_path)
         (folder / "purple-cross-center-black.png").unlink()
         only(
@@ -97,9 +97,9 @@ class TestTargets:
         for name in ("1.png", "2.png"):
             Image.new("RGB", (8, 8)).save(folder / name)
         messages = refused(tmp_path, f"data.targets={folder}", "data.target_column=null")
-        only(messages, "data.targets", "2 pictures", "exactly one a prompt")
+        only(messages, "data.targets", "2 images", "exactly one a prompt")
 
-    def test_another_aspect_ratio_than_the_pictures(self, tmp_path: Path) -> None:
+    def test_another_aspect_ratio_than_the_images(self, tmp_path: Path) -> None:
         data, heldout = refused(tmp_path, "rollout.height=32")
         for message, place in ((data, "data.targets"), (heldout, "evaluate.targets")):
             only([message], place, "64x64", "64x32")
@@ -107,7 +107,7 @@ class TestTargets:
 
 class TestSettings:
     @pytest.mark.parametrize(
-        ("override", "place", "value", "mend"),
+        ("override", "place", "value", "hint"),
         [
             # Near enough to the targets' aspect ratio, which would be told too.
             ("rollout.height=63", "rollout.", "63", "8"),
@@ -141,8 +141,8 @@ class TestSettings:
             ("update.minibatch_size=1000", "update.minibatch_size", "1000", "rows (rollout.prompts_per_iteration x"),
         ],
     )
-    def test_one_message(self, tmp_path: Path, override: str, place: str, value: str, mend: str) -> None:
-        only(refused(tmp_path, override), place, value, mend)
+    def test_one_message(self, tmp_path: Path, override: str, place: str, value: str, hint: str) -> None:
+        only(refused(tmp_path, override), place, value, hint)
 
     def test_gpu_that_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -223,7 +223,7 @@ def test_told_before_a_model_or_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "place", "mend"),
+    ("override", "place", "hint"),
     [
         ("rewards.0.settings={column: nope}", "rewards.0.answer: got 'nope'", "it has answer, word"),
         ("rewards.0.settings={column: 3}", "rewards.answer.column: got 3", "name of a column"),
@@ -237,12 +237,12 @@ def test_told_before_a_model_or_a_server(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_text_run_may_not_say(override: str, place: str, mend: str) -> None:
+def test_what_a_text_run_may_not_say(override: str, place: str, hint: str) -> None:
     result = CliRunner().invoke(application, ["train", str(TINY_TEXT), "--set", override])
     told = " ".join(result.output.split())
     assert result.exit_code == 2
     assert place in told
-    assert mend in told
+    assert hint in told
 
 
 def test_a_model_without_its_weights_is_refused_before_the_run_is_touched(tmp_path: Path) -> None:

@@ -197,9 +197,9 @@ class TestStaleness:
     def test_a_bound_that_leaves_nothing_is_refused_before_anything_is_done(self, finished: Runs) -> None:
         (error,) = refused(finished, iterations="2", max_staleness=0)
         assert (error.place, error.value) == ("--max-staleness", 0)
-        assert "iteration 2 were sampled by version 1, and version 0 is trained on them. Allow 1" in error.mend
+        assert "iteration 2 were sampled by version 1, and version 0 is trained on them. Allow 1" in error.hint
         (error,) = refused(finished, iterations="1", policy=2, max_staleness=1)
-        assert "Allow 2" in error.mend
+        assert "Allow 2" in error.hint
 
     def test_none_at_all_allows_own_rows_alone(self, finished: Runs) -> None:
         summary, _ = run_replay(finished, max_staleness=0)

@@ -19,7 +19,7 @@ from flows.replay.replay import replay
 from flows.replay.request import MAX_STALENESS, ReplayRequest, plan_replay, root_of
 from grpo_core.errors import InputErrors
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.seal import opened, sealed
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start
 from tests.flows.replays import content, policy_digest, refused, run_replay
 
@@ -28,13 +28,13 @@ class TestBadInput:
     def test_no_such_run(self, finished: Runs) -> None:
         (error,) = refused(finished, source="rum")
         assert error.place == "RUN"
-        assert "run" in error.mend
+        assert "run" in error.hint
 
     def test_no_stored_rollouts(self, finished: Runs) -> None:
         for name in ("iteration_000001", "iteration_000002"):
             shutil.rmtree(finished.path(name))
         (error,) = refused(finished)
-        assert "no iteration with stored rollouts" in error.mend
+        assert "no iteration with stored rollouts" in error.hint
 
     def test_a_replay_has_nothing_to_replay(self, finished: Runs) -> None:
         run_replay(finished)
@@ -62,7 +62,7 @@ class TestBadInput:
         assert (error.place, error.value) == ("--iterations", text)
 
     @pytest.mark.parametrize(
-        ("overrides", "options", "place", "mend"),
+        ("overrides", "options", "place", "hint"),
         [
             ((), {"advantages": "storde"}, "--advantages", "Nearest: stored"),
             ((), {"policy": 9}, "--policy", "run holds versions 1, 2"),
@@ -83,25 +83,25 @@ class TestBadInput:
         ],
     )
     def test_told_with_the_place_and_the_mend(
-        self, finished: Runs, overrides: tuple[str, ...], options: Mapping[str, Any], place: str, mend: str
+        self, finished: Runs, overrides: tuple[str, ...], options: Mapping[str, Any], place: str, hint: str
     ) -> None:
         (error,) = refused(finished, *overrides, **options)
         assert error.place == place
-        assert mend in error.mend
+        assert hint in error.hint
 
     def test_another_model_than_the_source_began_with(self, finished: Runs) -> None:
-        described = opened(finished.path("run.json").read_bytes())
-        finished.path("run.json").write_bytes(sealed({**described, "model_digest": "0" * 64}))
+        described = load_checked(finished.path("run.json").read_bytes())
+        finished.path("run.json").write_bytes(dump_checked({**described, "model_digest": "0" * 64}))
         (error,) = refused(finished)
         assert error.place == "policy.model"
-        assert "000000000000" in error.mend
+        assert "000000000000" in error.hint
         finished.path("run.json").write_text("{")
         (error,) = refused(finished)
         assert error.place == "run/run.json"
 
     def test_rollouts_of_another_schema_version(self, finished: Runs) -> None:
         manifest = finished.path("iteration_000001/rollouts.manifest.json")
-        manifest.write_bytes(sealed(opened(manifest.read_bytes()) | {"schema_version": 1}))
+        manifest.write_bytes(dump_checked(load_checked(manifest.read_bytes()) | {"schema_version": 1}))
         (error,) = refused(finished)
         assert (error.place, error.value) == ("run/iteration_000001/rollouts", "schema version 1")
 

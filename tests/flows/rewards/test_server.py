@@ -23,7 +23,7 @@ from PIL import Image
 
 from flows.rewards.server import create_app, describe_reward, serve
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
@@ -85,7 +85,7 @@ class Odd(Reward):
 
     name: ClassVar[str] = "odd"
     version: ClassVar[str] = "1"
-    media: ClassVar[tuple[Medium, ...]] = ("text",)
+    media: ClassVar[tuple[Modality, ...]] = ("text",)
 
     def settings(self) -> Mapping[str, object]:
         return {}
@@ -110,9 +110,9 @@ def texts(*completions: str, **more: Any) -> ScoringBatch:
 
 
 def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
-    pictures = [noise(i, 40 + i, 32) for i in range(5)] + [flat(77), noise(9, 32, 32).convert("L")]
+    images = [noise(i, 40 + i, 32) for i in range(5)] + [flat(77), noise(9, 32, 32).convert("L")]
     targets = [noise(i + 50, 40 + i, 32) for i in range(4)] + [None, flat(79), noise(3, 32, 32)]
-    batch = make_batch(pictures, targets)
+    batch = make_batch(images, targets)
     direct = SsimReward().score(batch)
     assert direct[4] == NOT_APPLICABLE
     assert len({score.value for score in direct}) > 5
@@ -170,8 +170,8 @@ def with_image(content: bytes) -> bytes:
         (b'{"protocol": 2, "reward": "jpeg", "samples": []}', 422, "protocol"),
         (b'{"protocol": 1, "reward": "jpeg", "samples": []}', 422, "samples"),
         (body("jpg", make_batch([flat(1)])), 404, "no reward 'jpg'; this server has answer, jpeg, likeness"),
-        (body("jpeg", texts("a")), 422, "scores pictures, and these samples are texts"),
-        (body("answer", make_batch([flat(1)])), 422, "scores texts, and these samples are pictures"),
+        (body("jpeg", texts("a")), 422, "scores images, and these samples are texts"),
+        (body("answer", make_batch([flat(1)])), 422, "scores texts, and these samples are images"),
         (body("likeness", make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])), 422, "aspect"),
         (body("likeness", make_batch([noise(0, 8, 8)])), 422, "needs at least 11 pixels a side"),
         (body("answer", texts("a", columns={"answer": [3]})), 422, "Write the answer as text"),
@@ -206,7 +206,7 @@ def test_bodies_beyond_the_limit_and_of_another_type() -> None:
             RemoteReward(url, "jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
 
 
-def test_pictures_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     within = make_batch([flat(1, 30, 10), flat(2, 20, 10)], [flat(1, 30, 10), flat(2, 20, 10)])
     beyond = make_batch([*within.images, flat(3, 1, 1)], [*within.targets, None])
     with serving(max_pixels=1000) as url:
@@ -326,11 +326,11 @@ def test_a_server_that_is_killed_fails_the_rest_and_ends_by_itself_on_a_signal()
     ] * 4
 
 
-class Pictures(list[Image.Image]):
-    """Does something when the picture of one row is asked for."""
+class Images(list[Image.Image]):
+    """Does something when the image of one row is asked for."""
 
-    def __init__(self, pictures: Sequence[Image.Image], row: int, act: Callable[[], object]) -> None:
-        super().__init__(pictures)
+    def __init__(self, images: Sequence[Image.Image], row: int, act: Callable[[], object]) -> None:
+        super().__init__(images)
         self._row, self._act = row, act
 
     def __getitem__(self, row: Any) -> Any:
@@ -342,16 +342,16 @@ class Pictures(list[Image.Image]):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_server_that_ends_in_the_middle_of_a_batch(number: signal.Signals) -> None:
-    pictures = [noise(i, 24, 24) for i in range(12)]
+    images = [noise(i, 24, 24) for i in range(12)]
     with server_process() as (process, url):
 
         def end() -> None:
             process.send_signal(number)
             assert process.wait(timeout=60) == (0 if number == signal.SIGINT else -number)
 
-        batch = make_batch(pictures)
-        object.__setattr__(batch, "images", Pictures(pictures, 5, end))
+        batch = make_batch(images)
+        object.__setattr__(batch, "images", Images(images, 5, end))
         scores = RemoteReward(url, "jpeg", batch_size=1, concurrency=1, **QUICK).score(batch)
-    assert scores[:5] == JpegReward().score(make_batch(pictures[:5]))
+    assert scores[:5] == JpegReward().score(make_batch(images[:5]))
     assert len(scores) == 12
     assert all("could not be reached" in str(score.failure) for score in scores[5:])

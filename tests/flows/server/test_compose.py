@@ -89,7 +89,7 @@ def test_the_image_holds_everything_that_the_server_imports() -> None:
     """Prefect and what it needs, and of this project the folders that are mounted."""
     program = """
 import json, sys
-import flows.command_line.main, flows.server.silent_runs, flows.server.start
+import flows.command_line.main, flows.server.heartbeat_automation, flows.server.start
 import prefect.client.orchestration, prefect.server.api.server
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """

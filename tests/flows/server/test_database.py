@@ -45,15 +45,15 @@ def test_prefects_first_variable_wins_and_an_argument_before_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "hint"),
     [
         ("mysql://u:secret@h/d", r"SQLite or PostgreSQL: postgresql\+asyncpg://USER"),
         ("secret", r"no address of a database; one is postgresql\+asyncpg://USER"),
         ("postgresql://u:secret@h:port/d", "no address of a database"),
     ],
 )
-def test_other_addresses_are_refused_and_their_passwords_not_shown(given: str, mend: str) -> None:
-    with pytest.raises(InputError, match=mend) as refused:
+def test_other_addresses_are_refused_and_their_passwords_not_shown(given: str, hint: str) -> None:
+    with pytest.raises(InputError, match=hint) as refused:
         choose_database(None, {VARIABLES[1]: given})
     assert refused.value.place == VARIABLES[1]
     assert "secret" not in str(refused.value)
@@ -82,7 +82,7 @@ def test_tables_of_a_later_prefect_are_left_alone(postgres: PostgresServer) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "user", "password", "mend"),
+    ("name", "user", "password", "hint"),
     [
         ("prefect", "grpo", "wr0ng", "User or password is wrong"),
         ("prefect", "nobody", "wr0ng", "User or password is wrong"),
@@ -91,9 +91,9 @@ def test_tables_of_a_later_prefect_are_left_alone(postgres: PostgresServer) -> N
     ],
 )
 def test_what_postgres_refuses_is_told_with_a_mend(
-    postgres: PostgresServer, name: str, user: str, password: str, mend: str
+    postgres: PostgresServer, name: str, user: str, password: str, hint: str
 ) -> None:
-    with pytest.raises(InputError, match=mend) as refused:
+    with pytest.raises(InputError, match=hint) as refused:
         prepare(postgres.url(name, user=user, password=password))
     assert f"{user}:***@127.0.0.1" in str(refused.value)
     assert password not in str(refused.value).replace(user, "")
@@ -101,7 +101,7 @@ def test_what_postgres_refuses_is_told_with_a_mend(
 
 def test_a_server_that_does_not_answer_is_told(postgres: PostgresServer) -> None:
     address = postgres.url("prefect").replace(str(postgres.port), "1")
-    with pytest.raises(InputError, match=r"PostgreSQL does not answer there .*mend host and port"):
+    with pytest.raises(InputError, match=r"PostgreSQL does not answer there .*hint host and port"):
         prepare(address)
     with pytest.raises(InputError, match=r"PostgreSQL does not answer there .*Name or service"):
         prepare(address.replace("127.0.0.1", "nowhere.invalid"))

@@ -18,7 +18,7 @@ from grpo_core.errors import InputError, InputErrors
 
 
 @contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
+def matching_manifest(status: int, body: bytes) -> Iterator[str]:
     """Something that gives one answer to everything."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -67,19 +67,19 @@ def test_an_address_that_is_none(url: str) -> None:
 
 @pytest.mark.parametrize(("status", "body"), [(404, b"no"), (200, b"<html>"), (200, b'"welcome"')])
 def test_what_answers_is_no_api_of_prefects(status: int, body: bytes) -> None:
-    with answering(status, body) as url:
+    with matching_manifest(status, body) as url:
         assert "does the address end in /api?" in refusal(url)
 
 
 def test_a_server_that_cannot_answer_now() -> None:
-    with answering(503, b"") as url:
+    with matching_manifest(503, b"") as url:
         told = refusal(url.replace("://", "://me:secret@"))
     assert "It answered 503" in told
     assert "secret" not in told
 
 
 def test_another_password_and_none_are_told_and_not_shown() -> None:
-    with answering(401, b"") as url:
+    with matching_manifest(401, b"") as url:
         assert "PREFECT_API_AUTH_STRING: got 'not set'" in refusal(url)
         with temporary_settings({PREFECT_API_AUTH_STRING: "admin:hidden"}):
             told = refusal(url)
@@ -89,7 +89,7 @@ def test_another_password_and_none_are_told_and_not_shown() -> None:
 
 @pytest.mark.parametrize(("release", "fits"), [("2.20.1", False), ("3.0.1", False), ("4.0.0", False), ("3.99.0", True)])
 def test_releases_that_do_not_go_together(release: str, fits: bool) -> None:
-    with answering(200, f'"{release}"'.encode()) as url:
+    with matching_manifest(200, f'"{release}"'.encode()) as url:
         if fits:
             with temporary_settings({PREFECT_API_URL: url}):
                 require_server()

@@ -16,7 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.server.silent_runs import SILENCE
+from flows.server.heartbeat_automation import SILENCE
 from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 from tests.postgres_server import PostgresServer

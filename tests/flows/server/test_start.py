@@ -15,8 +15,8 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.access import Access
+from flows.server.heartbeat_automation import NAME, heartbeat_automation
 from flows.server.reachable import require_server, server_database
-from flows.server.silent_runs import NAME, silent_runs_automation
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui, ui_refused
@@ -113,7 +113,7 @@ def test_the_automation_is_there() -> None:
     with get_client(sync_client=True) as client:
         (automation,) = client.read_automations_by_name(NAME)
     assert automation.enabled
-    assert automation.description == silent_runs_automation().description
+    assert automation.description == heartbeat_automation().description
 
 
 def test_the_page_is_the_one_that_calls_nobody(ui: GrpoUi) -> None:

@@ -13,7 +13,7 @@ from flows.terminal.progress import training_progress
 from flows.terminal.training import show_summary
 from flows.training.summary import TrainSummary
 from grpo_core.policies.glm_image.memory import MemoryEstimate, MemoryPart
-from tasks.progress import announce, progress_of
+from tasks.progress import log, progress_of
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_summary_tells_rewards_times_and_where_to_look(screen: io.StringIO) ->
 @pytest.mark.parametrize(
     ("field", "label"),
     [
-        ("contact_sheet", "pictures before and after"),
+        ("contact_sheet", "images before and after"),
         ("heldout_texts", "completions before and after"),
         ("watch", "reward beside its guardrails"),
     ],
@@ -101,11 +101,11 @@ def test_reasons_are_no_markup(screen: io.StringIO) -> None:
 def test_a_stage_has_one_line_in_a_log_when_it_ends(screen: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
         with training_progress():
-            tell = progress_of("iteration 1: collect rollouts", 4)
-            tell(2, 4)
+            report_progress = progress_of("iteration 1: collect rollouts", 4)
+            report_progress(2, 4)
             assert capsys.readouterr().err == ""
-            tell(4, 4)
-            announce("iteration 1/2: reward [0.5]")
+            report_progress(4, 4)
+            log("iteration 1/2: reward [0.5]")
 
     copy_context().run(body)
     stage, line = capsys.readouterr().err.splitlines()
@@ -121,7 +121,7 @@ def test_a_terminal_has_the_bar_of_the_stage_at_work(monkeypatch: pytest.MonkeyP
         with training_progress():
             progress_of("first stage", 4)(4, 4)
             progress_of("second stage", 8)(2, 8)
-            announce("told [0.5]")
+            log("told [0.5]")
 
     copy_context().run(body)
     assert isinstance(console.file, io.StringIO)
@@ -135,13 +135,13 @@ def test_a_terminal_has_the_bar_of_the_stage_at_work(monkeypatch: pytest.MonkeyP
 
 def test_a_finding_shows_its_mend_as_it_is_written(screen: io.StringIO) -> None:
     findings = (
-        Finding(subject="fonts", healthy=True, said="[ready]", mend=""),
-        Finding(subject="storage", healthy=False, said="full", mend="Free [some] of it."),
+        Finding(subject="fonts", healthy=True, said="[ready]", hint=""),
+        Finding(subject="storage", healthy=False, said="full", hint="Free [some] of it."),
     )
     show_diagnosis(Diagnosis(findings=findings, memory=None))
     first, second, third = screen.getvalue().splitlines()
     assert first == "ok   fonts: [ready]"
-    assert second == "mend storage: full"
+    assert second == "hint storage: full"
     assert third.strip() == "Free [some] of it."
 
 

@@ -1,4 +1,4 @@
-"""Combinations that mean nothing are refused with the key to mend; the others are not."""
+"""Combinations that mean nothing are refused with the key to hint; the others are not."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from grpo_core.losses import LossSettings, MismatchSettings, default_importance_
 
 
 @pytest.mark.parametrize(
-    ("settings", "place", "mend"),
+    ("settings", "place", "hint"),
     [
         ({"loss": "cispo", "importance_level": "sequence"}, "importance_level", "update.loss to gspo"),
         ({"loss": "vespo", "importance_level": "sequence"}, "importance_level", "token ratios"),
@@ -40,11 +40,11 @@ from grpo_core.losses import LossSettings, MismatchSettings, default_importance_
         ),
     ],
 )
-def test_refused(settings: dict[str, Any], place: str, mend: str) -> None:
+def test_refused(settings: dict[str, Any], place: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
         LossSettings(**{"loss": "grpo", "importance_level": "token"} | settings)
     assert caught.value.place == f"update.{place}"
-    assert mend in caught.value.mend
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize(

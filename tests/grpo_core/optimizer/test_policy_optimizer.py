@@ -163,13 +163,13 @@ def test_a_state_for_other_parameters_is_refused() -> None:
         optimizer.load_state({**optimizer.state(), "lm_head|exp_avg": torch.zeros(1)})
 
 
-@pytest.mark.parametrize(("trained", "asked"), [(WARM, EIGHT_BIT), (EIGHT_BIT, WARM)], ids=["exact", "8 bits"])
+@pytest.mark.parametrize(("trained", "requested"), [(WARM, EIGHT_BIT), (EIGHT_BIT, WARM)], ids=["exact", "8 bits"])
 def test_a_state_of_another_optimizer_is_refused_with_both_names(
-    trained: OptimizerSettings, asked: OptimizerSettings
+    trained: OptimizerSettings, requested: OptimizerSettings
 ) -> None:
-    first, second = PolicyOptimizer(parameters(), trained), PolicyOptimizer(parameters(), asked, steps=2)
+    first, second = PolicyOptimizer(parameters(), trained), PolicyOptimizer(parameters(), requested, steps=2)
     run(first, range(2))
-    with pytest.raises(InputError, match=f"got '{asked.optimizer}'.* go on with {trained.optimizer}\\."):
+    with pytest.raises(InputError, match=f"got '{requested.optimizer}'.* go on with {trained.optimizer}\\."):
         second.load_state(first.state())
 
 

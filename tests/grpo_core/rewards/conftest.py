@@ -1,4 +1,4 @@
-"""Pictures and weights that the reward tests share."""
+"""Images and weights that the reward tests share."""
 
 from collections.abc import Sequence
 from pathlib import Path

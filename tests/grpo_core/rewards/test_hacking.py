@@ -183,15 +183,15 @@ def test_noise_by_hand() -> None:
 
 @pytest.mark.parametrize("count", [10, 40, 200])
 def test_noise_is_the_standard_deviation(count: int) -> None:
-    draws = np.random.default_rng(0).normal(3.0, 0.7, (300, count))
-    drifting = draws + np.linspace(0, 1, count)
-    for values in (draws, drifting):
+    rounds = np.random.default_rng(0).normal(3.0, 0.7, (300, count))
+    drifting = rounds + np.linspace(0, 1, count)
+    for values in (rounds, drifting):
         estimates = [noise_between(row.tolist()) or 0.0 for row in values]
         assert 0.65 <= np.mean(estimates) <= 0.9
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "mend"),
+    ("setting", "value", "hint"),
     [
         ("rise", 0, "above 0"),
         ("rise", "5%", "above 0"),
@@ -205,8 +205,8 @@ def test_noise_is_the_standard_deviation(count: int) -> None:
         ("noise", math.inf, "above 0"),
     ],
 )
-def test_wrong_rules_are_refused(setting: str, value: object, mend: str) -> None:
-    with pytest.raises(InputError, match=rf"watch\.{setting}: got .*{mend}"):
+def test_wrong_rules_are_refused(setting: str, value: object, hint: str) -> None:
+    with pytest.raises(InputError, match=rf"watch\.{setting}: got .*{hint}"):
         HackingRule(**{setting: value})  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.records import Medium
+from grpo_core.records import Modality
 from grpo_core.rewards.protocol import Reward, Score
 from grpo_core.rewards.registry import REWARDS, build_reward
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
@@ -39,11 +39,13 @@ ASKED_WITH: Mapping[str, Mapping[str, object] | None] = {
 }
 
 
-def all_rewards(trunk_file: Path, medium: Medium = "picture") -> list[Reward]:
+def all_rewards(trunk_file: Path, modality: Modality = "image") -> list[Reward]:
     given = {**ASKED_WITH, "lpips": {"weights": str(trunk_file)}}
     built = [build_reward(name, settings) for name, settings in given.items() if settings is not None]
-    # Any function says that it takes pictures too.
-    return [reward for reward in built if medium in reward.media and (medium == "text" or reward.name != "function")]
+    # Any function says that it takes images too.
+    return [
+        reward for reward in built if modality in reward.media and (modality == "text" or reward.name != "function")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_every_reward_keeps_the_protocol(trunk_file: Path) -> None:
         assert json.loads(json.dumps(reward.settings())) == reward.settings()
         assert str(trunk_file.parent) not in json.dumps(reward.settings())
         assert reward.preflight() == []
-        if reward.media == ("picture",):
+        if reward.media == ("image",):
             (score,) = reward.score(make_batch([flat(7)]))
             # Without a target, siblings or quoted words there is nothing to say.
             silent = reward.needs_target or reward.needs_group or reward.name == "text_accuracy"
@@ -110,7 +112,7 @@ def test_a_score_depends_on_its_sample_alone(trunk_file: Path, order: list[int])
             assert score.value is None or 0 <= score.value <= 1
 
 
-def test_pictures_are_left_as_they_were(trunk_file: Path) -> None:
+def test_images_are_left_as_they_were(trunk_file: Path) -> None:
     image, target = noise(0, 32, 32), noise(1, 64, 64)
     before = image.tobytes(), target.tobytes()
     for reward in all_rewards(trunk_file):

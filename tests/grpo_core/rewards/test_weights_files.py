@@ -57,7 +57,7 @@ def put_into(cache: Path, repo: str, file: str, content: bytes, revision: str = 
 class FakeHub(http.server.BaseHTTPRequestHandler):
     """Answers like the Hub for one file of one open repository; counts what it was asked for."""
 
-    asked: list[str]
+    requested: list[str]
 
     def do_HEAD(self) -> None:
         self.answer(b"")
@@ -66,7 +66,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         self.answer(CONTENT)
 
     def answer(self, body: bytes) -> None:
-        type(self).asked.append(f"{self.command} {self.path}")
+        type(self).requested.append(f"{self.command} {self.path}")
         refusals: Mapping[str, tuple[int, str]] = {
             "/closed/net/": (403, "GatedRepo"),
             "/nobody/net/": (404, "RepoNotFound"),
@@ -94,7 +94,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A Hub on this machine; gives the list of what it was asked."""
-    FakeHub.asked = []
+    FakeHub.requested = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -104,7 +104,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     huggingface_hub.close_session()
-    yield FakeHub.asked
+    yield FakeHub.requested
     huggingface_hub.close_session()
     server.shutdown()
     server.server_close()
@@ -136,8 +136,8 @@ def test_offline_the_cache_is_all_there_is(cache: Path) -> None:
     problem = find_weights_problem(PLACE, source, None, NET)
     assert problem is not None
     assert (problem.place, problem.value) == (PLACE, source)
-    assert "not in the local cache" in problem.mend
-    assert "Unset HF_HUB_OFFLINE" in problem.mend
+    assert "not in the local cache" in problem.hint
+    assert "Unset HF_HUB_OFFLINE" in problem.hint
     with pytest.raises(InputError, match="not in the local cache"):
         resolve_weights(PLACE, source, None, NET)
 
@@ -154,7 +154,7 @@ def test_digest_of_a_cached_file_is_checked_by_setting_and_by_published_name(cac
     problem = find_weights_problem(PLACE, NET.hub, "0" * 8, NET)
     assert problem is not None
     assert (problem.place, problem.value) == (f"{PLACE}_sha256", "00000000")
-    assert DIGEST in problem.mend
+    assert DIGEST in problem.hint
     problem = find_weights_problem(PLACE, NET.hub, None, NET)
     assert problem is not None
     assert problem.value == "7be5be79"
@@ -168,9 +168,9 @@ def test_first_use_downloads_once_and_preflight_never(hub: list[str], cache: Pat
     assert found.sha256 == DIGEST
     assert Path(found.path).read_bytes() == CONTENT
     assert [line for line in hub if line.startswith("GET /makers")] == ["GET /makers/net/resolve/main/net.pth"]
-    asked = len(hub)
+    requested = len(hub)
     assert resolve_weights(PLACE, source, DIGEST, NET) == found
-    assert len(hub) == asked
+    assert len(hub) == requested
 
 
 def test_reward_scores_the_same_with_weights_of_the_hub(cache: Path, trunk_file: Path) -> None:
@@ -228,7 +228,7 @@ def test_missing_file_message_names_file_makers_and_both_ways(tmp_path: Path) ->
             "set `weights` in the reward's settings to its path",
             str(NET.hub),
         ):
-            assert part in problem.mend
+            assert part in problem.hint
 
 
 def test_digest_that_is_stated_stands_for_the_one_in_the_name(tmp_path: Path) -> None:

@@ -103,12 +103,12 @@ def test_incomplete_models_are_told(folder: Path) -> None:
     )
     problem = find_model_problem(PLACE, str(folder))
     assert problem is not None
-    assert "does not hold model-00002-of-00002.safetensors" in problem.mend
+    assert "does not hold model-00002-of-00002.safetensors" in problem.hint
     index.unlink()
     (folder / "model-00001-of-00002.safetensors").unlink()
     problem = find_model_problem(PLACE, str(folder))
     assert problem is not None
-    assert "does not hold model.safetensors" in problem.mend
+    assert "does not hold model.safetensors" in problem.hint
 
 
 def test_online_a_model_of_the_hub_is_no_problem(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,19 +141,21 @@ def test_interrupted_download_counts_as_not_there(cache: Path, folder: Path) -> 
     put_into(cache, "makers/net", folder)
     problem = find_model_problem(PLACE, "makers/net")
     assert problem is not None
-    assert "not in the local cache" in problem.mend
+    assert "not in the local cache" in problem.hint
 
 
 @pytest.mark.parametrize("pickled", [False, True])
 def test_download_takes_pickles_only_where_there_is_nothing_else(
     cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, pickled: bool
 ) -> None:
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     def snapshot_download(
         repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
     ) -> str:
-        asked.append(list(filter_repo_objects(listed, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)))
+        requested.append(
+            list(filter_repo_objects(listed, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        )
         return str(put_into(cache, repo, folder))
 
     listed = [
@@ -173,7 +175,7 @@ def test_download_takes_pickles_only_where_there_is_nothing_else(
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert model_folder(PLACE, "makers/net") == model_folder(PLACE, "makers/net")
-    assert asked == [["config.json", "pytorch_model.bin" if pickled else "model.safetensors"]]
+    assert requested == [["config.json", "pytorch_model.bin" if pickled else "model.safetensors"]]
 
 
 def test_pickled_weights_are_read_without_their_code(folder: Path, tmp_path: Path) -> None:

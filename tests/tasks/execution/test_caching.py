@@ -7,7 +7,7 @@ import pytest
 from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection, LoraSection, PolicySection
-from configs.schema import PictureRolloutSection as Rollout
+from configs.schema import ImageRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
 from tasks.advantages.compute import compute_advantages_task
 from tasks.execution import caching
@@ -19,9 +19,9 @@ from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
-from tasks.rollouts.plan import plan_draw
-from tasks.storage.artifacts.draw import Draw
+from tasks.rollouts.plan import plan_round
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.update.policy import update_policy_task
 
 PROMPTS = tuple(
@@ -37,7 +37,7 @@ def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
 
 def plan(**changes: Any) -> object:
     values: dict[str, Any] = {"seed": 0, "iteration": 1, "draw": 1, "group_size": 2, "shared_noise": True}
-    return plan_draw(PROMPTS, **{**values, **changes})
+    return plan_round(PROMPTS, **{**values, **changes})
 
 
 def model(**changes: Any) -> ModelSpec:
@@ -45,8 +45,8 @@ def model(**changes: Any) -> ModelSpec:
     return ModelSpec.model_validate({**values, "reference": "device", **changes})
 
 
-def draw(rollouts: str, scores: str) -> Draw:
-    return Draw(artifact(rollouts), dict.fromkeys(("ssim", "psnr"), artifact(scores)))
+def draw(rollouts: str, scores: str) -> SamplingRound:
+    return SamplingRound(artifact(rollouts), dict.fromkeys(("ssim", "psnr"), artifact(scores)))
 
 
 RUNNING = (RewardSection(reward="ssim", normalize="running"), RewardSection(reward="psnr"))
@@ -70,7 +70,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "earlier": (),
     },
     "advantages": {
-        "draws": (draw("r", "s"),),
+        "rounds": (draw("r", "s"),),
         "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
         "advantages": AdvantagesSection(),
         "folder": "iteration_000001",
@@ -131,9 +131,9 @@ DETERMINING = [
     ("rewards", {"section": RewardSection(reward="psnr", name="mine")}),
     ("rewards", {"section": RewardSection(reward="psnr", settings={"full_scale_db": 40.0})}),
     ("rewards", {"folder": "rescored/other/iteration_000001/rewards"}),
-    ("advantages", {"draws": (draw("other", "s"),)}),
-    ("advantages", {"draws": (draw("r", "other"),)}),
-    ("advantages", {"draws": (draw("r", "s"), draw("r2", "s2"))}),
+    ("advantages", {"rounds": (draw("other", "s"),)}),
+    ("advantages", {"rounds": (draw("r", "other"),)}),
+    ("advantages", {"rounds": (draw("r", "s"), draw("r2", "s2"))}),
     ("advantages", {"folder": "rescored/other/iteration_000001"}),
     ("advantages", {"mix": (RewardSection(reward="ssim", clamp=(0.0, 0.5)), RewardSection(reward="psnr"))}),
     ("advantages", {"mix": (RewardSection(reward="ssim", normalize="group"), RewardSection(reward="psnr"))}),
@@ -164,7 +164,10 @@ WITHOUT_EFFECT = [
     ("rewards", {"section": RewardSection(reward="psnr", weight=0.1, role="gate", clamp=(0.0, 1.0))}),
     ("rewards", {"section": RewardSection(reward="psnr", processes=2, batch_size=7, max_failures=0.5)}),
     ("rewards", {"earlier": (artifact("s"),)}),
-    ("advantages", {"draws": (Draw(artifact("r"), dict.fromkeys(("ssim", "psnr"), artifact("s", uri="o/x/y"))),)}),
+    (
+        "advantages",
+        {"rounds": (SamplingRound(artifact("r"), dict.fromkeys(("ssim", "psnr"), artifact("s", uri="o/x/y"))),)},
+    ),
     # What is not normalised by it does not depend on what came before.
     ("advantages", {"earlier": artifact("e", metrics=MOMENTS)}),
     ("rollouts", {"policy": POLICY.model_copy(update={"reference_digest": "unread"})}),

@@ -14,8 +14,8 @@ from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_fil
 from tasks.execution.faults import Fault, RemoteStageError
 from tasks.execution.pool import leave_outcome, read_outcome
 from tasks.execution.stages import stage_named
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.execution.test_shards import rollout_arguments
 from tests.tasks.update_jobs import TEXTS, UPDATE
@@ -49,7 +49,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     (
         "compute advantages",
         {
-            "draws": (Draw(TABLE, {"jpeg": TABLE}),),
+            "rounds": (SamplingRound(TABLE, {"jpeg": TABLE}),),
             "mix": (SECTION,),
             "advantages": AdvantagesSection(clip=2.0),
             "folder": "iteration_000001",
@@ -144,7 +144,7 @@ def test_nothing_is_made_of_a_call_that_was_withdrawn(store: ArtifactStore) -> N
     with pytest.raises(StaleReferenceError, match=r"run/iteration_000001/rollouts: the run .* does not ask for it"):
         carry_out(call).reference()
     assert store.find("iteration_000001/rollouts") is None
-    store.write_file(call_file(call.digest), b"asked")
+    store.write_file(call_file(call.digest), b"requested")
     assert carry_out(call).reference() == store.find("iteration_000001/rollouts")
 
 
@@ -153,6 +153,6 @@ def test_a_call_that_was_withdrawn_gets_no_answer(store: ArtifactStore) -> None:
     outcome = carry_out(call)
     leave_outcome(store, call.digest, outcome)
     assert read_outcome(store, call.digest) is None
-    store.write_file(call_file(call.digest), b"asked")
+    store.write_file(call_file(call.digest), b"requested")
     leave_outcome(store, call.digest, outcome)
     assert read_outcome(store, call.digest) == outcome

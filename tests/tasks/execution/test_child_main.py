@@ -15,11 +15,11 @@ from tasks.execution.call import StageCall, call_of
 from tasks.execution.child_process import StageProcess
 from tasks.execution.faults import LostStageError, StageTimeoutError
 from tasks.execution.stages import stage_named
-from tasks.storage.artifacts.draw import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.execution.test_child_process import Heard, asked, child_of, half_written
-from tests.tasks.update_jobs import PICTURES
+from tests.tasks.execution.test_child_process import Heard, child_of, half_written, requested
+from tests.tasks.update_jobs import IMAGES
 
 pytestmark = pytest.mark.slow
 LOUD = Path(__file__).parent / "loud.py"
@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 def scoring(store: ArtifactStore, function: str) -> StageCall:
     arguments = {
-        "rollouts": PICTURES.collect(),
+        "rollouts": IMAGES.collect(),
         "section": RewardSection(reward="function", settings={"function": f"{LOUD}:{function}"}),
         "folder": "iteration_000001/rewards",
         "title": "第一",
@@ -69,26 +69,26 @@ def test_what_a_reward_prints_is_no_answer_and_letters_are_those_that_were_sent(
     assert told == {"第一: score function"}
     assert isinstance(made, ArtifactRef)
     values = pl.read_parquet(store.local_files(made) / SCORES_FILE)["value"]
-    assert values.to_list() == [len(prompt) for prompt in PICTURES.prompts for _ in range(4)]
+    assert values.to_list() == [len(prompt) for prompt in IMAGES.prompts for _ in range(4)]
 
 
 def test_a_time_out_in_the_middle_of_the_commit_leaves_nothing_half(
     process: StageProcess, store: ArtifactStore
 ) -> None:
-    process.carry_out(asked(store, "before"), None, Heard())
+    process.carry_out(requested(store, "before"), None, Heard())
     with store.alone(), pytest.raises(StageTimeoutError):
         # The child has its files staged, and waits for the lock under which they become an artifact.
-        process.carry_out(asked(store, "late"), 20.0, Heard())
+        process.carry_out(requested(store, "late"), 20.0, Heard())
     assert half_written(store) == []
     assert store.find("late/rollouts") is None
-    assert process.carry_out(asked(store, "late"), None, Heard()).error is None
+    assert process.carry_out(requested(store, "late"), None, Heard()).error is None
     assert store.find("late/rollouts") is not None
     assert not Path(store.path("set_aside")).exists()
 
 
 def test_what_a_stage_has_started_ends_with_the_parent(store: ArtifactStore) -> None:
     process = StageProcess()
-    process.carry_out(asked(store, "before"), None, Heard())
+    process.carry_out(requested(store, "before"), None, Heard())
     child, started = child_of(process), list[psutil.Process]()
 
     def leave() -> None:

@@ -35,7 +35,7 @@ class Heard:
             then, self.then = self.then, None
             then()
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.lines.append(line)
 
 
@@ -51,7 +51,7 @@ def store(tmp_path: Path) -> ArtifactStore:
     return ArtifactStore(str(tmp_path / "runs"), "run")
 
 
-def asked(store: ArtifactStore, folder: str) -> StageCall:
+def requested(store: ArtifactStore, folder: str) -> StageCall:
     return call_of(stage_named("collect rollouts"), rollout_arguments(folder, HERE), store)
 
 
@@ -68,9 +68,9 @@ def child_of(process: StageProcess) -> psutil.Process:
 @pytest.mark.slow
 def test_the_same_artifact_and_one_load_for_several_stages(process: StageProcess, store: ArtifactStore) -> None:
     heard = Heard()
-    first = process.carry_out(asked(store, "one"), 300.0, heard).reference()
+    first = process.carry_out(requested(store, "one"), 300.0, heard).reference()
     child = child_of(process)
-    second = process.carry_out(asked(store, "two"), None, heard).reference()
+    second = process.carry_out(requested(store, "two"), None, heard).reference()
     assert child_of(process) == child
     assert [line.startswith("loaded ") for line in heard.lines] == [True]
     use_store(store)
@@ -83,25 +83,25 @@ def test_the_same_artifact_and_one_load_for_several_stages(process: StageProcess
 
 @pytest.mark.slow
 def test_a_killed_child_is_told_and_replaced(process: StageProcess, store: ArtifactStore) -> None:
-    process.carry_out(asked(store, "before"), None, Heard())
+    process.carry_out(requested(store, "before"), None, Heard())
     child = child_of(process)
     with pytest.raises(LostStageError, match="ended by SIGKILL; the machine's memory may have run out"):
-        process.carry_out(asked(store, "one"), None, Heard(child.kill))
+        process.carry_out(requested(store, "one"), None, Heard(child.kill))
     assert store.find("one/rollouts") is None
     assert half_written(store) == []
-    assert process.carry_out(asked(store, "one"), None, Heard()).error is None
+    assert process.carry_out(requested(store, "one"), None, Heard()).error is None
     assert store.find("one/rollouts") is not None
 
 
 @pytest.mark.slow
 def test_a_stage_over_its_time_is_ended_for_real(process: StageProcess, store: ArtifactStore) -> None:
-    process.carry_out(asked(store, "before"), None, Heard())
+    process.carry_out(requested(store, "before"), None, Heard())
     child = child_of(process)
     # Not even a signal that asks would reach it.
     stop = Heard(lambda: os.kill(child.pid, signal.SIGSTOP))
     begun = time.monotonic()
     with pytest.raises(StageTimeoutError, match="collect rollouts was ended: not done after 2 s"):
-        process.carry_out(asked(store, "late"), 2.0, stop)
+        process.carry_out(requested(store, "late"), 2.0, stop)
     assert time.monotonic() - begun < 10
     assert not child.is_running()
     assert half_written(store) == []
@@ -116,8 +116,8 @@ def test_whoever_is_interrupted_takes_no_outcome_for_the_next_stage(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.carry_out(asked(store, "one"), None, Heard(interrupt))
-    outcome = process.carry_out(asked(store, "two"), None, Heard())
+        process.carry_out(requested(store, "one"), None, Heard(interrupt))
+    outcome = process.carry_out(requested(store, "two"), None, Heard())
     assert outcome.artifact is not None
     assert outcome.artifact.folder == "two/rollouts"
 
@@ -137,7 +137,7 @@ def test_a_child_ends_with_its_parent(store: ArtifactStore) -> None:
         ended.set()
 
     with pytest.raises(LostStageError, match="ended by SIGKILL"):
-        process.carry_out(asked(store, "one"), None, Heard(leave))
+        process.carry_out(requested(store, "one"), None, Heard(leave))
     assert ended.is_set()
     process.end()
 
@@ -147,7 +147,7 @@ def test_two_who_ask_at_once_each_get_their_own(process: StageProcess, store: Ar
     found: dict[str, str] = {}
 
     def ask(folder: str) -> None:
-        outcome = process.carry_out(asked(store, folder), None, Heard())
+        outcome = process.carry_out(requested(store, folder), None, Heard())
         assert outcome.artifact is not None
         found[folder] = outcome.artifact.folder
 

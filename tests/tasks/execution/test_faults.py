@@ -15,7 +15,7 @@ from tasks.execution.faults import (
     Fault,
     LostStageError,
     RemoteStageError,
-    StageGivenUpError,
+    StageCancelledError,
     StageTimeoutError,
     TriesUsedUpError,
     fault_of,
@@ -57,9 +57,9 @@ def test_may_pass_by_itself(error: Exception, fault: Fault) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        InputError("a", 1, "mend"),
-        InputErrors([InputError("a", 1, "mend")]),
-        NonFiniteError("loss", ["s0"], "mend"),
+        InputError("a", 1, "hint"),
+        InputErrors([InputError("a", 1, "hint")]),
+        NonFiniteError("loss", ["s0"], "hint"),
         FailedSamplesError("ocr", ["s0: no answer"], 4, 0.1),
         StorageError("storage.root", "/full", "the disk is full"),
         StaleReferenceError("gone"),
@@ -71,7 +71,7 @@ def test_may_pass_by_itself(error: Exception, fault: Fault) -> None:
         answered(422),
         RuntimeError("a bug"),
         RemoteStageError("KeyError: a bug there", "", None),
-        StageGivenUpError("cancelled"),
+        StageCancelledError("cancelled"),
         TriesUsedUpError("ConnectionResetError: peer"),
     ],
 )

@@ -19,7 +19,7 @@ from tasks.rollouts.collect import collect_rollouts_task
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.policy import update_policy_task
 from tests.tasks.execution.test_shards import rollout_arguments
-from tests.tasks.update_jobs import PICTURES, UPDATE, advantages_of, job_of, weights_and_moments
+from tests.tasks.update_jobs import IMAGES, UPDATE, advantages_of, job_of, weights_and_moments
 
 HERE = PlacementSection(device="cpu")
 
@@ -31,15 +31,15 @@ class Lines:
     def advance(self, stage: str, done: int, total: int) -> None:
         """Not of interest."""
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.said.append(line)
 
 
 def runs_out_above(size: int) -> Callable[[int], str]:
-    def run(asked: int) -> str:
-        if asked > size:
+    def run(requested: int) -> str:
+        if requested > size:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return f"done with {asked}"
+        return f"done with {requested}"
 
     return run
 
@@ -103,8 +103,8 @@ def test_rollouts_in_halves_are_the_same_samples(store: ArtifactStore, monkeypat
 
 
 def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts = PICTURES.collect()
-    job = job_of(PICTURES, rollouts, advantages_of(rollouts), update=UPDATE.model_copy(update={"micro_batch_size": 2}))
+    rollouts = IMAGES.collect()
+    job = job_of(IMAGES, rollouts, advantages_of(rollouts), update=UPDATE.model_copy(update={"micro_batch_size": 2}))
     arguments = (job.policy, job.rollouts, job.advantages, job.model, job.update, job.seed, job.max_staleness)
     logprobs, stopped = GlmImagePolicy.logprobs, []
 
@@ -122,7 +122,7 @@ def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkey
     release_policy()
     other = ArtifactStore(store.root, "other")
     use_store(other)
-    again = PICTURES.collect()
+    again = IMAGES.collect()
     whole = update_policy_task.fn(*(job.policy, (again,), advantages_of(again), *arguments[3:]), "iteration 1", HERE)
     assert halved.checkpoint is not None
     assert whole.checkpoint is not None

@@ -15,10 +15,10 @@ from tasks.execution.stages import Part, stage_named
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.storage.artifacts.draw import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.update_jobs import PICTURES
+from tests.tasks.update_jobs import IMAGES
 
 PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "cross", "square"))[:5]
 POOLED = PlacementSection(
@@ -66,12 +66,12 @@ def plan(folder: str) -> RolloutPlan:
 
 
 def rollout_arguments(folder: str, placement: PlacementSection) -> dict[str, Any]:
-    spec = PICTURES.spec()
+    spec = IMAGES.spec()
     return {
         "policy": PolicyRef(version=0, digest=spec.digest),
         "plan": plan(folder),
         "model": spec,
-        "rollout": PICTURES.rollout.model_copy(update={"prompts_per_batch": 2}),
+        "rollout": IMAGES.rollout.model_copy(update={"prompts_per_batch": 2}),
         "with_reference": False,
         "placement": placement,
     }
@@ -117,9 +117,7 @@ def test_more_shards_than_batches(store: ArtifactStore) -> None:
     arguments = rollout_arguments("cut", POOLED)
     stage = stage_named("collect rollouts")
     assert stage.sharding is not None
-    parts = stage.sharding.cut(
-        {**arguments, "rollout": PICTURES.rollout.model_copy(update={"prompts_per_batch": 4})}, 8
-    )
+    parts = stage.sharding.cut({**arguments, "rollout": IMAGES.rollout.model_copy(update={"prompts_per_batch": 4})}, 8)
     assert [[group.group_id for group in part.arguments["plan"].groups] for part in parts] == [
         ["g0", "g1", "g2", "g3"],
         ["g4"],

@@ -16,7 +16,7 @@ from configs.placement_sections import StorageSection
 from tasks.execution import child_process as supervised
 from tasks.execution.call import StageCall, StageOutcome
 from tasks.execution.child_process import StageProcess
-from tasks.execution.faults import LostStageError, StageGivenUpError, StageTimeoutError, fault_of
+from tasks.execution.faults import LostStageError, StageCancelledError, StageTimeoutError, fault_of
 
 CALL = StageCall(stage="collect rollouts", storage=StorageSection(), run="run", code="", arguments={})
 # In the place of the child that does stages: it takes a second to start and does what it is told to.
@@ -40,7 +40,7 @@ class Deaf:
     def advance(self, stage: str, done: int, total: int) -> None:
         """Not of interest."""
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Not of interest."""
 
 
@@ -173,7 +173,7 @@ def test_one_that_dies_before_it_is_ready_says_why(child: Child, monkeypatch: py
 def test_whoever_ends_it_from_here_has_given_the_stage_up(child: Child) -> None:
     process = child("time.sleep(300)")
     threading.Timer(1.0, process.end).start()
-    with pytest.raises(StageGivenUpError, match="ended from here") as raised:
+    with pytest.raises(StageCancelledError, match="ended from here") as raised:
         ask(process, None)
     # Else the run that was interrupted would do it again before it ends.
     assert fault_of(raised.value) is None

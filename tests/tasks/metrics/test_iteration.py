@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from tasks.metrics.iteration import gather_metrics, write_metrics
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 
@@ -41,9 +41,9 @@ def test_figures_of_all_stages_with_their_seconds() -> None:
         "a": artifact("iteration_000001/rewards/a", 1.0, a=1.0),
         "b": artifact("iteration_000001/rewards/b", 0.75, b=2.0),
     }
-    draws = [Draw(artifact("iteration_000001/rollouts", 2.0, tokens=80.0), rewards)]
+    rounds = [SamplingRound(artifact("iteration_000001/rollouts", 2.0, tokens=80.0), rewards)]
     heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
-    assert gather_metrics(draws, ADVANTAGES, UPDATE, heldout) == {
+    assert gather_metrics(rounds, ADVANTAGES, UPDATE, heldout) == {
         "tokens": 80.0,
         "a": 1.0,
         "b": 2.0,
@@ -66,11 +66,13 @@ def test_figures_of_several_draws_are_joined_by_what_they_are() -> None:
         {"num_tokens": 10.0, "completions/min_length": 3.0, "completions/max_length": 7.0},
         {"num_tokens": 4.0, "completions/min_length": 2.0, "completions/max_length": 4.0},
     ]
-    draws = [
-        Draw(artifact("a", 2.0, rows=2, **lengths[0]), {"x": artifact("b", 1.0, rows=3, **first), "y": other}),
-        Draw(artifact("c", 3.0, rows=1, **lengths[1]), {"x": artifact("d", 0.5, rows=3, **second), "y": other}),
+    rounds = [
+        SamplingRound(artifact("a", 2.0, rows=2, **lengths[0]), {"x": artifact("b", 1.0, rows=3, **first), "y": other}),
+        SamplingRound(
+            artifact("c", 3.0, rows=1, **lengths[1]), {"x": artifact("d", 0.5, rows=3, **second), "y": other}
+        ),
     ]
-    metrics = gather_metrics(draws, ADVANTAGES, UPDATE, None)
+    metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
     assert metrics["rewards/x/mean"] == pytest.approx((2 * 0.5 + 0.8) / 3)
     assert (metrics["rewards/x/null"], metrics["rewards/x/failed"]) == (3.0, 1.0)
     assert metrics["rewards/y/mean"] == pytest.approx(0.25)
@@ -81,14 +83,14 @@ def test_figures_of_several_draws_are_joined_by_what_they_are() -> None:
 
 def test_running_moments_are_no_figures_of_the_iteration() -> None:
     scored = artifact("iteration_000001/advantages", 0.25, **{"reward": 0.4, "running/x/mean": 0.5})
-    draw = Draw(artifact("a", 1.0), {"x": artifact("b", 1.0)})
+    draw = SamplingRound(artifact("a", 1.0), {"x": artifact("b", 1.0)})
     metrics = gather_metrics([draw], scored, UPDATE, None)
     assert metrics["reward"] == 0.4
     assert not [name for name in metrics if name.startswith("running")]
 
 
 def test_guardrails_stand_beside_the_heldout_reward() -> None:
-    draw = Draw(artifact("a", 1.0), {"x": artifact("b", 1.0)})
+    draw = SamplingRound(artifact("a", 1.0), {"x": artifact("b", 1.0)})
     heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
     guardrails = {
         "jpeg": artifact("c", 7.0, **{"rewards/jpeg/mean": 0.3, "rewards/jpeg/null": 1.0}),

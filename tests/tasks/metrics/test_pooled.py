@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from tasks.metrics.pooled import over_draws
+from tasks.metrics.pooled import pool_rounds
 from tasks.storage.artifacts.reference import ArtifactRef
 
 
@@ -12,13 +12,13 @@ def stage(rows: int, **metrics: float) -> ArtifactRef:
 
 
 def test_one_draw_is_itself() -> None:
-    assert over_draws([stage(4, num_tokens=7.0, rewards__a__mean=0.5)]) == {"num_tokens": 7.0, "rewards/a/mean": 0.5}
+    assert pool_rounds([stage(4, num_tokens=7.0, rewards__a__mean=0.5)]) == {"num_tokens": 7.0, "rewards/a/mean": 0.5}
 
 
 def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> None:
     first = stage(6, num_tokens=7.0, completions__min_length=2.0, completions__max_length=5.0, rewards__a__mean=0.5)
     second = stage(2, num_tokens=3.0, completions__min_length=1.0, completions__max_length=4.0, rewards__a__mean=0.9)
-    assert over_draws([first, second]) == {
+    assert pool_rounds([first, second]) == {
         "num_tokens": 10.0,
         "completions/min_length": 1.0,
         "completions/max_length": 5.0,
@@ -27,7 +27,7 @@ def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> Non
 
 
 def test_a_draw_without_a_figure_has_no_weight_in_it() -> None:
-    assert over_draws([stage(6, rewards__a__mean=0.5, rewards__a__null=1.0), stage(2, rewards__a__null=2.0)]) == {
+    assert pool_rounds([stage(6, rewards__a__mean=0.5, rewards__a__null=1.0), stage(2, rewards__a__null=2.0)]) == {
         "rewards/a/mean": 0.5,
         "rewards/a/null": 3.0,
     }
@@ -45,7 +45,7 @@ def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None
         )
         for values, nulls in ((first, 1), (second, 3))
     ]
-    assert over_draws(figures) == pytest.approx(
+    assert pool_rounds(figures) == pytest.approx(
         {
             "rewards/a/mean": statistics.fmean([*first, *second]),
             "rewards/a/std": statistics.stdev([*first, *second]),

@@ -214,8 +214,10 @@ class TestDifficulty:
 
     def test_iterations_sets_and_seeds_draw_differently(self) -> None:
         sets = [prompt_set(30, "a"), prompt_set(30, "b")]
-        draws = [drawn(sets, n, 60, seed=seed, curriculum=DIFFICULTY) for n in (1, 2) for seed in (0, 1)]
-        orders = {tuple(one.prompt.prompt_id for one in each if one.dataset == name) for each in draws for name in "ab"}
+        rounds = [drawn(sets, n, 60, seed=seed, curriculum=DIFFICULTY) for n in (1, 2) for seed in (0, 1)]
+        orders = {
+            tuple(one.prompt.prompt_id for one in each if one.dataset == name) for each in rounds for name in "ab"
+        }
         assert len(orders) == 8
 
     def test_statistics_of_another_set_say_nothing(self) -> None:
@@ -254,10 +256,10 @@ class TestLaterDraws:
 
     def test_sets_keep_their_shares_on_average(self) -> None:
         sets = [prompt_set(9, "a", 3.0), prompt_set(9, "b", 1.0)]
-        draws = [Counter(each.dataset for each in drawn(sets, n, 2, draw=2)) for n in range(1, 2001)]
-        assert {counts["a"] for counts in draws} == {1, 2}
+        rounds = [Counter(each.dataset for each in drawn(sets, n, 2, draw=2)) for n in range(1, 2001)]
+        assert {counts["a"] for counts in rounds} == {1, 2}
         # Of 4000 prompts 3000 are expected of a; the number of a draw has a standard deviation of 1/2.
-        assert sum(counts["a"] for counts in draws) == pytest.approx(3000, abs=4.5 * 0.5 * 2000**0.5)
+        assert sum(counts["a"] for counts in rounds) == pytest.approx(3000, abs=4.5 * 0.5 * 2000**0.5)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class TestText:
         path = write("set.TXT", "one\u2028still one\x0cand\x85on\ntwo\rthree")
         assert texts(read_prompts(path)) == ["one\u2028still one\x0cand\x85on", "two", "three"]
 
-    def test_a_prompt_may_begin_like_the_magic_number_of_a_picture(self, write: Write) -> None:
+    def test_a_prompt_may_begin_like_the_magic_number_of_a_image(self, write: Write) -> None:
         assert texts(read_prompts(write("set.txt", "RIFF in neon letters\n"))) == ["RIFF in neon letters"]
 
     def test_limit_takes_the_first(self, write: Write) -> None:
@@ -121,7 +121,7 @@ class TestTables:
     def test_ragged_rows_are_refused(self, write: Write, content: str) -> None:
         error = refusal(write("set.csv", content))
         assert error.place.endswith("set.csv, line 3")
-        assert "quotes around" in error.mend
+        assert "quotes around" in error.hint
 
     @pytest.mark.parametrize("cell", ['"never closed', '"closed" and on'])
     def test_broken_quotes_are_refused(self, write: Write, cell: str) -> None:

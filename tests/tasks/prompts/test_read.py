@@ -29,7 +29,7 @@ class TestColumnChoice:
     def test_no_prompt_column_lists_what_there_is(self, write: Write) -> None:
         path = write("set.csv", "caption,tag\na,b\n")
         assert "caption, tag" in str(refusal(path))
-        assert refusal(path, column="captoin").mend.endswith("Nearest: caption.")
+        assert refusal(path, column="captoin").hint.endswith("Nearest: caption.")
 
 
 @pytest.mark.parametrize("value", ["null", '""', '" \\t"', "7", '["a"]', '{"text": "a"}'])
@@ -46,13 +46,13 @@ def test_a_row_without_the_prompt_column_names_its_line(write: Write) -> None:
 class TestFiles:
     def test_a_missing_file_names_its_neighbours(self, write: Write) -> None:
         path = write("PartiPrompts.tsv", "Prompt\na\n")
-        assert refusal(path.with_name("partiprompt.tsv")).mend == (
+        assert refusal(path.with_name("partiprompt.tsv")).hint == (
             "There is no such file. The folder holds: PartiPrompts.tsv."
         )
-        assert "nor the folder" in refusal(path.parent / "none" / "x.txt").mend
+        assert "nor the folder" in refusal(path.parent / "none" / "x.txt").hint
 
     def test_a_folder(self, write: Write) -> None:
-        assert "set.txt" in refusal(write("set.txt", "a").parent).mend
+        assert "set.txt" in refusal(write("set.txt", "a").parent).hint
 
     @pytest.mark.parametrize("ending", ["txt", "jsonl", "json", "csv", "tsv", "parquet"])
     def test_an_empty_file(self, write: Write, ending: str) -> None:
@@ -67,7 +67,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("name", ["set.xlsx", "set.txt.gz", "set"])
     def test_an_unknown_ending(self, write: Write, name: str) -> None:
-        assert ".parquet" in refusal(write(name, "prompt\na\n")).mend
+        assert ".parquet" in refusal(write(name, "prompt\na\n")).hint
 
     def test_text_that_is_not_utf8_names_its_line(self, write: Write) -> None:
         assert refusal(write("set.txt", "a\nb\ncafé\n".encode("cp1252"))).place.endswith("set.txt, line 3")
@@ -75,16 +75,16 @@ class TestFiles:
         assert refusal(write("set.txt", b"a\nb\0c\n")).place.endswith("set.txt, line 2")
 
     @pytest.mark.parametrize(("kind", "name"), [("PNG", "PNG"), ("JPEG", "JPEG"), ("GIF", "GIF"), ("WEBP", "WebP")])
-    def test_a_renamed_picture(self, write: Write, kind: str, name: str) -> None:
+    def test_a_renamed_image(self, write: Write, kind: str, name: str) -> None:
         buffer = io.BytesIO()
         Image.new("RGB", (32, 32), "red").save(buffer, kind)
-        assert f"a {name} picture" in str(refusal(write("set.txt", buffer.getvalue())))
+        assert f"a {name} image" in str(refusal(write("set.txt", buffer.getvalue())))
 
     def test_a_url(self) -> None:
         filesystem = fsspec.filesystem("memory")
         filesystem.pipe("/prompt-sets/set.tsv", b"Prompt\tn\na\t1\n")
         assert texts(read_prompts("memory://prompt-sets/set.tsv")) == ["a"]
-        assert "set.tsv" in refusal("memory://prompt-sets/sett.tsv").mend
+        assert "set.tsv" in refusal("memory://prompt-sets/sett.tsv").hint
 
     def test_a_url_of_an_unknown_kind(self) -> None:
         assert refusal("nowhere://set.txt").value == "nowhere://set.txt"

@@ -1,4 +1,4 @@
-"""Target pictures: which belongs to which prompt, what is refused, and which pixels a reward gets to see."""
+"""Target images: which belongs to which prompt, what is refused, and which pixels a reward gets to see."""
 
 import hashlib
 import io
@@ -19,7 +19,7 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference, load_target, pair_targets
 
 
-def picture(shade: int = 0, *, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> bytes:
+def image(shade: int = 0, *, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", size, (shade, shade, shade)).save(buffer, kind)
     return buffer.getvalue()
@@ -48,7 +48,7 @@ def shades(references: tuple[TargetReference | None, ...]) -> list[object]:
 
 class TestByIndex:
     @pytest.mark.parametrize("form", ["{}.png", "{:06d}.png", "target-{}.PNG", "{}_512.webp"])
-    def test_pictures_pair_in_natural_order(self, tmp_path: Path, form: str) -> None:
+    def test_images_pair_in_natural_order(self, tmp_path: Path, form: str) -> None:
         order = list(range(12))
         random.Random(0).shuffle(order)
         for index in order:
@@ -57,7 +57,7 @@ class TestByIndex:
             Image.new("RGB", (8, 8), (index * 20,) * 3).save(buffer, kind, lossless=True)
             (tmp_path / form.format(index)).write_bytes(buffer.getvalue())
         for other in ("notes.txt", ".DS_Store", "._0.png"):
-            (tmp_path / other).write_bytes(b"no picture")
+            (tmp_path / other).write_bytes(b"no image")
         (tmp_path / "folder.png").mkdir()
         paired = pair_targets(prompts(*range(12)), folder=str(tmp_path), column=None, base="elsewhere")
         assert shades(paired) == [index * 20 for index in range(12)]
@@ -68,7 +68,7 @@ class TestByIndex:
         if filesystem.exists(folder):
             filesystem.rm(folder, recursive=True)
         for number in numbers:
-            filesystem.pipe(f"{folder}/{prefix}{number}.png", picture())
+            filesystem.pipe(f"{folder}/{prefix}{number}.png", image())
         paired = pair_targets(prompts(*numbers), folder=f"memory:/{folder}", column=None, base="")
         expected = [f"memory:/{folder}/{prefix}{number}.png" for number in sorted(numbers)]
         assert [one.uri for one in paired if one is not None] == expected
@@ -76,22 +76,22 @@ class TestByIndex:
     @pytest.mark.parametrize("held", [0, 2, 4])
     def test_other_numbers_are_refused_with_both(self, tmp_path: Path, held: int) -> None:
         for index in range(held):
-            (tmp_path / f"{index}.png").write_bytes(picture())
+            (tmp_path / f"{index}.png").write_bytes(image())
         error = refusal(prompts(1, 2, 3), folder=str(tmp_path))
-        assert f"{held} pictures" in str(error.value)
+        assert f"{held} images" in str(error.value)
         assert "3 prompts" in str(error.value)
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        assert "no such folder" in refusal(prompts(1), folder=str(tmp_path / "none")).mend
-        (tmp_path / "file.png").write_bytes(picture())
-        assert "This is a file" in refusal(prompts(1), folder=str(tmp_path / "file.png")).mend
+        assert "no such folder" in refusal(prompts(1), folder=str(tmp_path / "none")).hint
+        (tmp_path / "file.png").write_bytes(image())
+        assert "This is a file" in refusal(prompts(1), folder=str(tmp_path / "file.png")).hint
 
 
 class TestByColumn:
     def test_names_are_relative_to_the_folder_or_else_to_the_prompt_file(self, tmp_path: Path) -> None:
         (tmp_path / "inner").mkdir()
-        (tmp_path / "a.png").write_bytes(picture(10))
-        (tmp_path / "inner" / "a.png").write_bytes(picture(20))
+        (tmp_path / "a.png").write_bytes(image(10))
+        (tmp_path / "inner" / "a.png").write_bytes(image(20))
         given = prompts("a.png", None, "./inner/../a.png", "a.png")
         inside = pair_targets(given[:2], folder=str(tmp_path / "inner"), column="target", base=str(tmp_path))
         beside = pair_targets(given, folder=None, column="target", base=f"{tmp_path}/")
@@ -102,19 +102,19 @@ class TestByColumn:
         assert shades(pair_targets(prompts("inner/a.png"), folder=None, column="target", base=str(tmp_path))) == [20]
 
     def test_the_working_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "a.png").write_bytes(picture())
+        (tmp_path / "a.png").write_bytes(image())
         monkeypatch.chdir(tmp_path)
         (reference,) = pair_targets(prompts("a.png"), folder=None, column="target", base="")
-        assert reference == TargetReference("a.png", hashlib.sha256(picture()).hexdigest())
+        assert reference == TargetReference("a.png", hashlib.sha256(image()).hexdigest())
 
     @pytest.mark.parametrize(
         "name",
         ["../a.png", "x/../../a.png", "..", "/etc/a.png", "s3://bucket/a.png", "memory://a.png", "~/a.png", "a::b.png"],
     )
     def test_a_name_that_leads_out_of_the_folder(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / "a.png").write_bytes(picture())
+        (tmp_path / "a.png").write_bytes(image())
         error = refusal(prompts(None, name), folder=str(tmp_path / "inner"), column="target")
-        assert "leads out of the folder" in error.mend
+        assert "leads out of the folder" in error.hint
         assert "prompt id2 (row 2)" in error.place
 
     @pytest.mark.parametrize("name", [7, "", "  ", ["a.png"], "a.gif", "a"])
@@ -123,13 +123,13 @@ class TestByColumn:
         assert (error.value, "prompt id2 (row 2)" in error.place) == (name, True)
 
     def test_a_missing_file_names_prompt_row_and_neighbours(self, tmp_path: Path) -> None:
-        (tmp_path / "circle.png").write_bytes(picture())
+        (tmp_path / "circle.png").write_bytes(image())
         error = refusal(prompts("circle.png", "circel.png"), folder=str(tmp_path), column="target")
         assert "prompt id2 (row 2)" in error.place
-        assert error.mend.endswith("circle.png.")
+        assert error.hint.endswith("circle.png.")
 
     def test_a_column_that_is_not_there(self) -> None:
-        assert refusal(prompts("a.png"), column="picture").mend.endswith("target.")
+        assert refusal(prompts("a.png"), column="image").hint.endswith("target.")
 
 
 def test_neither_folder_nor_column_means_no_targets() -> None:
@@ -137,7 +137,7 @@ def test_neither_folder_nor_column_means_no_targets() -> None:
 
 
 def test_a_folder_behind_a_url() -> None:
-    fsspec.filesystem("memory").pipe({"/targets-url/0.bmp": picture(40, kind="BMP"), "/targets-url/1.jpg": b"x"})
+    fsspec.filesystem("memory").pipe({"/targets-url/0.bmp": image(40, kind="BMP"), "/targets-url/1.jpg": b"x"})
     error = refusal(prompts(1, 2), folder="memory://targets-url")
     assert "prompt id2 (row 2)" in error.place
     assert shades(pair_targets(prompts("0.bmp"), folder="memory://targets-url", column="target", base="")) == [40]
@@ -155,18 +155,18 @@ def header_only_png(width: int, height: int) -> bytes:
 class TestRefused:
     @pytest.mark.parametrize(
         "content",
-        [b"", b"a red circle", picture()[:40], picture(kind="GIF"), b"P6 1 1 255 abc", picture()[:60] + b"\xff" * 9],
+        [b"", b"a red circle", image()[:40], image(kind="GIF"), b"P6 1 1 255 abc", image()[:60] + b"\xff" * 9],
     )
-    def test_what_is_no_picture(self, tmp_path: Path, content: bytes) -> None:
+    def test_what_is_no_image(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "0.png").write_bytes(content)
         error = refusal(prompts(1), folder=str(tmp_path))
-        assert "not a whole picture" in error.mend
+        assert "not a whole image" in error.hint
         assert "prompt id1 (row 1)" in error.place
 
     @pytest.mark.parametrize(("width", "height"), [(8193, 8192), (9000, 10_000), (100_000, 100_000)])
     def test_more_pixels_than_the_bound(self, tmp_path: Path, width: int, height: int) -> None:
         (tmp_path / "0.png").write_bytes(header_only_png(width, height))
-        assert "at most 67108864 pixels" in refusal(prompts(1), folder=str(tmp_path)).mend
+        assert "at most 67108864 pixels" in refusal(prompts(1), folder=str(tmp_path)).hint
 
     def test_the_bound_itself_is_allowed(self, tmp_path: Path) -> None:
         (tmp_path / "0.png").write_bytes(header_only_png(8192, 8192))
@@ -184,12 +184,12 @@ class TestRefused:
         with pytest.raises(InputError, match="no such file"):
             load_target(reference)
 
-    def test_a_truncated_picture(self, tmp_path: Path) -> None:
+    def test_a_truncated_image(self, tmp_path: Path) -> None:
         path = tmp_path / "0.jpg"
         Image.effect_noise((64, 64), 50).save(path)
         path.write_bytes(path.read_bytes()[:600])
         reference = TargetReference(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
-        with pytest.raises(InputError, match="not a whole picture"):
+        with pytest.raises(InputError, match="not a whole image"):
             load_target(reference)
 
 
@@ -239,7 +239,7 @@ def test_a_jpeg_that_ends_early_is_told_before_it_is_scored(tmp_path: Path) -> N
     Image.fromarray(levels).save(tmp_path / "0.jpg", "JPEG")
     whole = (tmp_path / "0.jpg").read_bytes()
     (tmp_path / "0.jpg").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="It is not a whole picture"):
+    with pytest.raises(InputError, match="It is not a whole image"):
         pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")
 
 
@@ -247,7 +247,7 @@ def test_a_jpeg_that_ends_early_is_told_before_it_is_scored(tmp_path: Path) -> N
 def test_a_target_of_another_aspect_is_told_before_it_is_scored(tmp_path: Path, orientation: int) -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    size = (48, 32) if orientation == 1 else (32, 48)  # six: the picture lies on its side in the file
+    size = (48, 32) if orientation == 1 else (32, 48)  # six: the image lies on its side in the file
     Image.new("RGB", size).save(tmp_path / "0.jpg", "JPEG", exif=exif)
     assert len(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(480, 320))) == 1
     with pytest.raises(InputError, match=r"target of 48x32 pixels.*Crop it to the aspect ratio .* 320x480"):

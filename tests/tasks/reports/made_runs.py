@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from tasks.storage.artifacts.draw import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import TableWriter, write_table
 from tasks.storage.tables.schemas import (
     ADVANTAGES,
+    IMAGE_ROLLOUTS,
     METRICS,
-    PICTURE_ROLLOUTS,
     REWARDS,
     SCHEMA_VERSION,
     TEXT_ROLLOUTS,
@@ -62,13 +62,13 @@ class RunMaker:
         planned: int = 2,
         prompts: tuple[str, ...] = PROMPTS,
         side: int = 8,
-        medium: Literal["picture", "text"] = "picture",
+        modality: Literal["image", "text"] = "image",
         datasets: tuple[str, ...] = ("default",),
         labels: tuple[str, ...] = ("ssim",),
     ) -> None:
         self.store = ArtifactStore(str(root), name)
         self.prompts, self.side, self.datasets, self.labels = prompts, side, datasets, labels
-        self.texts = medium == "text"
+        self.texts = modality == "text"
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
         policy = "policy:\n  kind: causal_lm\n" if self.texts else ""
@@ -83,14 +83,14 @@ class RunMaker:
         return self.datasets[group % len(self.datasets)]
 
     def commit(
-        self, staged: Path, folder: str, seconds: float, metrics: dict[str, float], draws: int = 1
+        self, staged: Path, folder: str, seconds: float, metrics: dict[str, float], rounds: int = 1
     ) -> ArtifactRef:
         return self.store.commit(
             staged,
             folder,
             digest=hashlib.sha256(folder.encode()).hexdigest(),
             schema_version=SCHEMA_VERSION,
-            rows=draws * len(self.prompts) * GROUP_SIZE,
+            rows=rounds * len(self.prompts) * GROUP_SIZE,
             seconds=seconds,
             metrics=metrics,
         )
@@ -106,7 +106,7 @@ class RunMaker:
 
     def rollouts(self, place: str, prefix: str, seed: int = 0) -> ArtifactRef:
         with self.store.staging() as staged:
-            schema = TEXT_ROLLOUTS if self.texts else PICTURE_ROLLOUTS
+            schema = TEXT_ROLLOUTS if self.texts else IMAGE_ROLLOUTS
             writer = TableWriter(staged / "part-00000.parquet", schema)
             for group in range(len(self.prompts)):
                 rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
@@ -193,9 +193,9 @@ class RunMaker:
             folder = f"evaluations/{version:06d}/guardrails/{label}"
             return self.commit(staged, folder, 1.0, {f"rewards/{label}/mean": mean, f"rewards/{label}/null": 0.0})
 
-    def _figures(self, label: str, shift: float, draws: int = 1) -> dict[str, float]:
+    def _figures(self, label: str, shift: float, rounds: int = 1) -> dict[str, float]:
         """Of one reward; the last sibling of each group has none."""
-        figures = {"mean": 0.5 + shift, "null": float(draws * len(self.prompts)), "failed": 0.0}
+        figures = {"mean": 0.5 + shift, "null": float(rounds * len(self.prompts)), "failed": 0.0}
         return {f"rewards/{label}/{kind}": value for kind, value in figures.items()}
 
     def advantages(self, place: str, *prefixes: str, shift: float = 0.0) -> ArtifactRef:
@@ -203,7 +203,7 @@ class RunMaker:
         samples, redrawn = self._samples(*prefixes), len(prefixes) > 1
         values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
         dropped = [redrawn and group > 0 for group, *_ in samples]
-        metrics = {"reward": 0.5 + shift, "draws": float(len(prefixes)), "groups_dropped": sum(dropped) / GROUP_SIZE}
+        metrics = {"reward": 0.5 + shift, "rounds": float(len(prefixes)), "groups_dropped": sum(dropped) / GROUP_SIZE}
         if len(self.datasets) > 1:
             means = enumerate(self.datasets)
             metrics |= {f"datasets/{name}/reward": 0.5 + shift + index / 10 for index, name in means}
@@ -244,23 +244,23 @@ class RunMaker:
         columns = {"iteration": [iteration] * len(values), "metric": list(values), "value": list(values.values())}
         write_table(path, METRICS, columns)
 
-    def iteration(self, number: int, draws: int = 1) -> None:
+    def iteration(self, number: int, rounds: int = 1) -> None:
         place, shift = f"iteration_{number:06d}", (number - 1) / 10
-        prefixes = [f"i{number:06d}" + (f".d{draw:02d}" if draw > 1 else "") for draw in range(1, draws + 1)]
+        prefixes = [f"i{number:06d}" + (f".d{draw:02d}" if draw > 1 else "") for draw in range(1, rounds + 1)]
         for draw, prefix in enumerate(prefixes, start=1):
             self.draw(place, draw, prefix, prefixes[:draw], shift)
         self.update(number)
-        figures = {"num_tokens": 16.0 * draws}
+        figures = {"num_tokens": 16.0 * rounds}
         for label in self.labels:
-            figures |= self._figures(label, shift, draws)
-        scored = self.store.find(f"{place}/advantages" if draws == 1 else f"{place}/draw_{draws:02d}/advantages")
+            figures |= self._figures(label, shift, rounds)
+        scored = self.store.find(f"{place}/advantages" if rounds == 1 else f"{place}/round_{rounds:02d}/advantages")
         assert scored is not None
         figures |= scored.metrics
         self.metrics(number, figures | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
 
     def draw(self, place: str, draw: int, prefix: str, prefixes: list[str], shift: float = 0.0) -> None:
         """The first three stages of a draw."""
-        folder = place if draw == 1 else f"{place}/draw_{draw:02d}"
+        folder = place if draw == 1 else f"{place}/round_{draw:02d}"
         self.rollouts(folder, prefix)
         self.rewards(folder, prefix, shift)
         self.advantages(folder, *prefixes, shift=shift)

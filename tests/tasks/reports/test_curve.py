@@ -8,13 +8,13 @@ from tasks.reports.curve import curve_svg
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def lines(drawing: str) -> list[list[tuple[float, float]]]:
-    found = ElementTree.fromstring(drawing).iter(f"{SVG}polyline")
+def lines(prefetching: str) -> list[list[tuple[float, float]]]:
+    found = ElementTree.fromstring(prefetching).iter(f"{SVG}polyline")
     return [[tuple(map(float, point.split(","))) for point in line.get("points", "").split()] for line in found]  # type: ignore[misc]
 
 
-def words(drawing: str) -> list[str]:
-    return [text.text or "" for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
+def words(prefetching: str) -> list[str]:
+    return [text.text or "" for text in ElementTree.fromstring(prefetching).iter(f"{SVG}text")]
 
 
 def test_later_is_further_right_and_higher_is_higher() -> None:
@@ -37,9 +37,9 @@ def test_one_point_is_a_drawing() -> None:
 
 
 def test_a_name_is_data_and_a_long_one_stays_inside() -> None:
-    drawing = curve_svg({"</text><script>": [(1, 0.5)], "a" * 60: [(1, 0.5)]})
-    assert not list(ElementTree.fromstring(drawing).iter(f"{SVG}script"))
-    *_, tagged, long = words(drawing)
+    prefetching = curve_svg({"</text><script>": [(1, 0.5)], "a" * 60: [(1, 0.5)]})
+    assert not list(ElementTree.fromstring(prefetching).iter(f"{SVG}script"))
+    *_, tagged, long = words(prefetching)
     assert tagged == "</text><script> 0.500"
     assert long == "a" * 15 + "… 0.500"
 
@@ -49,10 +49,10 @@ values = st.floats(-1e6, 1e6)
 
 @given(st.lists(st.lists(values, min_size=1, max_size=20), min_size=1, max_size=20))
 def test_everything_lies_within_the_drawing(series: list[list[float]]) -> None:
-    drawing = curve_svg({f"s{index}": list(enumerate(map(float, ys))) for index, ys in enumerate(series)})
-    root = ElementTree.fromstring(drawing)
+    prefetching = curve_svg({f"s{index}": list(enumerate(map(float, ys))) for index, ys in enumerate(series)})
+    root = ElementTree.fromstring(prefetching)
     width, height = float(root.get("width", "")), float(root.get("height", ""))
-    for x, y in [point for line in lines(drawing) for point in line]:
+    for x, y in [point for line in lines(prefetching) for point in line]:
         assert 0 <= x <= width
         assert 0 <= y <= height
     for text in root.iter(f"{SVG}text"):

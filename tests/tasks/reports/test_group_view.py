@@ -49,7 +49,7 @@ def test_every_reward_is_in_the_breakdown(tmp_path: Path) -> None:
     assert group.samples[-1].breakdown == {"ssim": None, "psnr": None}
 
 
-def test_pictures_without_rewards_are_shown_as_drawn(tmp_path: Path) -> None:
+def test_images_without_rewards_are_shown_as_drawn(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.rollouts("iteration_000001", "i000001")
     group = read(maker).shown[0]
@@ -62,14 +62,14 @@ def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
     assert (len(groups.shown), groups.total) == (1, 2)
 
 
-def test_large_pictures_are_made_smaller_and_small_ones_left_alone(tmp_path: Path) -> None:
+def test_large_images_are_made_smaller_and_small_ones_left_alone(tmp_path: Path) -> None:
     group = read(whole_run(tmp_path, side=400)).shown[0]
     assert sizes(group) == [(320, 320), (96, 96), (320, 320), (96, 96)]
     assert sizes(read(whole_run(tmp_path / "b")).shown[0]) == [(8, 8)] * 4
 
 
 def test_best_and_worst_texts_are_whole(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text")
+    maker = RunMaker(tmp_path, modality="text")
     maker.written[0, 2] = "the best\n" + "word " * 5000
     maker.iteration(1)
     group, _ = read(maker).shown
@@ -83,7 +83,7 @@ def test_best_and_worst_texts_are_whole(tmp_path: Path) -> None:
 
 def test_the_groups_of_all_draws_and_which_were_left_out(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, datasets=("sums", "poems"))
-    maker.iteration(1, draws=2)
+    maker.iteration(1, rounds=2)
     groups = read(maker)
     assert [(group.group_id, group.dataset, group.dropped) for group in groups.shown] == [
         ("i000001.p0000", "sums", False),
@@ -91,7 +91,7 @@ def test_the_groups_of_all_draws_and_which_were_left_out(tmp_path: Path) -> None
         ("i000001.d02.p0000", "sums", False),
         ("i000001.d02.p0001", "poems", True),
     ]
-    assert (groups.total, groups.draws, groups.dropped, groups.datasets) == (4, 2, 2, ("poems", "sums"))
+    assert (groups.total, groups.rounds, groups.dropped, groups.datasets) == (4, 2, 2, ("poems", "sums"))
     # Scores of a later draw stand in that draw's own folder.
     assert [group.samples[0].breakdown["ssim"] for group in groups.shown] == [0.9, 0.5, 0.9, 0.5]
     assert groups.shown[1].samples[0].advantage is None

@@ -21,7 +21,7 @@ def evaluated(root: Path, **options: Any) -> tuple[RunMaker, ArtifactRef, Artifa
 
 
 def test_texts_before_and_after_stand_whole_under_their_prompt(tmp_path: Path) -> None:
-    maker, before, after = evaluated(tmp_path, medium="text", prompts=("what is\n# this", "a blue square"))
+    maker, before, after = evaluated(tmp_path, modality="text", prompts=("what is\n# this", "a blue square"))
     place = Path(write_heldout_texts(maker.store, before, after, "r: held-out prompts"))
     assert place == maker.folder / "heldout.md"
     first, second, third = place.read_text().split("\n## ")
@@ -35,7 +35,7 @@ def test_texts_before_and_after_stand_whole_under_their_prompt(tmp_path: Path) -
     assert third.count("of group 1") == 8
 
 
-def test_a_sheet_of_pictures(tmp_path: Path) -> None:
+def test_a_sheet_of_images(tmp_path: Path) -> None:
     maker, before, after = evaluated(tmp_path)
     place = Path(write_contact_sheet(maker.store, before, after, "r: held-out prompts"))
     assert place == maker.folder / "contact_sheet.png"

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.storage.artifacts.draw import Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tests.tasks.reports.made_runs import RunMaker
 
 EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"
 
 
-def record_of(maker: RunMaker, iteration: int = 1, draws: int = 1) -> IterationRecord:
+def record_of(maker: RunMaker, iteration: int = 1, rounds: int = 1) -> IterationRecord:
     """As the flow makes it, with the artifacts of every draw."""
-    maker.iteration(iteration, draws=draws)
+    maker.iteration(iteration, rounds=rounds)
     place = f"iteration_{iteration:06d}"
-    folders = [place if draw == 1 else f"{place}/draw_{draw:02d}" for draw in range(1, draws + 1)]
+    folders = [place if draw == 1 else f"{place}/round_{draw:02d}" for draw in range(1, rounds + 1)]
 
     def found(place: str) -> ArtifactRef:
         reference = maker.store.find(place)
@@ -24,7 +24,7 @@ def record_of(maker: RunMaker, iteration: int = 1, draws: int = 1) -> IterationR
         return reference
 
     scored = tuple(
-        Draw(
+        SamplingRound(
             found(f"{folder}/rollouts"),
             {label: found(f"{folder}/rewards/{label}") for label in maker.labels},
         )
@@ -42,12 +42,12 @@ def rows(markdown: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_pictures_are_ranked_over_the_iteration(tmp_path: Path) -> None:
+def test_images_are_ranked_over_the_iteration(tmp_path: Path) -> None:
     markdown = iteration_markdown(RunMaker(tmp_path).store, "r", [record_of(RunMaker(tmp_path))])
-    best = rows(markdown, "| picture | reward | ssim | prompt | sample |")
+    best = rows(markdown, "| image | reward | ssim | prompt | sample |")
     assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.500**"]
     assert best[0][2:] == ["0.900", "a red square", "`i000001.p0000.s02`"]
-    worst = rows(markdown.split("## Worst")[1], "| picture")
+    worst = rows(markdown.split("## Worst")[1], "| image")
     assert [cells[1] for cells in worst] == ["**0.100**", "**0.400**"]
     assert best[0][0].startswith("![i000001.p0000.s02](data:image/png;base64,")
     assert "dataset" not in markdown
@@ -56,14 +56,14 @@ def test_pictures_are_ranked_over_the_iteration(tmp_path: Path) -> None:
 def test_every_reward_has_its_column(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, labels=("ssim", "psnr"))
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
-    best = rows(markdown, "| picture | reward | ssim | psnr | prompt | sample |")
+    best = rows(markdown, "| image | reward | ssim | psnr | prompt | sample |")
     assert best[0][1:4] == ["**0.900**", "0.900", "0.900"]
     for label in maker.labels:
         assert f"iteration_000001/rewards/{label}`" in markdown
 
 
 def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text")
+    maker = RunMaker(tmp_path, modality="text")
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
     first, second = rows(markdown, "| prompt | best | worst |")
     assert first == [
@@ -73,30 +73,28 @@ def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
         "",
     ]
     assert second[1] == "**0.500** (ssim 0.500): answer 0 of group 1"
-    assert "picture" not in markdown
+    assert "image" not in markdown
 
 
-@pytest.mark.parametrize("medium", ["picture", "text"])
-def test_nothing_that_was_asked_or_written_breaks_out_of_its_cell(tmp_path: Path, medium: str) -> None:
-    maker = RunMaker(tmp_path, medium=medium, prompts=(EVIL, "plain"), datasets=(EVIL, "other"))
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_nothing_that_was_asked_or_written_breaks_out_of_its_cell(tmp_path: Path, modality: str) -> None:
+    maker = RunMaker(tmp_path, modality=modality, prompts=(EVIL, "plain"), datasets=(EVIL, "other"))
     maker.written = {(0, 2): EVIL, (0, 1): "", (1, 0): EVIL * 100}
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
-    header = (
-        "| picture | reward | ssim | prompt | dataset | sample |" if medium == "picture" else "| prompt | dataset |"
-    )
-    width = header.count("|") - 1 if medium == "picture" else 5
+    header = "| image | reward | ssim | prompt | dataset | sample |" if modality == "image" else "| prompt | dataset |"
+    width = header.count("|") - 1 if modality == "image" else 5
     for cells in rows(markdown, header):
         assert len(cells) == width
     assert "<" not in markdown
     assert "http:" not in markdown
     assert "`c`" not in markdown
-    assert len(re.findall("^#", markdown, re.MULTILINE)) == (3 if medium == "picture" else 2)
+    assert len(re.findall("^#", markdown, re.MULTILINE)) == (3 if modality == "image" else 2)
     assert "a | b ⏎  ⏎ # head ⏎ <script>x</script> ![i](http://x)" in unescape(markdown)
-    assert ("*empty*" in markdown) == (medium == "text")
+    assert ("*empty*" in markdown) == (modality == "text")
 
 
 def test_long_texts_are_shortened_and_many_groups_counted(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text", prompts=tuple(f"prompt {index}" for index in range(11)))
+    maker = RunMaker(tmp_path, modality="text", prompts=tuple(f"prompt {index}" for index in range(11)))
     maker.written = {(0, 2): "begin" + "x" * 10_000 + "end"}
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
     table = rows(markdown, "| prompt | best | worst |")
@@ -107,26 +105,26 @@ def test_long_texts_are_shortened_and_many_groups_counted(tmp_path: Path) -> Non
 
 
 def test_all_draws_count_and_what_was_left_out_is_told(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "poems"))
-    markdown = iteration_markdown(maker.store, "r", [record_of(maker, draws=2)])
+    maker = RunMaker(tmp_path, modality="text", datasets=("sums", "poems"))
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
     figures = dict(rows(markdown, "| figure | value |"))
     assert figures["groups left out for lack of spread"] == "2"
-    assert figures["draws"] == "2"
+    assert figures["rounds"] == "2"
     assert (figures["sums: reward"], figures["poems: reward"]) == ("0.5", "0.6")
     table = rows(markdown, "| prompt | dataset | best | worst |")
     assert [(cells[1], cells[-1]) for cells in table] == [("sums", ""), ("poems", "left out")] * 2
-    assert "iteration_000001/draw_02/rollouts" in markdown
-    assert "iteration_000001/draw_02/advantages" in markdown
+    assert "iteration_000001/round_02/rollouts" in markdown
+    assert "iteration_000001/round_02/advantages" in markdown
 
 
-def test_pictures_of_a_later_draw_are_found(tmp_path: Path) -> None:
+def test_images_of_a_later_draw_are_found(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
-    markdown = iteration_markdown(maker.store, "r", [record_of(maker, draws=2)])
-    best = rows(markdown, "| picture")
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
+    best = rows(markdown, "| image")
     assert [cells[-1] for cells in best[:2]] == ["`i000001.p0000.s02`", "`i000001.d02.p0000.s02`"]
 
 
 def test_a_row_a_figure_to_six_digits(tmp_path: Path) -> None:
     record = record_of(RunMaker(tmp_path))
-    table = iteration_table(IterationRecord(1, record.draws, record.advantages, {"b": 1 / 3, "a": 2.0}))
+    table = iteration_table(IterationRecord(1, record.rounds, record.advantages, {"b": 1 / 3, "a": 2.0}))
     assert table == [{"metric": "a", "value": 2.0}, {"metric": "b", "value": 0.333333}]

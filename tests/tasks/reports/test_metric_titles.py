@@ -9,8 +9,8 @@ from tests.tasks.reports.made_runs import whole_run
 
 def test_a_rewards_name_may_hold_anything() -> None:
     assert metric_title("rewards/ssim/mean").title == "ssim: mean"
-    assert metric_title("rewards/a/b/null").title == "a/b: pictures without a score"
-    assert metric_title("rewards/ssim/failed").title == "ssim: pictures it could not score"
+    assert metric_title("rewards/a/b/null").title == "a/b: images without a score"
+    assert metric_title("rewards/ssim/failed").title == "ssim: images it could not score"
     assert metric_title("rewards/{label}/std").title == "{label}: standard deviation"
 
 
@@ -37,7 +37,7 @@ EMITTED = (
     "groups_dropped",
     "groups_kept",
     "frac_groups_dropped",
-    "draws",
+    "rounds",
     "sampling/importance_sampling_ratio/min",
     "sampling/importance_sampling_ratio/mean",
     "sampling/importance_sampling_ratio/max",
@@ -61,14 +61,14 @@ EMITTED = (
 )
 
 
-def test_a_run_that_writes_has_no_pictures_and_one_that_draws_no_completions() -> None:
+def test_a_run_that_writes_has_no_images_and_one_that_draws_no_completions() -> None:
     for name in (*EMITTED, *_TITLES):
-        written, drawn = metric_title(name, "completion"), metric_title(name, "picture")
+        written, drawn = metric_title(name, "completion"), metric_title(name, "image")
         for title in (written, drawn):
             assert title.meaning
             assert not set("/_{}") & set(title.title)
             assert not set("{}") & set(title.meaning)
-        assert "picture" not in written.title + written.meaning
+        assert "image" not in written.title + written.meaning
         assert "completion" not in drawn.title + drawn.meaning
     assert metric_title("completions/mean_length", "completion").title == "tokens a completion"
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tasks.reports.group_view import LARGE, read_groups
-from tasks.reports.page import pair_heldout, picture_uri, progress, render_page
+from tasks.reports.page import image_uri, pair_heldout, progress, render_page
 from tasks.reports.run_view import read_run
 from tasks.reports.target_reader import TargetReader
 from tasks.storage.artifacts.reader import ArtifactReader
@@ -60,7 +60,7 @@ def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
     return render_page(run, groups, heldout, warnings, [("reward", "0.5")])
 
 
-def pictures(page: Page) -> list[Image.Image]:
+def images(page: Page) -> list[Image.Image]:
     sources = [attributes["src"] or "" for attributes in page.named("img")]
     return [Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))) for source in sources]
 
@@ -91,13 +91,13 @@ def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
     assert "49" not in text
 
 
-def test_every_picture_is_there_to_the_pixel(tmp_path: Path) -> None:
+def test_every_image_is_there_to_the_pixel(tmp_path: Path) -> None:
     target = tmp_path / "target.png"
     target.write_bytes(png((201, 202, 203)))
     maker = RunMaker(tmp_path / "runs", prompts=("one",))
     maker.targets = {0: target}
     maker.iteration(1)
-    found = [picture.convert("RGB").getpixel((0, 0)) for picture in pictures(Page(page_of(maker)))]
+    found = [image.convert("RGB").getpixel((0, 0)) for image in images(Page(page_of(maker)))]
     strip = [colour(0, sibling) for sibling in (2, 0, 1, 3)]
     assert found == [colour(0, 2), colour(0, 1), (201, 202, 203), *strip]
 
@@ -157,13 +157,13 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("side", "kind"), [(64, "png"), (300, "jpeg")])
-def test_small_pictures_are_lossless_and_photographs_are_not(side: int, kind: str) -> None:
+def test_small_images_are_lossless_and_photographs_are_not(side: int, kind: str) -> None:
     noise = Image.effect_noise((side, side), 80).convert("RGB")
-    assert picture_uri(noise).startswith(f"data:image/{kind};base64,")
+    assert image_uri(noise).startswith(f"data:image/{kind};base64,")
 
 
 def test_texts_are_shown_whole_and_as_data(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text", prompts=("ask " + EVIL, "plain"))
+    maker = RunMaker(tmp_path, modality="text", prompts=("ask " + EVIL, "plain"))
     long = "begin " + "word\n" * 400 + EVIL
     maker.written = {(0, 2): long, (0, 1): EVIL, (1, 0): "", (0, 0): "<table><tr><td>|\x1b"}
     maker.iteration(1)
@@ -179,9 +179,9 @@ def test_texts_are_shown_whole_and_as_data(tmp_path: Path) -> None:
     assert {"best", "worst"} <= {attributes.get("class") for attributes in page.named("figure")}
 
 
-def test_no_picture_is_spoken_of_where_texts_are_written(tmp_path: Path) -> None:
-    text = "".join(Page(page_of(whole_run(tmp_path, medium="text"))).text).lower()
-    assert "picture" not in text.split("kept in")[0]
+def test_no_image_is_spoken_of_where_texts_are_written(tmp_path: Path) -> None:
+    text = "".join(Page(page_of(whole_run(tmp_path, modality="text"))).text).lower()
+    assert "image" not in text.split("kept in")[0]
     assert "completions of iteration 2" in text
     assert "held-out completions, before and after" in text
     assert "with the same seeds" in text
@@ -190,8 +190,8 @@ def test_no_picture_is_spoken_of_where_texts_are_written(tmp_path: Path) -> None
 
 
 def test_what_was_drawn_again_and_left_out_is_counted(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, medium="text", datasets=("sums", "<b>poems"))
-    maker.iteration(1, draws=2)
+    maker = RunMaker(tmp_path, modality="text", datasets=("sums", "<b>poems"))
+    maker.iteration(1, rounds=2)
     text = "".join(Page(page_of(maker)).text)
     assert "4 groups in 2 draws, 2 without spread left out of the update" in text
     assert text.count("all the same: left out of the update") == 2
@@ -209,7 +209,7 @@ def test_one_dataset_is_not_named(tmp_path: Path) -> None:
 def test_a_run_that_is_drawing_again_says_so(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.draw("iteration_000001", 1, "i000001", ["i000001"])
-    maker.rollouts("iteration_000001/draw_02", "i000001.d02")
+    maker.rollouts("iteration_000001/round_02", "i000001.d02")
     assert progress(read_run(ArtifactReader(maker.store))).endswith(
         "iteration 1, draw 2, has rollouts, rewards, advantages"
     )

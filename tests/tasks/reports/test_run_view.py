@@ -47,7 +47,7 @@ def test_a_run_killed_in_its_second_iteration(tmp_path: Path) -> None:
     assert run.policy_version == 1
     assert [tuple(view.stages) for view in run.iterations][1] == ("rollouts",)
     assert run.shown is not None
-    assert run.shown.iteration == 1  # the last one whose pictures have rewards
+    assert run.shown.iteration == 1  # the last one whose images have rewards
     assert run.damages == ()
 
 
@@ -148,13 +148,13 @@ def test_what_was_set_aside_and_why(tmp_path: Path) -> None:
 
 def test_figures_of_an_iteration_that_drew_again(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, datasets=("sums", "poems"))
-    maker.iteration(1, draws=3)
+    maker.iteration(1, rounds=3)
     run = read(maker)
     (view,) = run.iterations
     assert [len(view.stages[stage]) for stage in STAGES] == [3, 3, 1, 1]
-    assert view.stages["advantages"][0].folder == "iteration_000001/draw_03/advantages"
+    assert view.stages["advantages"][0].folder == "iteration_000001/round_03/advantages"
     assert view.complete
-    assert (view.metrics["num_tokens"], view.metrics["draws"], view.metrics["groups_dropped"]) == (48.0, 3.0, 3.0)
+    assert (view.metrics["num_tokens"], view.metrics["rounds"], view.metrics["groups_dropped"]) == (48.0, 3.0, 3.0)
     # Three draws of 4 + 2 s; the advantages and the update count once.
     assert view.metrics["step_time"] == 3 * (4.0 + 2.0) + 1.0 + 3.0
     assert run.seconds["total"] == view.metrics["step_time"]
@@ -166,18 +166,18 @@ def test_figures_of_an_iteration_that_drew_again(tmp_path: Path) -> None:
 def test_a_run_killed_while_it_draws_again(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.draw("iteration_000001", 1, "i000001", ["i000001"])
-    maker.rollouts("iteration_000001/draw_02", "i000001.d02")
+    maker.rollouts("iteration_000001/round_02", "i000001.d02")
     (view,) = read(maker).iterations
-    assert (view.draws, len(view.stages["rewards"]), view.complete) == (2, 1, False)
+    assert (view.rounds, len(view.stages["rewards"]), view.complete) == (2, 1, False)
     assert view.metrics["num_tokens"] == 16.0  # of the draw that has advantages
 
 
 def test_a_damaged_draw_leaves_the_others(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
-    maker.iteration(1, draws=2)
-    flip_last_byte(maker.folder / "iteration_000001/draw_02/rollouts/part-00000.parquet")
+    maker.iteration(1, rounds=2)
+    flip_last_byte(maker.folder / "iteration_000001/round_02/rollouts/part-00000.parquet")
     run = read(maker)
-    assert [damage.place for damage in run.damages] == ["iteration_000001/draw_02/rollouts/part-00000.parquet"]
+    assert [damage.place for damage in run.damages] == ["iteration_000001/round_02/rollouts/part-00000.parquet"]
     (view,) = run.iterations
     assert [reference.folder for reference in view.stages["rollouts"]] == ["iteration_000001/rollouts"]
     assert "num_tokens" not in view.metrics  # half of them would mislead
@@ -186,13 +186,13 @@ def test_a_damaged_draw_leaves_the_others(tmp_path: Path) -> None:
 
 def test_damaged_advantages_are_not_replaced_by_superseded_ones(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
-    maker.iteration(1, draws=2)
-    flip_last_byte(maker.folder / "iteration_000001/draw_02/advantages/advantages.parquet")
+    maker.iteration(1, rounds=2)
+    flip_last_byte(maker.folder / "iteration_000001/round_02/advantages/advantages.parquet")
     (view,) = read(maker).iterations
     assert "advantages" not in view.stages
     assert "reward" not in view.metrics
 
 
 def test_what_a_sample_is_called(tmp_path: Path) -> None:
-    assert read(RunMaker(tmp_path, "a")).noun == "picture"
-    assert read(RunMaker(tmp_path, "b", medium="text")).noun == "completion"
+    assert read(RunMaker(tmp_path, "a")).noun == "image"
+    assert read(RunMaker(tmp_path, "b", modality="text")).noun == "completion"

@@ -11,7 +11,7 @@ def test_targets_are_verified(tmp_path: Path) -> None:
     kept, gone, changed, broken = (tmp_path / name for name in ("kept.png", "gone.png", "changed.png", "broken.png"))
     for path in (kept, gone, changed):
         path.write_bytes(png((1, 2, 3)))
-    broken.write_bytes(b"no picture")
+    broken.write_bytes(b"no image")
     known = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (kept, gone, changed, broken)}
     gone.unlink()
     changed.write_bytes(png((9, 9, 9)))

@@ -20,8 +20,8 @@ from tasks.advantages.compute import compute_advantages_task
 from tasks.rewards.process_pool import close_scoring_processes
 from tasks.rewards.score import score_reward_task
 from tasks.rewards.stored import choose_scores, provenance_json
-from tasks.storage.artifacts.draw import SCORES_FILE, Draw
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker
 
@@ -30,26 +30,26 @@ PLACE = "iteration_000001"
 
 @pytest.fixture
 def maker(tmp_path: Path) -> RunMaker:
-    maker = RunMaker(tmp_path / "runs", medium="text", datasets=("poems", "sums"))
+    maker = RunMaker(tmp_path / "runs", modality="text", datasets=("poems", "sums"))
     use_store(maker.store)
     maker.rollouts(PLACE, "i000001")
     return maker
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Path:
+def requested(tmp_path: Path) -> Path:
     """Where the functions note what they were asked, a line a sample."""
     return tmp_path / "asked.txt"
 
 
-def function(tmp_path: Path, asked: Path, body: str) -> dict[str, object]:
+def function(tmp_path: Path, requested: Path, body: str) -> dict[str, object]:
     """A user's function with `value` of each completion left to the body; the settings that name it."""
     source = f"""
     import math, os
     def score(prompts, completions, **columns):
         values = []
         for text in completions:
-            with open({str(asked)!r}, "a") as file:
+            with open({str(requested)!r}, "a") as file:
                 print(text, file=file)
             values.append(value(text, {str(tmp_path)!r}))
         return values
@@ -84,8 +84,8 @@ def section(settings: Mapping[str, object], **fields: Any) -> RewardSection:
     return RewardSection(reward="function", name="mine", settings=dict(settings), **fields)
 
 
-def test_batches_and_processes_change_nothing(maker: RunMaker, tmp_path: Path, asked: Path) -> None:
-    settings = function(tmp_path, asked, SIBLING)
+def test_batches_and_processes_change_nothing(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    settings = function(tmp_path, requested, SIBLING)
     plain = score(maker, section(settings))
     assert values(maker.store, plain) == pytest.approx([0.0, 0.1, 0.2, 0.3] * 2)
     one_by_one = score(maker, section(settings, batch_size=1))
@@ -93,14 +93,14 @@ def test_batches_and_processes_change_nothing(maker: RunMaker, tmp_path: Path, a
     close_scoring_processes()
     assert plain.digest == one_by_one.digest == side_by_side.digest
     # Each of the three asked every sample once.
-    assert sorted(asked.read_text().splitlines()) == sorted(
+    assert sorted(requested.read_text().splitlines()) == sorted(
         [f"answer {sibling} of group {group}" for group in range(2) for sibling in range(GROUP_SIZE)] * 3
     )
 
 
-def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tmp_path: Path, asked: Path) -> None:
+def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     once = function(
-        tmp_path, asked, 'return math.nan if "2 of group 1" in text and not os.path.exists(folder + "/up") else 0.5'
+        tmp_path, requested, 'return math.nan if "2 of group 1" in text and not os.path.exists(folder + "/up") else 0.5'
     )
     first = score(maker, section(once, max_failures=0.2))
     (failed,) = [row for row in rows(maker.store, first) if row["failure"]]
@@ -109,21 +109,21 @@ def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tm
     assert first.metrics == pytest.approx({f"rewards/mine/{kind}": value for kind, value in figures.items()})
     stored, earlier = choose_scores(maker.store, [first], section(once))
     assert (stored, earlier) == (None, (first,))
-    asked.unlink()
+    requested.unlink()
     (tmp_path / "up").touch()
     second = score(maker, section(once), earlier)
-    assert asked.read_text().splitlines() == ["answer 2 of group 1"]
+    assert requested.read_text().splitlines() == ["answer 2 of group 1"]
     assert values(maker.store, second) == [0.5] * 8
     assert choose_scores(maker.store, [second], section(once)) == (second, ())
-    asked.unlink()
+    requested.unlink()
     assert score(maker, section(once), (second,)).digest == second.digest
-    assert not asked.exists()
+    assert not requested.exists()
 
 
 def test_other_settings_another_scope_or_another_function_are_other_scores(
-    maker: RunMaker, tmp_path: Path, asked: Path
+    maker: RunMaker, tmp_path: Path, requested: Path
 ) -> None:
-    settings = function(tmp_path, asked, SIBLING)
+    settings = function(tmp_path, requested, SIBLING)
     done = score(maker, section(settings))
     assert choose_scores(maker.store, [done], section(settings, weight=3.0, clamp=(0.0, 0.1)))[0] == done
     for other in (
@@ -132,27 +132,27 @@ def test_other_settings_another_scope_or_another_function_are_other_scores(
         section({**settings, "by_group": True}),
     ):
         assert choose_scores(maker.store, [done], other) == (None, ())
-    function(tmp_path, asked, "return 0.25")
+    function(tmp_path, requested, "return 0.25")
     assert choose_scores(maker.store, [done], section(settings)) == (None, ())
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_reward_that_fails_too_often_stops_by_name_and_asks_no_further(
-    maker: RunMaker, tmp_path: Path, asked: Path, processes: int
+    maker: RunMaker, tmp_path: Path, requested: Path, processes: int
 ) -> None:
-    broken = section(function(tmp_path, asked, "return math.inf"), batch_size=1, processes=processes)
+    broken = section(function(tmp_path, requested, "return math.inf"), batch_size=1, processes=processes)
     with pytest.raises(FailedSamplesError, match=r"reward mine: 4 of 8 .*max_failures 0\.1.*i000001\.p0000\.s00.*inf"):
         score(maker, broken)
     close_scoring_processes()
     # One group is a batch at least; with processes the next one was already on its way.
-    assert len(asked.read_text().splitlines()) == (4 if processes == 0 else 8)
+    assert len(requested.read_text().splitlines()) == (4 if processes == 0 else 8)
     assert maker.store.find(f"{PLACE}/rewards/mine") is None
     assert maker.store.find(f"{PLACE}/rollouts") is not None
 
 
 @pytest.mark.slow
-def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp_path: Path, asked: Path) -> None:
-    settings = function(tmp_path, asked, 'return "much"')
+def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    settings = function(tmp_path, requested, 'return "much"')
     told = []
     for processes in (0, 1):
         with pytest.raises(InputError) as caught:
@@ -165,31 +165,31 @@ def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_started_again_and_one_that_dies_twice_is_named(
-    maker: RunMaker, tmp_path: Path, asked: Path
+    maker: RunMaker, tmp_path: Path, requested: Path
 ) -> None:
     dies = 'died = folder + "/died"; os.path.exists(died) or (open(died, "w").close(), os._exit(9)); return 0.5'
-    once = function(tmp_path, asked, dies)
+    once = function(tmp_path, requested, dies)
     assert values(maker.store, score(maker, section(once, processes=1))) == [0.5] * 8
-    always = function(tmp_path, asked, "os._exit(9)")
+    always = function(tmp_path, requested, "os._exit(9)")
     with pytest.raises(InputError, match=r"rewards\.mine\.processes: got 1\. A process that scored died twice"):
         score(maker, section(always, processes=1))
     close_scoring_processes()
 
 
-def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_path: Path, asked: Path) -> None:
-    settings = function(tmp_path, asked, 'return math.nan if "2 of group 0" in text else float(text.split()[1])')
+def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    settings = function(tmp_path, requested, 'return math.nan if "2 of group 0" in text else float(text.split()[1])')
     mine = section(settings, max_failures=0.2)
     rollouts = maker.store.find(f"{PLACE}/rollouts")
     assert rollouts is not None
-    draw = Draw(rollouts, {"mine": score(maker, mine)})
+    draw = SamplingRound(rollouts, {"mine": score(maker, mine)})
     advantages = compute_advantages_task.fn((draw,), (mine,), AdvantagesSection(), PLACE, "iteration 1")
     table = pl.read_parquet(maker.store.local_files(advantages) / "advantages.parquet")
     # A failed sample whose only reward is missing has none; with another reward beside it the mean stands in.
     assert table["reward"].to_list() == [0.0, 1.0, None, 3.0, 0.0, 1.0, 2.0, 3.0]
     (tmp_path / "other").mkdir()
-    other = function(tmp_path / "other", asked, "return 1.0")
+    other = function(tmp_path / "other", requested, "return 1.0")
     beside = RewardSection(reward="function", name="beside", settings=other)
-    draw = Draw(rollouts, {"mine": draw.rewards["mine"], "beside": score(maker, beside)})
+    draw = SamplingRound(rollouts, {"mine": draw.rewards["mine"], "beside": score(maker, beside)})
     advantages = compute_advantages_task.fn((draw,), (mine, beside), AdvantagesSection(), PLACE, "iteration 1")
     table = pl.read_parquet(maker.store.local_files(advantages) / "advantages.parquet")
     assert table["reward"].to_list() == pytest.approx([1.0, 2.0, 1.0 + 4 / 3, 4.0, 1.0, 2.0, 3.0, 4.0])
@@ -201,29 +201,29 @@ def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_pat
 
 
 def test_a_reward_routed_by_dataset_or_column_leaves_the_others_their_weights(
-    maker: RunMaker, tmp_path: Path, asked: Path
+    maker: RunMaker, tmp_path: Path, requested: Path
 ) -> None:
-    settings = function(tmp_path, asked, "return 0.5")
+    settings = function(tmp_path, requested, "return 0.5")
     mine = section(settings, datasets=("poems",))
     reference = score(maker, mine)
     assert values(maker.store, reference) == [0.5] * 4 + [None] * 4
-    assert len(asked.read_text().splitlines()) == 4
+    assert len(requested.read_text().splitlines()) == 4
     nobody = section(settings, where={"kind": ("sign",)})
     assert values(maker.store, score(maker, nobody)) == [None] * 8
     assert '"scope"' in provenance_json(nobody)
 
 
 def test_failures_are_a_share_of_the_samples_that_the_reward_is_meant_for(
-    maker: RunMaker, tmp_path: Path, asked: Path
+    maker: RunMaker, tmp_path: Path, requested: Path
 ) -> None:
-    settings = function(tmp_path, asked, "return math.nan")
+    settings = function(tmp_path, requested, "return math.nan")
     with pytest.raises(FailedSamplesError, match="of 4 samples"):
         score(maker, section(settings, datasets=("poems",), max_failures=0.9))
 
 
 @pytest.mark.slow
-def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp_path: Path, asked: Path) -> None:
-    settings = function(tmp_path, asked, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
+def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    settings = function(tmp_path, requested, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
     program = f"""
 import time
 from configs.reward_sections import RewardSection

@@ -3,7 +3,7 @@
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
-from tasks.rollouts.plan import RolloutPlan, plan_draw, plan_evaluation
+from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 
 PROMPTS = tuple(
     DrawnPrompt(
@@ -19,7 +19,7 @@ def iteration(
     number: int = 1, *, draw: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
 ) -> RolloutPlan:
     drawn = [PROMPTS[place % 5] for place in range(count)]
-    return plan_draw(drawn, seed=seed, iteration=number, draw=draw, group_size=group_size, shared_noise=noise)
+    return plan_round(drawn, seed=seed, iteration=number, draw=draw, group_size=group_size, shared_noise=noise)
 
 
 def seeds(plan: RolloutPlan) -> list[int]:
@@ -39,7 +39,7 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
     ]
     assert iteration(7).folder == "iteration_000007"
     assert names(iteration(7, draw=2, count=1)) == ["i000007.d02.p0000.s00", "i000007.d02.p0000.s01"]
-    assert iteration(7, draw=2).folder == "iteration_000007/draw_02"
+    assert iteration(7, draw=2).folder == "iteration_000007/round_02"
 
 
 def test_every_sample_of_a_run_has_a_name_and_a_seed_of_its_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.runs.lookup import find_run
 from grpo_core.errors import InputError
-from tasks.storage.filesystem.seal import opened, sealed
+from tasks.storage.filesystem.checked_json import load_checked, dump_checked
 
 from tests.flows.conftest import Runs
 
@@ -21,8 +21,8 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def newer(finished: Runs) -> Runs:
     place = finished.path("run.json")
-    described = opened(place.read_bytes())
-    place.write_bytes(sealed({**described, "schema_version": described["schema_version"] + 1}))
+    described = load_checked(place.read_bytes())
+    place.write_bytes(dump_checked({**described, "schema_version": described["schema_version"] + 1}))
     return finished
 
 

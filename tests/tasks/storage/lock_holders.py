@@ -98,7 +98,7 @@ class Lines:
     def advance(self, stage: str, done: int, total: int) -> None:
         pass
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.lines.append(line)
 
 

@@ -11,7 +11,7 @@ from tasks.storage.tables import schemas
 from tasks.storage.tables.parquet import write_table
 
 
-def picture(shade: int) -> bytes:
+def image(shade: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (4, 2), (shade, 0, 255 - shade)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -53,7 +53,7 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
     }
     columns: dict[str, list[object]] = {name: [value] * rows for name, value in one.items()}
     columns["sibling"] = list(range(rows))
-    columns["image"] = [{"bytes": picture(shade), "path": f"{shade}.png"} for shade in range(rows)]
+    columns["image"] = [{"bytes": image(shade), "path": f"{shade}.png"} for shade in range(rows)]
     return columns
 
 
@@ -92,6 +92,6 @@ def advantages(breakdowns: list[list[Entry]]) -> dict[str, list[Any]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "iteration_000001" / "rollouts"
-    write_table(folder / "part-00000.parquet", schemas.PICTURE_ROLLOUTS, rollouts(3))
+    write_table(folder / "part-00000.parquet", schemas.IMAGE_ROLLOUTS, rollouts(3))
     (folder.parent / "rollouts.manifest.json").write_text("{}")
     return folder

@@ -64,7 +64,7 @@ class TestArtifacts:
     ) -> None:
         reference = commit(store)
         other, before = ArtifactStore(f"s3://{store.root}", "other"), len(s3.requests())
-        home = other.bring_home(reference)
+        home = other.restore_artifact(reference)
         assert home == reference.model_copy(update={"uri": f"other/{FOLDER}"})
         assert other.find(FOLDER) == home
         assert [each for each in s3.requests(before) if each.startswith("GET") and "part-" in each] == []
@@ -93,10 +93,10 @@ class TestCache:
         assert other.files.cache is not None
         other.files.cache.folder = tmp_path / "another machine"
         before = len(s3.requests())
-        assert other.bring_home(reference) == reference
+        assert other.restore_artifact(reference) == reference
         for number in range(3):
             assert read(other, tmp_path / str(number), reference) == FILES
-        assert other.bring_home(reference) == reference
+        assert other.restore_artifact(reference) == reference
         fetched = [each for each in s3.requests(before) if each.startswith("GET") and FOLDER in each]
         assert len([each for each in fetched if "part-" in each]) == len(FILES)
 

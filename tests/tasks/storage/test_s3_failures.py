@@ -45,7 +45,7 @@ class TestRefusals:
 
     def test_absent_bucket(self, bucket: str) -> None:
         error = self.refusal(f"{bucket}-absent/runs")
-        assert "There is no such bucket; make it" in error.mend
+        assert "There is no such bucket; make it" in error.hint
         assert error.value == f"{bucket}-absent/runs"
 
     @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ class TestRefusals:
     ) -> None:
         with environment(monkeypatch, s3.make_user(*actions)), s3.enforcing_rights():
             error = self.refusal(f"{bucket}/runs")
-        assert "list, read, write and delete objects" in error.mend
-        assert "AWS_PROFILE" in error.mend
+        assert "list, read, write and delete objects" in error.hint
+        assert "AWS_PROFILE" in error.hint
 
     def test_wrong_keys(self, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = {"AWS_ACCESS_KEY_ID": "AKIAWRONG", "AWS_SECRET_ACCESS_KEY": "hidden-secret"}
         with environment(monkeypatch, wrong), s3.enforcing_rights():
             error = self.refusal(f"{bucket}/runs")
-        assert "The bucket refuses" in error.mend
+        assert "The bucket refuses" in error.hint
         assert "hidden-secret" not in str(error)
 
     def test_no_keys(self, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,20 +79,20 @@ class TestRefusals:
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
         forget_clients()
-        assert "No credentials were found" in self.refusal(f"{bucket}/runs").mend
+        assert "No credentials were found" in self.refusal(f"{bucket}/runs").hint
 
     def test_nobody_at_the_address(self, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         with environment(monkeypatch, {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}):
-            assert "look at AWS_ENDPOINT_URL" in self.refusal(f"{bucket}/runs").mend
+            assert "look at AWS_ENDPOINT_URL" in self.refusal(f"{bucket}/runs").hint
 
     def test_address_that_does_not_answer(self, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(roots, "LOOK", {"connect_timeout": 1, "read_timeout": 1})
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"http://127.0.0.1:{silent.getsockname()[1]}"
             with environment(monkeypatch, {"AWS_ENDPOINT_URL": address}):
-                assert "does not answer as it should" in self.refusal(f"{bucket}/runs").mend
+                assert "does not answer as it should" in self.refusal(f"{bucket}/runs").hint
 
 
 class TestFailuresInARun:
@@ -106,7 +106,7 @@ class TestFailuresInARun:
                 lambda: commit(without, "iteration_000002/rollouts"),
                 lambda: without.find(FOLDER),
                 lambda: without.local_files(reference, tmp_path / "none"),
-                lambda: without.bring_home(reference),
+                lambda: without.restore_artifact(reference),
                 lambda: without.write_file("run.json", b"{}"),
                 lambda: without.read_file("run.json"),
                 lambda: without.set_aside(["iteration_000001"], reason="a test"),

@@ -68,7 +68,7 @@ class TestTwoWriters:
         assert found.sha256 in told
         for sha256 in told:
             reference = found.model_copy(update={"sha256": sha256})
-            assert store.bring_home(reference) == reference
+            assert store.restore_artifact(reference) == reference
             assert read(store, tmp_path / sha256, reference) == FILES
 
     @pytest.mark.slow
@@ -113,7 +113,7 @@ class TestSlowWriter:
         store.filesystem.pipe_file(store.path(PART_0), b"another's")
         mended = commit(store, seconds=2.0)
         assert mended.sha256 != reference.sha256
-        assert store.bring_home(reference) == reference
+        assert store.restore_artifact(reference) == reference
         assert read(store, tmp_path / "fetched", reference) == FILES
         assert reasons(store) == []
 

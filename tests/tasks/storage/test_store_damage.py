@@ -47,10 +47,10 @@ class TestDamage:
         DAMAGES[damage](Path(store.path(place)))
         name = place.removeprefix(f"{FOLDER}/").rsplit("iteration_000001/", 1)[-1]
         with pytest.raises(StaleReferenceError, match=name):
-            store.bring_home(reference)
+            store.restore_artifact(reference)
         assert [name in reason for reason in reasons(store)] == [True]
         again = commit(store)
-        assert store.bring_home(again) == again
+        assert store.restore_artifact(again) == again
         assert len(reasons(store)) == 1  # the damaged one was already out of the way
 
     def test_every_flipped_bit_of_a_manifest_is_noticed(self, store: ArtifactStore) -> None:
@@ -68,9 +68,9 @@ class TestDamage:
     def test_damaged_artifact_is_healed_from_another_runs_copy(self, store: ArtifactStore) -> None:
         reference = commit(store)
         other = ArtifactStore(store.root, "other")
-        other.bring_home(reference)
+        other.restore_artifact(reference)
         flip(Path(other.path(f"{FOLDER}/part-00000.parquet")))
-        home = other.bring_home(reference)
+        home = other.restore_artifact(reference)
         assert home.uri == f"other/{FOLDER}"
         assert Path(other.path(f"{FOLDER}/part-00000.parquet")).read_bytes() == FILES["part-00000.parquet"]
         assert ["part-00000.parquet has sha256" in reason for reason in reasons(other)] == [True]

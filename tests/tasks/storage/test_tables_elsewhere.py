@@ -11,7 +11,7 @@ from PIL import Image
 from tasks.storage.tables import schemas
 from tasks.storage.tables.parquet import write_table
 from tests.tasks.storage import table_rows
-from tests.tasks.storage.table_rows import BREAKDOWNS, advantages, picture, rollouts
+from tests.tasks.storage.table_rows import BREAKDOWNS, advantages, image, rollouts
 from tests.tasks.storage.tables.test_schemas import PINNED
 
 folder = table_rows.folder
@@ -24,21 +24,21 @@ class TestOtherTools:
         assert table["token_ids"].to_list() == [[1, 2, 3]] * 3
         assert table["rollout_logprobs"].to_list() == [[-0.5, -0.25, 0.0]] * 3
         assert table["seed"].to_list() == [2**63 - 1] * 3
-        assert table["image"].struct.field("bytes").to_list() == [picture(shade) for shade in range(3)]
+        assert table["image"].struct.field("bytes").to_list() == [image(shade) for shade in range(3)]
 
     def test_duckdb(self, folder: Path) -> None:
         files = f"{folder.parent.parent}/iteration_*/rollouts/*.parquet"
         with duckdb.connect() as database:
             query = f"select sibling, prompt, token_ids[1], image.path, image.bytes from read_parquet('{files}')"
             rows = database.sql(query).fetchall()
-        assert rows == [(shade, "a cup, 一只猫", 1, f"{shade}.png", picture(shade)) for shade in range(3)]
+        assert rows == [(shade, "a cup, 一只猫", 1, f"{shade}.png", image(shade)) for shade in range(3)]
 
     @pytest.fixture
     def cache(self, tmp_path: Path) -> str:
         return str(tmp_path / "datasets-cache")
 
     @pytest.mark.parametrize("way", ["files", "folder"])
-    def test_datasets_shows_the_pictures(self, folder: Path, cache: str, way: str) -> None:
+    def test_datasets_shows_the_images(self, folder: Path, cache: str, way: str) -> None:
         import datasets
 
         datasets.disable_progress_bars()
@@ -60,7 +60,7 @@ class TestOtherTools:
         import datasets
 
         datasets.disable_progress_bars()
-        write_table(folder / "part-00001.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2, seed=5))
+        write_table(folder / "part-00001.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2, seed=5))
         table = datasets.load_dataset(str(folder), split="train", cache_dir=cache)
         assert [row["image"].getpixel((0, 0))[0] for row in table] == [0, 1, 2, 0, 1]
 

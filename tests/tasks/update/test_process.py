@@ -23,10 +23,10 @@ from tasks.update.launcher import UpdateProcessError
 from tasks.update.policy import update_policy_task
 from tests.tasks.update_jobs import (
     ADVANTAGE_OF,
-    PICTURES,
+    IMAGES,
     TEXTS,
     UPDATE,
-    Medium,
+    Modality,
     advantages_of,
     alone,
     changed,
@@ -38,7 +38,7 @@ from tests.tasks.update_jobs import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-MEDIA = {"pictures": PICTURES, "texts": TEXTS}
+MEDIA = {"images": IMAGES, "texts": TEXTS}
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def tokens_of_trained_rows(store: ArtifactStore, rollouts: ArtifactRef) -> list[
 def test_two_processes_come_to_the_weights_of_one(
     store: ArtifactStore, tmp_path: Path, name: str, sharding: str
 ) -> None:
-    medium = MEDIA[name]
-    rollouts = medium.collect()
+    modality = MEDIA[name]
+    rollouts = modality.collect()
     advantages = advantages_of(rollouts)
-    one = alone(job_of(medium, rollouts, advantages), tmp_path / "one")
-    two = together(job_of(medium, rollouts, advantages, processes=2, sharding=sharding), tmp_path / "two")
+    one = alone(job_of(modality, rollouts, advantages), tmp_path / "one")
+    two = together(job_of(modality, rollouts, advantages, processes=2, sharding=sharding), tmp_path / "two")
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
@@ -76,17 +76,17 @@ RECOMPUTED = {"gradient_checkpointing": True}
 SHARDED = {
     "texts, refreshed reference": (TEXTS, REFRESHED),
     "texts, adapters": (changed(TEXTS, lora=LoraSection(rank=4, alpha=8.0), **RECOMPUTED), REFRESHED),
-    "pictures, all weights": (changed(PICTURES, lora=None, **RECOMPUTED), UPDATE),
+    "images, all weights": (changed(IMAGES, lora=None, **RECOMPUTED), UPDATE),
 }
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_shares_of_a_model_come_to_the_weights_of_the_whole(store: ArtifactStore, tmp_path: Path, name: str) -> None:
-    medium, update = SHARDED[name]
-    rollouts = medium.collect()
+    modality, update = SHARDED[name]
+    rollouts = modality.collect()
     advantages = advantages_of(rollouts)
-    alone(job_of(medium, rollouts, advantages, update=update), tmp_path / "one")
-    job = job_of(medium, rollouts, advantages, update=update, processes=2, sharding="fsdp2")
+    alone(job_of(modality, rollouts, advantages, update=update), tmp_path / "one")
+    job = job_of(modality, rollouts, advantages, update=update, processes=2, sharding="fsdp2")
     together(job, tmp_path / "two")
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
     assert (tmp_path / "two" / "reference").exists() == (update == REFRESHED)
@@ -103,11 +103,11 @@ def test_the_weights_are_not_those_before(store: ArtifactStore, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", MEDIA)
 def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path: Path, name: str) -> None:
-    medium = MEDIA[name]
-    rollouts = medium.collect()
+    modality = MEDIA[name]
+    rollouts = modality.collect()
     # Seven rows one by one in one minibatch: four for the first process; the second repeats its last for nothing.
     update = UPDATE.model_copy(update={"minibatch_size": None, "epochs": 1})
-    job = job_of(medium, rollouts, advantages_of(rollouts), update=update, processes=2)
+    job = job_of(modality, rollouts, advantages_of(rollouts), update=update, processes=2)
     together(job, tmp_path / "two")
     first, second = (passes_of(tmp_path / "two", rank) for rank in (0, 1))
     assert len(first) == len(second) == 4
@@ -121,8 +121,8 @@ def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path:
 def test_a_run_goes_on_with_another_number_of_processes(
     store: ArtifactStore, tmp_path: Path, sharding: str, name: str
 ) -> None:
-    medium, update = SHARDED[name]
-    rollouts = medium.collect()
+    modality, update = SHARDED[name]
+    rollouts = modality.collect()
     advantages = advantages_of(rollouts)
     last: dict[str, Path] = {}
     for way in ("one", "changing"):
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
         policy: PolicyRef | None = None
         for version in (1, 2, 3):
             shared = {"processes": 2, "sharding": sharding} if (way, version) == ("changing", 2) else {}
-            job = job_of(medium, rollouts, advantages, policy=policy, update=update, **shared)
+            job = job_of(modality, rollouts, advantages, policy=policy, update=update, **shared)
             folder = tmp_path / f"{way}-{version}"
             outcome = together(job, folder) if shared else alone(job, folder)
             policy = commit(kept, job, folder, outcome)
@@ -210,7 +210,7 @@ class Heard:
         if done == 1:
             self.at_first()
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Nothing is announced."""
 
     def at_first(self) -> None:
@@ -231,15 +231,15 @@ def update_processes(parent: psutil.Process) -> list[psutil.Process]:
 
 
 def run_task(
-    medium: Medium,
+    modality: Modality,
     values: tuple[float | None, ...] = ADVANTAGE_OF,
     *,
     heard: Heard | None = None,
     update: UpdateSection = UPDATE,
     **placement: object,
 ) -> PolicyRef:
-    rollouts = medium.collect()
-    job = job_of(medium, rollouts, advantages_of(rollouts, values), update=update, **placement)
+    rollouts = modality.collect()
+    job = job_of(modality, rollouts, advantages_of(rollouts, values), update=update, **placement)
     listen(heard or Heard())
     return update_policy_task.fn(
         job.policy,
@@ -255,21 +255,21 @@ def run_task(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sharding"), [("pictures", "ddp"), ("texts", "fsdp2")])
+@pytest.mark.parametrize(("name", "sharding"), [("images", "ddp"), ("texts", "fsdp2")])
 def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_versions(
     store: ArtifactStore, tmp_path: Path, name: str, sharding: str
 ) -> None:
-    medium, heard = MEDIA[name], Heard()
-    two = run_task(medium, heard=heard, processes=2, sharding=sharding)
+    modality, heard = MEDIA[name], Heard()
+    two = run_task(modality, heard=heard, processes=2, sharding=sharding)
     assert heard.done == list(range(heard.done[-1] + 1))
-    drawn = medium.collect(two)
+    drawn = modality.collect(two)
     kept = ArtifactStore(store.root, "alone")
     use_store(kept)
-    one = run_task(medium)
+    one = run_task(modality)
     assert one.checkpoint is not None
     assert two.checkpoint is not None
     assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
-    again = medium.collect(one)
+    again = modality.collect(one)
     ours, theirs = (
         pl.read_parquet(place.local_files(reference) / "*.parquet")
         for place, reference in ((store, drawn), (kept, again))

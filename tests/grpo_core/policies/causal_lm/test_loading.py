@@ -36,11 +36,11 @@ def test_the_shipped_model_is_usable() -> None:
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "data/models/nowhere", "a/b/c"])
 def test_a_folder_that_is_not_there(model: str) -> None:
-    assert "no such folder" in refused(model).mend
+    assert "no such folder" in refused(model).hint
 
 
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
-    assert "config.json" in refused(tmp_path).mend
+    assert "config.json" in refused(tmp_path).hint
 
 
 def test_a_hub_name_passes_until_it_is_loaded() -> None:
@@ -52,14 +52,14 @@ def test_a_hub_name_passes_until_it_is_loaded() -> None:
 @pytest.mark.parametrize("config", [BertConfig(architectures=["BertModel"]), T5Config()])
 def test_another_kind_of_model(folder: Path, config: BertConfig | T5Config) -> None:
     config.save_pretrained(folder)
-    assert "no causal language model" in refused(folder).mend
+    assert "no causal language model" in refused(folder).hint
 
 
 def test_a_model_without_its_head(tmp_path: Path) -> None:
     widths = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaModel(LlamaConfig(vocab_size=269, **widths))
     model.save_pretrained(tmp_path)
-    assert "LlamaModel" in refused(tmp_path).mend
+    assert "LlamaModel" in refused(tmp_path).hint
     # A configuration that names no class is believed until the weights are opened.
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": None}))
@@ -78,7 +78,7 @@ def test_a_damaged_configuration(folder: Path, content: str) -> None:
 def test_no_tokenizer(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    assert "tokenizer cannot be read" in refused(folder).mend
+    assert "tokenizer cannot be read" in refused(folder).hint
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no tensors"])

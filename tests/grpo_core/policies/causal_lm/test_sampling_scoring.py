@@ -87,9 +87,9 @@ def test_a_sample_depends_on_its_prompt_and_seed_alone(kind: str) -> None:
 
 def test_a_prompt_that_comes_twice_is_sampled_twice() -> None:
     policy = build_text_policy()
-    asked = (PROMPTS[0], PROMPTS[1], PROMPTS[0])
-    sampled = policy.sample(asked, group_size=2, seeds=[5, 6, 7, 8, 5, 6]).tokens
-    assert sampled.prompts == (asked[0], asked[0], asked[1], asked[1], asked[0], asked[0])
+    requested = (PROMPTS[0], PROMPTS[1], PROMPTS[0])
+    sampled = policy.sample(requested, group_size=2, seeds=[5, 6, 7, 8, 5, 6]).tokens
+    assert sampled.prompts == (requested[0], requested[0], requested[1], requested[1], requested[0], requested[0])
     assert torch.equal(sampled.token_ids[:2], sampled.token_ids[4:])
 
 
@@ -122,8 +122,8 @@ def test_log_probs_are_those_of_an_unpadded_forward_pass(kind: str) -> None:
     tokens = sampled.tokens
     for row, prompt in enumerate(tokens.prompts):
         ids = tokens.token_ids[row, tokens.loss_mask[row]]
-        asked = policy._encode([prompt]).input_ids
-        logits = policy._model(torch.cat([asked, ids.unsqueeze(0)], 1)).logits[0, asked.shape[1] - 1 : -1]
+        requested = policy._encode([prompt]).input_ids
+        logits = policy._model(torch.cat([requested, ids.unsqueeze(0)], 1)).logits[0, requested.shape[1] - 1 : -1]
         expected = torch.log_softmax(logits[:, : policy.vocabulary] / 0.7, -1).gather(1, ids.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(sampled.rollout_logprobs[row, : len(ids)], expected, rtol=0, atol=PARITY)
 

@@ -1,4 +1,4 @@
-"""Pictures from stored tokens: the same seeds give the same picture, in any company."""
+"""Images from stored tokens: the same seeds give the same image, in any company."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
 from grpo_core.policies.glm_image.geometry import Grid, TokenGrids
-from grpo_core.records import BrokenPicture, TokenBatch
+from grpo_core.records import BrokenImage, TokenBatch
 from tests.tiny_policy import PROMPTS, build_policy
 
 GRIDS = TokenGrids(preview=Grid(1, 2), large=Grid(2, 2))
@@ -23,7 +23,7 @@ def levels(image: Image.Image) -> Tensor:
 
 
 def farthest(first: Image.Image, second: Image.Image) -> int:
-    """Largest difference of two pictures, in levels of 255."""
+    """Largest difference of two images, in levels of 255."""
     return int((levels(first) - levels(second)).abs().max())
 
 
@@ -63,7 +63,7 @@ def test_a_short_grid_goes_on_with_its_last_token(written: int, expected: list[i
     assert large_grid_ids(ids, mask, GRIDS).view(4, 4)[::2, ::2].flatten().tolist() == expected
 
 
-# --- pictures
+# --- images
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(shipped_pipeline: GlmImagePipeline) -> None:
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(shipped_pip
 
 
 def test_noise_of_equal_seeds_is_shared_in_a_group(shipped_pipeline: GlmImagePipeline) -> None:
-    """Equal tokens and equal seeds: one picture; the same tokens under another seed: another."""
+    """Equal tokens and equal seeds: one image; the same tokens under another seed: another."""
     same = TOKENS[:1].repeat(3, 1)
     images = decode(shipped_pipeline, same, [5, 5, 6])
     assert farthest(images[0], images[1]) <= 1
@@ -108,7 +108,7 @@ def test_pixels_that_are_no_numbers_are_black_and_counted(
 
     monkeypatch.setattr(kind, "decode", without_a_corner)
     first, broken, last = decode(shipped_pipeline, TOKENS[:3], [1, 2, 3])
-    assert isinstance(broken, BrokenPicture)
+    assert isinstance(broken, BrokenImage)
     assert broken.reason == "12.5% of the pixels are no numbers"
     expected = levels(whole[1])
     assert expected[:32, :16].sum() > 0
@@ -146,7 +146,7 @@ def test_rows_of_mixed_prompts_come_back_in_order(shipped_pipeline: GlmImagePipe
 
 
 @pytest.mark.parametrize("decode_batch_size", [1, 2, 5])
-def test_decode_batch_size_does_not_change_the_pictures(
+def test_decode_batch_size_does_not_change_the_images(
     shipped_pipeline: GlmImagePipeline, decode_batch_size: int
 ) -> None:
     batch = batch_of([PROMPTS[0]] * 5, TOKENS[:5, :32])
@@ -156,7 +156,7 @@ def test_decode_batch_size_does_not_change_the_pictures(
         assert farthest(image, other) <= 1
 
 
-def test_only_the_large_grid_reaches_the_picture(shipped_pipeline: GlmImagePipeline) -> None:
+def test_only_the_large_grid_reaches_the_image(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
     ids = TOKENS[:1, :32].clone()
     preview, large = ids.clone(), ids.clone()
@@ -168,10 +168,10 @@ def test_only_the_large_grid_reaches_the_picture(shipped_pipeline: GlmImagePipel
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 64), (64, 40)])
-def test_a_picture_that_is_not_square_has_its_cells_in_place(
+def test_a_image_that_is_not_square_has_its_cells_in_place(
     shipped_pipeline: GlmImagePipeline, height: int, width: int
 ) -> None:
-    """One cell's token is changed: the picture changes there most."""
+    """One cell's token is changed: the image changes there most."""
     policy = build_policy(shipped_pipeline, height=height, width=width)
     grids = policy.grids
     ids = torch.zeros(1, grids.tokens, dtype=torch.long)

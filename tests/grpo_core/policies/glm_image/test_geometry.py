@@ -1,4 +1,4 @@
-"""Grids of a picture size, against the stock processor and the released model's numbers."""
+"""Grids of an image size, against the stock processor and the released model's numbers."""
 
 import pytest
 from hypothesis import assume, given
@@ -17,7 +17,7 @@ def test_the_released_sizes(side: int, large: int) -> None:
     assert (grids.large.tokens, grids.preview.tokens, grids.tokens) == (large, 256, large + 256)
 
 
-def test_a_picture_of_the_tiny_model_by_hand() -> None:
+def test_a_image_of_the_tiny_model_by_hand() -> None:
     """32 x 64 in units of 8: 4 x 8. Aspect 1/2, so about 4 sqrt(1/2) = 2.8 by 4 sqrt(2) = 5.7, rounded down."""
     assert token_grids(32, 64, 8) == TokenGrids(preview=Grid(2, 5), large=Grid(4, 8))
     assert token_grids(64, 32, 8) == TokenGrids(preview=Grid(5, 2), large=Grid(8, 4))
@@ -51,6 +51,6 @@ def test_a_side_that_is_no_multiple_is_refused_with_the_nearest(
     assert caught.value.place == f"rollout.{side}"
 
 
-def test_a_picture_too_thin_for_a_preview_is_refused() -> None:
+def test_a_image_too_thin_for_a_preview_is_refused() -> None:
     with pytest.raises(InputError, match="less extreme aspect ratio"):
         token_grids(8, 8 * 40, 8)

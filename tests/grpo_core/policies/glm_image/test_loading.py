@@ -26,7 +26,7 @@ def load(model: str | Path) -> GlmImagePipeline:
 
 
 def test_the_unit_is_that_of_the_decoder(shipped_pipeline: GlmImagePipeline) -> None:
-    """Two by two patches of one latent pixel each, of 2 x 2 x ... picture pixels: read from the configurations."""
+    """Two by two patches of one latent pixel each, of 2 x 2 x ... image pixels: read from the configurations."""
     vae = json.loads((MODEL / "vae" / "config.json").read_text())
     decoder = json.loads((MODEL / "transformer" / "config.json").read_text())
     expected = 2 * decoder["patch_size"] * 2 ** (len(vae["block_out_channels"]) - 1)

@@ -245,7 +245,7 @@ def test_sampling_takes_the_bytes_of_one_step(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cache_is_the_bytes_of_a_filled_one(tiny_configs: ComponentConfigs, dtype: str) -> None:
     model = scored_model(tiny_configs, dtype, lora=False, checkpointed=False).model
-    sequences, length = 8, PROMPT + 16 + 64 - 1  # a 64x64 picture of the tiny model: preview and large grid
+    sequences, length = 8, PROMPT + 16 + 64 - 1  # a 64x64 image of the tiny model: preview and large grid
     cache = DynamicCache()
     positions = torch.arange(length).expand(3, sequences, -1)
     with torch.no_grad():

@@ -267,8 +267,8 @@ def test_a_batch_cut_to_its_longest_row_is_drawn_as_the_full_one(shipped_pipelin
     policy = build_policy(shipped_pipeline)
     tokens = shortened(drawn(policy), 0).select([0, 2])
     cut = replace(tokens, token_ids=tokens.token_ids[:, :-SHORT], loss_mask=tokens.loss_mask[:, :-SHORT])
-    pictures = [policy.render(batch, noise_seeds=[1, 2]) for batch in (tokens, cut)]
-    assert [image.tobytes() for image in pictures[0]] == [image.tobytes() for image in pictures[1]]
+    images = [policy.render(batch, noise_seeds=[1, 2]) for batch in (tokens, cut)]
+    assert [image.tobytes() for image in images[0]] == [image.tobytes() for image in images[1]]
 
 
 @pytest.mark.parametrize("mask", ["none", "first"])
@@ -284,9 +284,9 @@ def test_rows_with_no_or_one_token_are_scored_and_drawn(shipped_pipeline: GlmIma
     assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
 
 
-def test_more_tokens_than_a_picture_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
+def test_more_tokens_than_a_image_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
     tokens = drawn(build_policy(shipped_pipeline, height=64, width=64)).tokens
     policy = build_policy(shipped_pipeline)
     for use in (policy.logprobs, lambda batch: policy.render(batch, noise_seeds=[1] * 8)):
-        with pytest.raises(InputError, match="A 32x32 picture has 32 tokens"):
+        with pytest.raises(InputError, match="A 32x32 image has 32 tokens"):
             use(tokens)

@@ -13,7 +13,7 @@ from grpo_core.policies.glm_image.released import released_configs
 from grpo_core.policies.glm_image.sizes import component_sizes
 from grpo_core.policies.trained import LoraModel, LoraSettings
 
-# (large, preview) tokens of square pictures, from the model's documentation.
+# (large, preview) tokens of square images, from the model's documentation.
 SQUARE_TOKENS = {256: (64, 256), 512: (256, 256), 1024: (1024, 256), 2048: (4096, 256)}
 RELEASED_UNIT = 32
 
@@ -67,7 +67,7 @@ def test_adapters_are_on_every_linear_layer_of_the_language_model_and_nowhere_el
 
 
 @pytest.mark.parametrize(("side", "counts"), SQUARE_TOKENS.items())
-def test_tokens_of_square_pictures(side: int, counts: tuple[int, int]) -> None:
+def test_tokens_of_square_images(side: int, counts: tuple[int, int]) -> None:
     grids = token_grids(side, side, RELEASED_UNIT)
     assert (grids.large.tokens, grids.preview.tokens) == counts
 

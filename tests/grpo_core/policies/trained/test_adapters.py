@@ -77,7 +77,7 @@ def test_loaded_weights_are_trained_on(shipped_pipeline: GlmImagePipeline, tmp_p
     assert all(after[name] is parameter for name, parameter in before.items())
 
 
-# peft asks transformers for an attribute by its former name.
+# peft asks transformers for an attribute by its previous name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_peft_loads_the_adapter_as_it_is(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
     policy = build_policy(shipped_pipeline, disturbed=0.05)

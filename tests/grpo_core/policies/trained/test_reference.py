@@ -129,10 +129,10 @@ def test_mixing_by_hand() -> None:
 
 def test_mixing_is_in_fp32_and_rounds_once() -> None:
     """In bfloat16, 0.6 is 0.6015625, 0.4 is 0.40039, and each product would be rounded too."""
-    own, former = torch.tensor([1.0078125, 257.0 / 256]), torch.tensor([3.0, 0.0078125])
-    values = {"w": former.bfloat16()}
+    own, previous = torch.tensor([1.0078125, 257.0 / 256]), torch.tensor([3.0, 0.0078125])
+    values = {"w": previous.bfloat16()}
     mix_into(values, {"w": torch.nn.Parameter(own.bfloat16())}, 0.6)
-    exact = (0.6 * own.bfloat16().double() + 0.4 * former.bfloat16().double()).float()
+    exact = (0.6 * own.bfloat16().double() + 0.4 * previous.bfloat16().double()).float()
     assert torch.equal(values["w"], exact.bfloat16())
 
 

@@ -33,7 +33,7 @@ def clip_oracle(clip_config: Path) -> torch.nn.Module:
             f"local-dir:{clip_config.parent}", load_weights=False
         )
         for name, parameter in model.named_parameters():
-            # With open_clip's own initialisation a network this small hardly sees the picture.
+            # With open_clip's own initialisation a network this small hardly sees the image.
             if parameter.ndim > 1 and "positional" not in name:
                 torch.nn.init.normal_(parameter, std=0.5)
     model.eval().transform = transform

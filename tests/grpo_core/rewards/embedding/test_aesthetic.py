@@ -17,7 +17,7 @@ from grpo_core.rewards.weights import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 WIDTH = 12
-PICTURES = (flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0))
+IMAGES = (flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0))
 
 
 def make_head(width: int = WIDTH, offset: float = 5.0) -> dict[str, torch.Tensor]:
@@ -57,10 +57,10 @@ def test_rating_is_the_composed_linear_map_of_the_unit_embedding(
 ) -> None:
     matrix, offset = composed(make_head())
     with torch.no_grad():
-        raw = [clip_oracle.encode_image(clip_oracle.transform(picture)[None])[0].double() for picture in PICTURES]
+        raw = [clip_oracle.encode_image(clip_oracle.transform(image)[None])[0].double() for image in IMAGES]
     right = [float(matrix @ (vector / vector.norm()).numpy()) + offset for vector in raw]
     without_norm = [float(matrix @ vector.numpy()) + offset for vector in raw]
-    scores = reward.score(make_batch(PICTURES))
+    scores = reward.score(make_batch(IMAGES))
     assert [score.raw for score in scores] == pytest.approx(right, abs=1e-4)
     assert [score.value for score in scores] == pytest.approx([rating / 10 for rating in right], abs=1e-5)
     assert max(abs(a - b) for a, b in zip(right, without_norm, strict=True)) > 0.1
@@ -80,14 +80,14 @@ def test_value_is_clamped_and_raw_is_not(
 
 
 def test_scores_do_not_depend_on_batch_or_order(reward: AestheticReward) -> None:
-    batch = make_batch(PICTURES)
+    batch = make_batch(IMAGES)
     together = reward.score(batch)
     reward._clip().load()._embeddings.clear()
     alone = [reward.score(batch.select([row]))[0] for row in (3, 1, 2, 0)]
     assert [alone[3], alone[1], alone[2], alone[0]] == together
 
 
-def test_clip_score_beside_it_computes_no_picture_again(
+def test_clip_score_beside_it_computes_no_image_again(
     reward: AestheticReward, clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clip_model._LOADED.clear()

@@ -34,13 +34,13 @@ def cosine_with(vector: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [(32, 32), (40, 50), (90, 33)])
-def test_picture_equals_open_clip_itself(
+def test_image_equals_open_clip_itself(
     clip_config: Path, clip_weights: Path, clip_oracle: torch.nn.Module, size: tuple[int, int]
 ) -> None:
-    picture = noise(0, *size)
+    image = noise(0, *size)
     with torch.no_grad():
-        right = clip_oracle.encode_image(clip_oracle.transform(picture)[None], normalize=True)[0]
-    found = load(clip_config, clip_weights).image_embedding(picture)
+        right = clip_oracle.encode_image(clip_oracle.transform(image)[None], normalize=True)[0]
+    found = load(clip_config, clip_weights).image_embedding(image)
     torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
     assert float(found.norm()) == pytest.approx(1, abs=1e-6)
     assert cosine_with(found, load(clip_config, clip_weights).image_embedding(flat(0))) < 0.999
@@ -55,15 +55,15 @@ def test_text_equals_open_clip_itself(clip_config: Path, clip_weights: Path, cli
     assert cosine_with(model.text_embedding("a red heart"), model.text_embedding("")) < 0.999
 
 
-def test_configuration_says_how_pictures_are_prepared(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
-    picture = noise(0, 32, 32)
-    levels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+def test_configuration_says_how_images_are_prepared(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
+    image = noise(0, 32, 32)
+    levels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     by_hand = (levels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
     model = load(clip_config, clip_weights)
-    torch.testing.assert_close(model._prepare(picture), by_hand)
+    torch.testing.assert_close(model._prepare(image), by_hand)
     bare = tmp_path / "bare.json"
     bare.write_text(json.dumps(NETWORK))
-    assert cosine_with(load(bare, clip_weights).image_embedding(picture), model.image_embedding(picture)) < 0.9999
+    assert cosine_with(load(bare, clip_weights).image_embedding(image), model.image_embedding(image)) < 0.9999
 
 
 def test_activation_of_the_configuration_counts(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_activation_of_the_configuration_counts(clip_config: Path, clip_weights:
     assert not torch.allclose(*embeddings, atol=1e-5)
 
 
-def test_two_threads_compute_each_picture_once(
+def test_two_threads_compute_each_image_once(
     clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fresh(clip_config, clip_weights)
-    pictures, seen = [noise(seed, 32, 32) for seed in range(12)], []
+    images, seen = [noise(seed, 32, 32) for seed in range(12)], []
     compute = model._network.encode_image
     monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
     found: dict[int, list[torch.Tensor]] = {}
@@ -85,19 +85,19 @@ def test_two_threads_compute_each_picture_once(
 
     def look(worker: int) -> None:
         start.wait()
-        found[worker] = [model.image_embedding(picture) for picture in pictures]
+        found[worker] = [model.image_embedding(image) for image in images]
 
     threads = [threading.Thread(target=look, args=(worker,)) for worker in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(seen) == len(pictures)
+    assert len(seen) == len(images)
     assert all(pixels.shape[0] == 1 for pixels in seen)
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
 
 
-def test_same_bytes_in_another_shape_are_another_picture(clip_config: Path, clip_weights: Path) -> None:
+def test_same_bytes_in_another_shape_are_another_image(clip_config: Path, clip_weights: Path) -> None:
     wide = noise(0, 64, 16)
     tall = Image.frombytes("RGB", (16, 64), wide.tobytes())
     model = load(clip_config, clip_weights)

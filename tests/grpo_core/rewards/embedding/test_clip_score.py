@@ -32,9 +32,9 @@ def test_value_and_raw_equal_open_clip_itself(reward: ClipScoreReward, clip_orac
     scores = reward.score(batch)
     with torch.no_grad():
         pixels = torch.stack([clip_oracle.transform(image) for image in batch.images])
-        pictures = clip_oracle.encode_image(pixels, normalize=True)
+        images = clip_oracle.encode_image(pixels, normalize=True)
         texts = clip_oracle.encode_text(tokenizer(list(batch.prompts)), normalize=True)
-    cosines = (pictures * texts).sum(1).tolist()
+    cosines = (images * texts).sum(1).tolist()
     assert [score.raw for score in scores] == pytest.approx(cosines, abs=1e-6)
     assert [score.value for score in scores] == pytest.approx([max(cosine, 0) for cosine in cosines], abs=1e-6)
     # Both sides of zero are among them, or the floor would not have been seen.

@@ -36,15 +36,15 @@ class Stub:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.asked: list[Asked] = []
-        self.respond: Callable[[Asked], Reply] = lambda asked: Reply(status=404)
+        self.requested: list[Asked] = []
+        self.respond: Callable[[Asked], Reply] = lambda requested: Reply(status=404)
         self.stopping = threading.Event()
         self.lock = threading.Lock()
 
     def script(self, *replies: Reply) -> None:
         """These answers one after the other, the last one again and again."""
         left = list(replies)
-        self.respond = lambda asked: left.pop(0) if len(left) > 1 else left[0]
+        self.respond = lambda requested: left.pop(0) if len(left) > 1 else left[0]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -54,10 +54,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length)
-        asked = Asked(self.command, self.path, dict(self.headers), json.loads(body) if body else None)
+        requested = Asked(self.command, self.path, dict(self.headers), json.loads(body) if body else None)
         with self.stub.lock:
-            self.stub.asked.append(asked)
-        reply = self.stub.respond(asked)
+            self.stub.requested.append(requested)
+        reply = self.stub.respond(requested)
         self.close_connection = True
         if reply.drop:
             return

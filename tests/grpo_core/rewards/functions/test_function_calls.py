@@ -50,7 +50,7 @@ def test_messages_where_asked_for_and_where_annotated(write: Callable[..., str])
         assert prompts == ([[{"role": "user", "content": "prompt 0"}]] if expected else ["prompt 0"])
 
 
-def test_pictures_come_as_rgb_copies_under_both_names(write: Callable[..., str]) -> None:
+def test_images_come_as_rgb_copies_under_both_names(write: Callable[..., str]) -> None:
     path = write(
         "def score(completions, images, **kwargs):\n"
         "    assert completions == images and kwargs['completion_ids'] is None\n"
@@ -59,10 +59,10 @@ def test_pictures_come_as_rgb_copies_under_both_names(write: Callable[..., str])
         "    return values\n"
     )
     reward = FunctionReward(function=f"{path}:score")
-    pictures = [flat(51), Image.new("L", (8, 8), 255), noise(0, 8, 8)]
-    first = reward.score(make_batch(pictures))
+    images = [flat(51), Image.new("L", (8, 8), 255), noise(0, 8, 8)]
+    first = reward.score(make_batch(images))
     assert [score.value for score in first[:2]] == [0.2, 1.0]
-    assert reward.score(make_batch(pictures)) == first
+    assert reward.score(make_batch(images)) == first
     path = write(SPY.replace("completion_ids,", "completion_ids=None,", 1), "spy.py")
     # Only its length is asked of a list of messages.
     assert FunctionReward(function=f"{path}:score", conversational=True).score(make_batch([flat(51)])) == [Score(1, 1)]

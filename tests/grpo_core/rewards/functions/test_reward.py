@@ -107,7 +107,7 @@ def test_token_ids_that_are_needed_and_not_known(write: Callable[[str], str]) ->
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "mend"),
+    ("setting", "value", "hint"),
     [
         ("function", "", "path/to/file"),
         ("function", "module.function", "path/to/file"),
@@ -123,7 +123,7 @@ def test_token_ids_that_are_needed_and_not_known(write: Callable[[str], str]) ->
         ("revision", 3, "Set a text"),
     ],
 )
-def test_wrong_settings_are_refused(setting: str, value: object, mend: str) -> None:
+def test_wrong_settings_are_refused(setting: str, value: object, hint: str) -> None:
     given: dict[str, Any] = {"function": "trl.rewards:think_format_reward", setting: value}
-    with pytest.raises(InputError, match=rf"rewards\.function\.{setting}: got .*{mend}"):
+    with pytest.raises(InputError, match=rf"rewards\.function\.{setting}: got .*{hint}"):
         FunctionReward(**given)

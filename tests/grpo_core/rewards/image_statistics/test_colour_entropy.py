@@ -42,9 +42,9 @@ def test_every_cell_once_is_all_bits() -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31), bins=st.sampled_from([2, 4, 8, 16]), size=st.tuples(*[st.integers(1, 40)] * 2))
 def test_agrees_with_scikit_image(seed: int, bins: int, size: tuple[int, int]) -> None:
-    picture = noise(seed, *size)
-    cells = np.asarray(picture).astype(int) // (256 // bins) @ np.array([bins * bins, bins, 1])
-    assert colour_entropy_bits(picture, bins) == pytest.approx(shannon_entropy(cells), abs=1e-12)
+    image = noise(seed, *size)
+    cells = np.asarray(image).astype(int) // (256 // bins) @ np.array([bins * bins, bins, 1])
+    assert colour_entropy_bits(image, bins) == pytest.approx(shannon_entropy(cells), abs=1e-12)
 
 
 @settings(max_examples=20, deadline=None)

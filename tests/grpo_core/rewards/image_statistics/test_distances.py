@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_core.rewards.image_statistics.distances import Distance, lpips_distance, pixel_distance
-from grpo_core.rewards.pictures import to_tensor
+from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.similarity.lpips import load_network, perceptual_distance
 from tests.grpo_core.rewards.conftest import flat, noise
 
@@ -36,12 +36,12 @@ def test_lpips_is_that_of_the_pair_to_the_bit(trunk_file: Path, size: tuple[int,
         assert lpips_distance(network, "cpu").means([first, second]) == [pair, pair] == [reverse, reverse]
 
 
-def test_every_picture_is_prepared_once_and_every_pair_measured_once() -> None:
+def test_every_image_is_prepared_once_and_every_pair_measured_once() -> None:
     prepared, measured = [], []
 
-    def prepare(picture: Image.Image) -> int:
-        prepared.append(picture.width)
-        return picture.width
+    def prepare(image: Image.Image) -> int:
+        prepared.append(image.width)
+        return image.width
 
     def between(first: int, second: int) -> float:
         measured.append((first, second))
@@ -58,6 +58,6 @@ def test_a_distance_that_is_no_number_spoils_both_of_its_pair() -> None:
     def between(first: int, second: int) -> float:
         return math.nan if {first, second} == {1, 2} else 0.5
 
-    means = Distance(lambda picture: picture.width, between).means([flat(0, width, 1) for width in (1, 2, 3)])
+    means = Distance(lambda image: image.width, between).means([flat(0, width, 1) for width in (1, 2, 3)])
     assert [math.isnan(mean) for mean in means] == [True, True, False]
     assert means[2] == 0.5

@@ -17,8 +17,8 @@ from grpo_core.rewards.weights import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
-def grouped(pictures: Sequence[Image.Image], group_ids: Sequence[str]) -> ScoringBatch:
-    return replace(make_batch(pictures), group_ids=list(group_ids))
+def grouped(images: Sequence[Image.Image], group_ids: Sequence[str]) -> ScoringBatch:
+    return replace(make_batch(images), group_ids=list(group_ids))
 
 
 @pytest.fixture(scope="session")
@@ -40,34 +40,34 @@ def test_pixels_by_hand() -> None:
 
 
 def test_lpips_is_that_of_the_likeness_reward(measures: list[DiversityReward], trunk_file: Path) -> None:
-    pictures = [noise(seed, 40, 36) for seed in range(3)]
-    pairs = make_batch([pictures[0], pictures[0], pictures[1]], [pictures[1], pictures[2], pictures[2]])
+    images = [noise(seed, 40, 36) for seed in range(3)]
+    pairs = make_batch([images[0], images[0], images[1]], [images[1], images[2], images[2]])
     first, second, third = (score.raw or 0.0 for score in LpipsReward(weights=str(trunk_file)).score(pairs))
     assert min(first, second, third) > 0.01
-    scores = measures[1].score(grouped(pictures, "ggg"))
+    scores = measures[1].score(grouped(images, "ggg"))
     expected = [(first + second) / 2, (first + third) / 2, (second + third) / 2]
     assert [score.raw for score in scores] == pytest.approx(expected, rel=1e-12)
     assert [score.value for score in scores] == [score.raw for score in scores]
 
 
 def test_clip_is_one_minus_open_clips_cosine(measures: list[DiversityReward], clip_oracle: torch.nn.Module) -> None:
-    pictures = [noise(0, 40, 40), Image.new("RGB", (40, 40), (250, 10, 90))]
+    images = [noise(0, 40, 40), Image.new("RGB", (40, 40), (250, 10, 90))]
     with torch.no_grad():
-        pixels = torch.stack([clip_oracle.transform(picture) for picture in pictures])  # type: ignore[operator]
+        pixels = torch.stack([clip_oracle.transform(image) for image in images])  # type: ignore[operator]
         first, second = clip_oracle.encode_image(pixels)  # type: ignore[operator]
     cosine = torch.nn.functional.cosine_similarity(first, second, dim=0).item()
     assert cosine < 0.999
-    for score in measures[2].score(grouped(pictures, "gg")):
+    for score in measures[2].score(grouped(images, "gg")):
         assert score.raw == pytest.approx(1 - cosine, abs=1e-5)
 
 
 def test_without_siblings_or_groups_there_is_no_score(measures: list[DiversityReward]) -> None:
-    pictures = [flat(0), noise(0, 32, 32), flat(255)]
+    images = [flat(0), noise(0, 32, 32), flat(255)]
     none = Score(None, None)
     for reward in (*measures, DiversityReward(measure="lpips"), DiversityReward(measure="clip")):
-        assert list(reward.score(make_batch(pictures))) == [none] * 3
-        assert list(reward.score(grouped(pictures, "abc"))) == [none] * 3
-    first, alone, last = DiversityReward().score(grouped(pictures, "aba"))
+        assert list(reward.score(make_batch(images))) == [none] * 3
+        assert list(reward.score(grouped(images, "abc"))) == [none] * 3
+    first, alone, last = DiversityReward().score(grouped(images, "aba"))
     assert (first, alone, last) == (Score(1.0, 1.0), none, Score(1.0, 1.0))
 
 
@@ -83,13 +83,13 @@ def test_a_collapsed_group_has_none_and_variety_has_more(measures: list[Diversit
 @settings(max_examples=8, deadline=None)
 @given(order=st.permutations(range(7)))
 def test_neither_the_order_nor_the_other_groups_matter(order: list[int], measures: list[DiversityReward]) -> None:
-    pictures = [noise(seed, 33, 40) for seed in range(4)] + [flat(level, 33, 40) for level in (0, 90, 200)]
+    images = [noise(seed, 33, 40) for seed in range(4)] + [flat(level, 33, 40) for level in (0, 90, 200)]
     group_ids = "aaaabbb"
     for reward in measures:
-        whole = reward.score(grouped(pictures, group_ids))
-        alone = [*reward.score(grouped(pictures[:4], "aaaa")), *reward.score(grouped(pictures[4:], "bbb"))]
+        whole = reward.score(grouped(images, group_ids))
+        alone = [*reward.score(grouped(images[:4], "aaaa")), *reward.score(grouped(images[4:], "bbb"))]
         assert list(whole) == alone
-        mixed = reward.score(grouped([pictures[row] for row in order], [group_ids[row] for row in order]))
+        mixed = reward.score(grouped([images[row] for row in order], [group_ids[row] for row in order]))
         assert list(mixed) == [alone[row] for row in order]
 
 
@@ -104,9 +104,9 @@ def test_siblings_of_two_sizes_are_compared_at_the_smaller() -> None:
         DiversityReward().score(grouped([flat(0, 64, 32), flat(0, 32, 32)], "gg"))
 
 
-def test_small_pictures_are_refused_by_lpips_alone(trunk_file: Path) -> None:
+def test_small_images_are_refused_by_lpips_alone(trunk_file: Path) -> None:
     batch = grouped([flat(0, 30, 40), flat(9, 30, 40)], "gg")
-    with pytest.raises(InputError, match=r"rewards\.diversity, sample s0: got 'picture of 30x40.*at least 31 pixels"):
+    with pytest.raises(InputError, match=r"rewards\.diversity, sample s0: got 'image of 30x40.*at least 31 pixels"):
         DiversityReward(measure="lpips", weights=str(trunk_file)).score(batch)
     assert DiversityReward().score(batch)[0].value == pytest.approx(9 / 255)
 

@@ -12,9 +12,9 @@ from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 def split(left: tuple[int, int, int], right: tuple[int, int, int]) -> Image.Image:
     """16x16, its right half of another colour."""
-    picture = Image.new("RGB", (16, 16), left)
-    picture.paste(right, (8, 0, 16, 16))
-    return picture
+    image = Image.new("RGB", (16, 16), left)
+    image.paste(right, (8, 0, 16, 16))
+    return image
 
 
 def test_one_straight_edge_is_one_pixel_wide() -> None:
@@ -35,10 +35,10 @@ def test_the_gradient_is_four_times_a_step_so_thresholds_are_by_hand() -> None:
 
 
 def test_the_outline_of_a_rectangle_is_counted_by_hand() -> None:
-    picture = Image.new("RGB", (96, 96))
-    ImageDraw.Draw(picture).rectangle((20, 30, 70, 60), fill=(255, 255, 255))
+    image = Image.new("RGB", (96, 96))
+    ImageDraw.Draw(image).rectangle((20, 30, 70, 60), fill=(255, 255, 255))
     # 51 x 31 pixels: twice both sides, the four corners once.
-    assert edge_share(picture, 50, 100) == (2 * (51 + 31) - 4) / 96**2
+    assert edge_share(image, 50, 100) == (2 * (51 + 31) - 4) / 96**2
 
 
 def test_blur_lowers_and_noise_raises_it() -> None:
@@ -46,7 +46,7 @@ def test_blur_lowers_and_noise_raises_it() -> None:
     for offset in range(0, 64, 8):
         ImageDraw.Draw(page).line((0, offset, 63, offset + 20), fill=(20, 40, 90))
     blurred = page.filter(ImageFilter.GaussianBlur(6))
-    shares = [edge_share(picture, 50, 100) for picture in (flat(90, 64, 64), blurred, page, noise(0, 64, 64))]
+    shares = [edge_share(image, 50, 100) for image in (flat(90, 64, 64), blurred, page, noise(0, 64, 64))]
     assert shares == sorted(shares)
     assert shares[0] == 0
     assert shares[1] < 0.1 * shares[2]
@@ -58,10 +58,10 @@ def test_alpha_is_laid_over_white() -> None:
 
 
 def test_one_pixel_has_no_edge_and_order_does_not_matter() -> None:
-    pictures = [flat(3, 1, 1), noise(1, 40, 30), noise(2, 33, 65)]
-    scores = list(EdgeDensityReward().score(make_batch(pictures)))
+    images = [flat(3, 1, 1), noise(1, 40, 30), noise(2, 33, 65)]
+    scores = list(EdgeDensityReward().score(make_batch(images)))
     assert scores[0] == Score(0.0, 0.0)
-    assert list(EdgeDensityReward().score(make_batch(pictures[::-1])))[::-1] == scores
+    assert list(EdgeDensityReward().score(make_batch(images[::-1])))[::-1] == scores
 
 
 def test_version_names_opencv() -> None:

@@ -10,26 +10,26 @@ from grpo_core.rewards.scoring import provenance_of
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
-def plain_save(picture: Image.Image, quality: int) -> int:
+def plain_save(image: Image.Image, quality: int) -> int:
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=quality)
+    image.save(buffer, "JPEG", quality=quality)
     return len(buffer.getvalue())
 
 
 @pytest.mark.parametrize("quality", [1, 50, 95, 100])
 def test_size_is_that_of_a_plain_pillow_file(quality: int) -> None:
-    picture = noise(3, 40, 24)
-    (score,) = JpegReward(quality=quality).score(make_batch([picture]))
-    assert score.raw == plain_save(picture, quality) / 1000
+    image = noise(3, 40, 24)
+    (score,) = JpegReward(quality=quality).score(make_batch([image]))
+    assert score.raw == plain_save(image, quality) / 1000
 
 
 def test_value_in_both_directions_by_hand() -> None:
-    picture = noise(3, 40, 24)
-    kilobytes = plain_save(picture, 95) / 1000
+    image = noise(3, 40, 24)
+    kilobytes = plain_save(image, 95) / 1000
     # Uncompressed: 40 * 24 pixels of 3 bytes.
     share = kilobytes / 2.88
     assert 0 < share < 1
-    batch = make_batch([picture])
+    batch = make_batch([image])
     assert JpegReward().score(batch) == [Score(1 - share, kilobytes)]
     assert JpegReward(direction="incompressible").score(batch) == [Score(share, kilobytes)]
     assert JpegReward(full_scale_kilobytes=10).score(batch) == [Score(1 - kilobytes / 10, kilobytes)]
@@ -41,7 +41,7 @@ def test_value_ends_at_the_scale() -> None:
     assert JpegReward(full_scale_kilobytes=0.5, direction="incompressible").score(batch)[0].value == 1.0
 
 
-def test_smooth_pictures_score_above_noise() -> None:
+def test_smooth_images_score_above_noise() -> None:
     ramp = Image.linear_gradient("L").convert("RGB").resize((64, 64))
     smooth, shaded, noisy = JpegReward().score(make_batch([flat(9, 64, 64), ramp, noise(0, 64, 64)]))
     assert smooth.value is not None
@@ -64,7 +64,7 @@ def test_a_scale_is_the_same_however_it_is_written() -> None:
 
 def test_a_side_longer_than_a_jpeg_can_have_is_refused() -> None:
     assert JpegReward().score(make_batch([flat(0, 65_500, 1)]))[0].value is not None
-    with pytest.raises(InputError, match=r"rewards\.jpeg, sample s0: got 'picture of 65501x1'\. A JPEG has at most"):
+    with pytest.raises(InputError, match=r"rewards\.jpeg, sample s0: got 'image of 65501x1'\. A JPEG has at most"):
         JpegReward().score(make_batch([flat(0, 65_501, 1)]))
 
 
@@ -76,7 +76,7 @@ def test_version_names_the_encoder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "mend"),
+    ("setting", "value", "hint"),
     [
         ("quality", 0, "from 1 to 100"),
         ("quality", 101, "from 1 to 100"),
@@ -88,6 +88,6 @@ def test_version_names_the_encoder() -> None:
         ("full_scale_kilobytes", "10", "kilobytes above 0"),
     ],
 )
-def test_wrong_settings_are_refused(setting: str, value: object, mend: str) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.jpeg\.{setting}: got .*{mend}"):
+def test_wrong_settings_are_refused(setting: str, value: object, hint: str) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.jpeg\.{setting}: got .*{hint}"):
         JpegReward(**{setting: value})  # type: ignore[arg-type]

@@ -15,14 +15,14 @@ from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 def test_one_bright_pixel_by_hand() -> None:
-    picture = flat(0, 8, 8)
-    picture.putpixel((3, 4), (10, 10, 10))
+    image = flat(0, 8, 8)
+    image.putpixel((3, 4), (10, 10, 10))
     # The Laplacian is -40 there, 10 at its four neighbours and 0 at the other 59: mean 0, mean square 2000 / 64.
-    assert SharpnessReward(half=31.25).score(make_batch([picture])) == [Score(0.5, 31.25)]
-    assert SharpnessReward().score(make_batch([picture]))[0].value == pytest.approx(31.25 / 531.25)
+    assert SharpnessReward(half=31.25).score(make_batch([image])) == [Score(0.5, 31.25)]
+    assert SharpnessReward().score(make_batch([image]))[0].value == pytest.approx(31.25 / 531.25)
 
 
-def test_flat_pictures_and_slopes_have_none() -> None:
+def test_flat_images_and_slopes_have_none() -> None:
     # The second difference of a slope is 0 everywhere but at the border, where the filter sees its mirror image.
     slope = Image.fromarray(np.tile(np.arange(0, 200, 2, dtype=np.uint8), (100, 1))).convert("RGB")
     assert SharpnessReward().score(make_batch([flat(200), flat(9, 1, 1)])) == [Score(0.0, 0.0)] * 2
@@ -49,20 +49,20 @@ def test_brightness_does_not_matter_and_contrast_counts_squared() -> None:
 
 
 def test_blur_lowers_it_step_by_step() -> None:
-    picture = noise(0, 64, 64)
-    blurred = [picture.filter(ImageFilter.GaussianBlur(radius)) for radius in (4, 2, 1)]
-    values = [score.value or 0.0 for score in SharpnessReward().score(make_batch([*blurred, picture]))]
+    image = noise(0, 64, 64)
+    blurred = [image.filter(ImageFilter.GaussianBlur(radius)) for radius in (4, 2, 1)]
+    values = [score.value or 0.0 for score in SharpnessReward().score(make_batch([*blurred, image]))]
     assert values == sorted(values)
     assert values[0] < 0.1
     assert values[-1] > 0.9
 
 
 def test_the_same_whatever_the_threads() -> None:
-    picture, threads = noise(5, 301, 257), cv2.getNumThreads()
+    image, threads = noise(5, 301, 257), cv2.getNumThreads()
     variances = []
     for count in (1, 2):
         cv2.setNumThreads(count)
-        variances.append(laplacian_variance(picture))
+        variances.append(laplacian_variance(image))
     cv2.setNumThreads(threads)
     assert variances[0] == variances[1]
 

@@ -32,25 +32,25 @@ def texts(*completions: str, **more: Any) -> ScoringBatch:
     return ScoringBatch(sample_ids=ids, prompts=["draw it"] * len(ids), completions=completions, **more)
 
 
-def test_the_judge_sees_the_picture_and_the_rubric(stub: Stub) -> None:
+def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
     stub.script(said('{"score": 7}'))
-    picture = noise(0, 20, 12)
+    image = noise(0, 20, 12)
     reward = judge(stub, rubric="Is {prompt} in it?", low=2, high=12, max_tokens=40, seed=5)
-    batch = ScoringBatch(sample_ids=["s"], prompts=["a {cat}"], images=[picture], targets=[None])
+    batch = ScoringBatch(sample_ids=["s"], prompts=["a {cat}"], images=[image], targets=[None])
     assert reward.score(batch) == [Score(0.5, 7.0)]
-    (asked,) = stub.asked
-    assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
-    assert {key: asked.body[key] for key in ("model", "temperature", "seed", "max_tokens")} == {
+    (requested,) = stub.requested
+    assert (requested.method, requested.path) == ("POST", "/v1/chat/completions")
+    assert {key: requested.body[key] for key in ("model", "temperature", "seed", "max_tokens")} == {
         "model": "eye",
         "temperature": 0.0,
         "seed": 5,
         "max_tokens": 40,
     }
-    ((image, text),) = [message["content"] for message in asked.body["messages"]]
+    ((image, text),) = [message["content"] for message in requested.body["messages"]]
     kind, _, content = image["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64"
     with Image.open(io.BytesIO(base64.b64decode(content))) as decoded:
-        assert np.array_equal(np.asarray(decoded), np.asarray(picture))
+        assert np.array_equal(np.asarray(decoded), np.asarray(image))
     assert text["text"].startswith("Is a {cat} in it?\n\nAnswer with one JSON object")
     assert "from 2 (worst) to 12 (best)" in text["text"]
 
@@ -61,8 +61,8 @@ def test_texts_and_columns(stub: Stub) -> None:
     assert reward.needs_column == "style"
     batch = texts("one", "two", columns={"style": ["plain", None], "count": [3, 4]})
     assert reward.score(batch) == [Score(0.75, 3.0), NOT_APPLICABLE]
-    (asked,) = stub.asked
-    content = asked.body["messages"][0]["content"]
+    (requested,) = stub.requested
+    content = requested.body["messages"][0]["content"]
     assert content.startswith("draw it: plain, 3?")
     assert content.endswith("\n\none")
     with pytest.raises(InputError, match=r"rewards\.judge\.rubric: got '\{style\}'.*no column style; they have count"):
@@ -78,7 +78,7 @@ def test_value_ends_at_the_bounds(stub: Stub, score: float, value: float) -> Non
 def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
     stub.script(said("Seven out of ten!"), said('{"score": 7}'))
     assert judge(stub).score(texts("x")) == [Score(0.7, 7.0)]
-    first, second = (asked.body["messages"] for asked in stub.asked)
+    first, second = (requested.body["messages"] for requested in stub.requested)
     assert second[:1] == first
     assert second[1] == {"role": "assistant", "content": "Seven out of ten!"}
     assert "not in the form" in second[2]["content"]
@@ -100,7 +100,7 @@ def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
 def test_what_is_a_failure(stub: Stub, reply: Reply, reason: str) -> None:
     stub.script(reply)
     assert judge(stub).score(texts("x")) == [Score.failed(reason)]
-    assert len(stub.asked) == 2
+    assert len(stub.requested) == 2
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_what_is_an_error(stub: Stub, reply: Reply, message: str) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 5])
 def test_scores_keep_the_order(stub: Stub, concurrency: int) -> None:
-    def respond(asked: Asked) -> Reply:
-        text = asked.body["messages"][0]["content"].rpartition("\n")[2]
+    def respond(requested: Asked) -> Reply:
+        text = requested.body["messages"][0]["content"].rpartition("\n")[2]
         return said(f'{{"score": {text}}}')
 
     stub.respond = respond
@@ -139,7 +139,7 @@ def test_provenance_holds_no_address(stub: Stub) -> None:
 def test_preflight(stub: Stub, closed_url: str) -> None:
     stub.script(Reply({"data": [{"id": "eye"}, {"id": "ear"}]}))
     assert judge(stub).preflight() == []
-    assert stub.asked[0].path == "/v1/models"
+    assert stub.requested[0].path == "/v1/models"
     (problem,) = JudgeReward(url=f"{stub.url}/v1", model="nose").preflight()
     assert re.search(r"rewards\.judge\.model: got 'nose'\. The endpoint at .* has eye, ear", problem)
     (problem,) = JudgeReward(url=closed_url, model="eye").preflight()
@@ -149,7 +149,7 @@ def test_preflight(stub: Stub, closed_url: str) -> None:
     assert "token_env" in problem
 
 
-def test_picture_of_an_unknown_mode(stub: Stub) -> None:
+def test_image_of_an_unknown_mode(stub: Stub) -> None:
     with pytest.raises(InputError, match=r"rewards\.judge, sample s0"):
         judge(stub).score(make_batch([Image.new("F", (8, 8))]))
 

@@ -35,7 +35,7 @@ def make_batch(prompts: tuple[str, ...] = PROMPTS) -> ScoringBatch:
 
 
 def spread_out(model: torch.nn.Module) -> None:
-    """Give the matrices numbers so large that pictures and prompts differ."""
+    """Give the matrices numbers so large that images and prompts differ."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "position" not in name:
             torch.nn.init.normal_(parameter, std=0.5)
@@ -71,7 +71,7 @@ def hpsv2_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hpsv2_oracle(hpsv2_config: Path) -> torch.nn.Module:
-    """open_clip's own construction, and its own preparation of pictures."""
+    """open_clip's own construction, and its own preparation of images."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
         model, _, transform = open_clip.create_model_and_transforms(
@@ -118,10 +118,10 @@ def test_hpsv2_is_the_cosine_of_open_clip(hpsv2: HpsV2Reward, hpsv2_oracle: torc
     batch, tokenizer = make_batch(), open_clip.get_tokenizer("ViT-B-32")
     scores = hpsv2.score(batch)
     with torch.no_grad():
-        pictures = torch.stack([hpsv2_oracle.transform(image) for image in batch.images])
-        pictures = hpsv2_oracle.encode_image(pictures, normalize=True)
+        images = torch.stack([hpsv2_oracle.transform(image) for image in batch.images])
+        images = hpsv2_oracle.encode_image(images, normalize=True)
         texts = hpsv2_oracle.encode_text(tokenizer(list(batch.prompts)), normalize=True)
-    right = (pictures * texts).sum(1).tolist()
+    right = (images * texts).sum(1).tolist()
     assert [score.raw for score in scores] == pytest.approx(right, abs=1e-6)
     assert [score.value for score in scores] == pytest.approx([min(max(raw / 0.5, 0), 1) for raw in right], abs=1e-5)
     assert max(right) - min(right) > 0.1

@@ -1,4 +1,4 @@
-"""Pictures with writing in the fonts of Debian."""
+"""Images with writing in the fonts of Debian."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,8 +43,8 @@ def draw(
 ) -> Image.Image:
     """A square with these lines in its middle, as large as fits into `share` of its width and height."""
     ink, paper = colours
-    picture = Image.new("RGB", (size, size), paper)
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (size, size), paper)
+    pen = ImageDraw.Draw(image)
     hundred = ImageFont.truetype(str(font), 100)
     widest = max(pen.textlength(line, font=hundred) for line in lines) / 100
     points = int(share * size / max(widest, 1.25 * len(lines)))
@@ -52,4 +52,4 @@ def draw(
     for number, line in enumerate(lines):
         corner = ((size - pen.textlength(line, font=face)) / 2, (size - height) / 2 + 1.25 * points * number)
         pen.text(corner, line, font=face, fill=ink)
-    return picture
+    return image

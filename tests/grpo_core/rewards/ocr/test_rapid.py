@@ -25,13 +25,13 @@ def test_lines_come_from_above() -> None:
 
 def test_small_print_in_two_rows_is_read_row_by_row() -> None:
     # The library alone sorts rows less than ten pixels apart from left to right.
-    picture = Image.new("RGB", (64, 64), "white")
-    picture.paste(draw("Tea", size=30, share=1.0).crop((0, 8, 30, 22)), (32, 10))
-    picture.paste(draw("Bar", size=30, share=1.0).crop((0, 8, 30, 22)), (1, 24))
-    assert ENGINE.read(picture) == ("Tea", "Bar")
+    image = Image.new("RGB", (64, 64), "white")
+    image.paste(draw("Tea", size=30, share=1.0).crop((0, 8, 30, 22)), (32, 10))
+    image.paste(draw("Bar", size=30, share=1.0).crop((0, 8, 30, 22)), (1, 24))
+    assert ENGINE.read(image) == ("Tea", "Bar")
 
 
-def test_nothing_is_read_off_a_blank_picture() -> None:
+def test_nothing_is_read_off_a_blank_image() -> None:
     assert ENGINE.read(flat(255, 64, 64)) == ()
     assert ENGINE.read(flat(0, 1, 1)) == ()
 
@@ -46,14 +46,14 @@ def test_one_engine_does_not_change_what_another_reads() -> None:
 
 
 def test_only_the_lines_that_stand_upright_are_read() -> None:
-    picture = Image.new("RGB", (128, 256), "white")
-    picture.paste(draw("Bread", size=128), (0, 0))
-    picture.paste(draw("Danger", size=128).rotate(180), (0, 128))
-    assert ENGINE.read(picture) == ("Bread",)
-    assert TURNING.read(picture) == ("Bread", "Danger")
+    image = Image.new("RGB", (128, 256), "white")
+    image.paste(draw("Bread", size=128), (0, 0))
+    image.paste(draw("Danger", size=128).rotate(180), (0, 128))
+    assert ENGINE.read(image) == ("Bread",)
+    assert TURNING.read(image) == ("Bread", "Danger")
 
 
-def test_large_pictures_are_shrunk_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_shrunk_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
     detect = rapidocr.RapidOCR.detect_and_crop
 
@@ -68,10 +68,10 @@ def test_large_pictures_are_shrunk_before_they_are_read(monkeypatch: pytest.Monk
 
 
 def test_threads_read_as_one_alone() -> None:
-    pictures = [draw(text, size=128) for text in ("Exit", "Library", "Coffee", "Today")]
-    alone = [ENGINE.read(picture) for picture in pictures]
+    images = [draw(text, size=128) for text in ("Exit", "Library", "Coffee", "Today")]
+    alone = [ENGINE.read(image) for image in images]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ENGINE.read, pictures)) == alone
+        assert list(pool.map(ENGINE.read, images)) == alone
 
 
 def test_models_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +88,10 @@ def test_models_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_breakdown_of_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(*args: object) -> None:
-        raise cv2.error("no memory for\nthe picture")
+        raise cv2.error("no memory for\nthe image")
 
     monkeypatch.setattr(rapidocr.RapidOCR, "run_ocr_steps", break_down)
-    with pytest.raises(ReadingError, match=r"rapidocr broke down over it \(error: the picture\)"):
+    with pytest.raises(ReadingError, match=r"rapidocr broke down over it \(error: the image\)"):
         ENGINE.read(draw("Exit", size=64))
 
 
@@ -149,7 +149,7 @@ def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> 
 def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str) -> None:
     font = ImageFont.truetype("/usr/share/fonts/truetype/dejavu/DejaVuSans-Bold.ttf", 64)
     for size in ((512, 128), (512, 512)):
-        picture = Image.new("RGB", size, "white")
-        ImageDraw.Draw(picture).text((40, size[1] // 2 - 40), text, font=font, fill="black")
-        read = RapidEngine(False, 320, 768).read(picture)
+        image = Image.new("RGB", size, "white")
+        ImageDraw.Draw(image).text((40, size[1] // 2 - 40), text, font=font, fill="black")
+        read = RapidEngine(False, 320, 768).read(image)
         assert "".join(read).replace("0", "O") == text

@@ -41,7 +41,7 @@ def test_lines_come_from_above() -> None:
 
 
 @installed
-def test_nothing_is_read_off_a_blank_picture() -> None:
+def test_nothing_is_read_off_a_blank_image() -> None:
     assert ENGLISH.read(flat(255, 64, 64)) == ()
     assert ENGLISH.read(flat(0, 1, 1)) == ()
 
@@ -56,13 +56,13 @@ def test_chinese_is_read_where_it_is_installed() -> None:
 
 
 @installed
-def test_the_format_a_picture_came_in_does_not_matter(tmp_path: Path) -> None:
-    picture = draw("Library", size=128)
-    picture.save(tmp_path / "picture.gif")
-    with Image.open(tmp_path / "picture.gif") as opened:
+def test_the_format_a_image_came_in_does_not_matter(tmp_path: Path) -> None:
+    image = draw("Library", size=128)
+    image.save(tmp_path / "image.gif")
+    with Image.open(tmp_path / "image.gif") as opened:
         again = opened.convert("RGB")
         again.format = "JPEG"
-        assert ENGLISH.read(again) == ENGLISH.read(picture) == ("Library",)
+        assert ENGLISH.read(again) == ENGLISH.read(image) == ("Library",)
 
 
 @installed

@@ -53,9 +53,9 @@ def make_batch(
     return ScoringBatch([f"s{i}" for i in range(len(images))], prompts, images, columns=columns or {})
 
 
-def score_one(picture: Image.Image, *texts: str, reward: TextAccuracyReward | None = None) -> Score:
+def score_one(image: Image.Image, *texts: str, reward: TextAccuracyReward | None = None) -> Score:
     prompt = "A shop with " + " and ".join(f'"{text}"' for text in texts)
-    (score,) = (reward or TextAccuracyReward()).score(make_batch([picture], [prompt]))
+    (score,) = (reward or TextAccuracyReward()).score(make_batch([image], [prompt]))
     return score
 
 
@@ -67,16 +67,16 @@ def wrapped(text: str) -> list[str]:
 
 def test_english_in_every_font_and_colour() -> None:
     looks = zip(ENGLISH, itertools.cycle(LATIN), itertools.cycle(COLOURS), strict=False)
-    pictures = [draw(*wrapped(text), font=font, colours=colours) for text, font, colours in looks]
-    scores = TextAccuracyReward().score(make_batch(pictures, [f'A sign "{text}"' for text in ENGLISH]))
+    images = [draw(*wrapped(text), font=font, colours=colours) for text, font, colours in looks]
+    scores = TextAccuracyReward().score(make_batch(images, [f'A sign "{text}"' for text in ENGLISH]))
     assert len(scores) == 28
     assert sum(score == Score(1.0, 0.0) for score in scores) >= 26
 
 
 def test_chinese_in_every_font_and_colour() -> None:
     looks = zip(CHINESE, itertools.cycle(chinese_fonts()), itertools.cycle(COLOURS), strict=False)
-    pictures = [draw(text, font=font, colours=colours) for text, font, colours in looks]
-    scores = TextAccuracyReward().score(make_batch(pictures, [f"写着「{text}」的牌子" for text in CHINESE]))
+    images = [draw(text, font=font, colours=colours) for text, font, colours in looks]
+    scores = TextAccuracyReward().score(make_batch(images, [f"写着「{text}」的牌子" for text in CHINESE]))
     assert len(scores) == 8
     assert sum(score == Score(1.0, 0.0) for score in scores) >= 7
 
@@ -112,39 +112,39 @@ def test_the_published_ways_give_spam_full_marks(mode: str, lines: list[str]) ->
 
 @pytest.mark.parametrize("mode", ["ned", "flow_grpo", "cvtg"])
 def test_text_on_its_head_has_full_marks_only_where_lines_are_turned(mode: str) -> None:
-    picture = draw(TARGET).rotate(180)
-    assert score_one(picture, TARGET, reward=TextAccuracyReward(mode=mode)).value == 0.0
-    assert score_one(picture, TARGET, reward=TextAccuracyReward(mode=mode, cls=True)) == Score(1.0, 0.0)
+    image = draw(TARGET).rotate(180)
+    assert score_one(image, TARGET, reward=TextAccuracyReward(mode=mode)).value == 0.0
+    assert score_one(image, TARGET, reward=TextAccuracyReward(mode=mode, cls=True)) == Score(1.0, 0.0)
 
 
 def test_several_texts_in_whatever_order() -> None:
-    picture = draw("Every Day", "Fresh Bread")
-    assert score_one(picture, "Every Day", "Fresh Bread") == Score(1.0, 0.0)
-    assert score_one(picture, "Fresh Bread", "Every Day") == Score(1.0, 0.0)
+    image = draw("Every Day", "Fresh Bread")
+    assert score_one(image, "Every Day", "Fresh Bread") == Score(1.0, 0.0)
+    assert score_one(image, "Fresh Bread", "Every Day") == Score(1.0, 0.0)
     # One of three is missing: 4 letters of 22.
-    assert score_one(picture, "Fresh Bread", "Open", "Every Day") == Score(1 - 4 / 22, 4.0)
+    assert score_one(image, "Fresh Bread", "Open", "Every Day") == Score(1 - 4 / 22, 4.0)
     # One of two is surplus: 8 letters of 18.
-    assert score_one(picture, "Fresh Bread") == Score(1 - 8 / 18, 8.0)
+    assert score_one(image, "Fresh Bread") == Score(1 - 8 / 18, 8.0)
 
 
 def test_two_signs_side_by_side_are_read_row_by_row_and_told_apart() -> None:
-    picture = Image.new("RGB", (320, 160), "white")
-    picture.paste(draw("Grand", "Opening", size=150), (0, 5))
-    picture.paste(draw("Half", "Price", size=150), (170, 5))
-    assert RapidEngine(False, 320, 768).read(picture) == ("Grand", "Half", "Opening", "Price")
-    assert score_one(picture, "Half Price", "Grand Opening") == Score(1.0, 0.0)
+    image = Image.new("RGB", (320, 160), "white")
+    image.paste(draw("Grand", "Opening", size=150), (0, 5))
+    image.paste(draw("Half", "Price", size=150), (170, 5))
+    assert RapidEngine(False, 320, 768).read(image) == ("Grand", "Half", "Opening", "Price")
+    assert score_one(image, "Half Price", "Grand Opening") == Score(1.0, 0.0)
 
 
-@pytest.mark.parametrize("picture", [flat(255, 64, 64), flat(0, 64, 64), noise(1, 96, 96)])
-def test_a_picture_without_text_has_nothing(picture: Image.Image) -> None:
+@pytest.mark.parametrize("image", [flat(255, 64, 64), flat(0, 64, 64), noise(1, 96, 96)])
+def test_a_image_without_text_has_nothing(image: Image.Image) -> None:
     for mode, errors in (("ned", 10), ("flow_grpo", 10), ("cvtg", 2)):
-        assert score_one(picture, TARGET, reward=TextAccuracyReward(mode=mode)) == Score(0.0, errors)
+        assert score_one(image, TARGET, reward=TextAccuracyReward(mode=mode)) == Score(0.0, errors)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_every_kind_of_picture_is_read_as_its_rgb(mode: str) -> None:
-    picture = draw("Library", size=128)
-    other = picture.convert("L").convert("I;16") if mode == "I;16" else picture.convert(mode)
+def test_every_kind_of_image_is_read_as_its_rgb(mode: str) -> None:
+    image = draw("Library", size=128)
+    other = image.convert("L").convert("I;16") if mode == "I;16" else image.convert(mode)
     if mode == "I;16":
         other = other.point(lambda level: level * 257)
     assert score_one(other, "Library") == Score(1.0, 0.0)
@@ -156,7 +156,7 @@ def test_transparent_paper_is_white() -> None:
     assert score_one(ink, "Library") == Score(1.0, 0.0)
 
 
-def test_a_picture_too_long_for_its_width_is_refused() -> None:
+def test_a_image_too_long_for_its_width_is_refused() -> None:
     assert TextAccuracyReward().max_aspect == 8.0
     for size in ((4, 2000), (2000, 4), (81, 10)):
         with pytest.raises(InputError, match=rf"sample s0: got '{size[0]}x{size[1]} pixels'.*at most 8 times"):
@@ -172,9 +172,9 @@ def test_a_prompt_without_text_has_no_score_and_is_not_read(monkeypatch: pytest.
 
 
 def test_a_column_stands_before_the_quotes() -> None:
-    picture = draw("Every Day", "Fresh Bread")
+    image = draw("Every Day", "Fresh Bread")
     given = ["Fresh Bread Every Day", ["Fresh Bread", "Every Day"], ["Fresh Bread", " "], None, "", []]
-    batch = make_batch([picture] * 6, ['A "Shop"'] * 6, {"writing": given})
+    batch = make_batch([image] * 6, ['A "Shop"'] * 6, {"writing": given})
     reward = TextAccuracyReward(column="writing")
     assert reward.needs_column == "writing"
     scores = reward.score(batch)
@@ -191,8 +191,8 @@ def test_a_column_that_holds_no_text_is_refused(given: object) -> None:
 
 
 def test_scores_do_not_depend_on_the_batch_or_the_order() -> None:
-    pictures = [draw("Exit", size=96), draw("Exit", "Exit", size=128), flat(255, 64, 64), draw("Exlt", size=160)]
-    batch = make_batch(pictures, ['A door "Exit"'] * 4)
+    images = [draw("Exit", size=96), draw("Exit", "Exit", size=128), flat(255, 64, 64), draw("Exlt", size=160)]
+    batch = make_batch(images, ['A door "Exit"'] * 4)
     reward = TextAccuracyReward()
     together = reward.score(batch)
     assert [reward.score(batch.select([row]))[0] for row in range(4)] == together
@@ -203,16 +203,16 @@ def test_scores_do_not_depend_on_the_batch_or_the_order() -> None:
 def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     read, tries = RapidEngine.read, itertools.count(1)
 
-    def break_down_twice(engine: RapidEngine, picture: Image.Image) -> tuple[str, ...]:
+    def break_down_twice(engine: RapidEngine, image: Image.Image) -> tuple[str, ...]:
         if next(tries) <= 2:
             raise ReadingError("rapidocr broke down over it")
-        return read(engine, picture)
+        return read(engine, image)
 
     monkeypatch.setattr(RapidEngine, "read", break_down_twice)
-    picture = draw("Library", size=128)
-    assert score_one(picture, "Library", reward=TextAccuracyReward(attempts=3)) == Score(1.0, 0.0)
+    image = draw("Library", size=128)
+    assert score_one(image, "Library", reward=TextAccuracyReward(attempts=3)) == Score(1.0, 0.0)
     tries = itertools.count(1)
-    failed = score_one(picture, "Library", reward=TextAccuracyReward(attempts=2))
+    failed = score_one(image, "Library", reward=TextAccuracyReward(attempts=2))
     assert failed == Score.failed("rapidocr broke down over it, in 2 attempt(s)")
     assert next(tries) == 3
 

@@ -21,7 +21,7 @@ QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 3, "backoff_s": 0.001}
 def test_what_may_pass_is_tried_again(stub: Stub, trouble: Reply) -> None:
     stub.script(trouble, trouble, Reply({"well": 1}))
     assert Service("remote", stub.url, **QUICK).post("/x", b'{"a": 2}') == {"well": 1}
-    assert [asked.body for asked in stub.asked] == [{"a": 2}] * 3
+    assert [requested.body for requested in stub.requested] == [{"a": 2}] * 3
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(stub: Stub, trouble:
         Service("remote", stub.url, **QUICK).get("/x")
     assert reason in str(failure.value)
     assert "127.0.0.1" not in str(failure.value)
-    assert len(stub.asked) == 3
+    assert len(stub.requested) == 3
 
 
 def test_nobody_listens(closed_url: str) -> None:
@@ -72,7 +72,7 @@ def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, messa
     with pytest.raises(InputError, match=message) as error:
         Service("remote", stub.url, **QUICK).post("/x", b"{}")
     assert error.value.place == f"{stub.url}/x"
-    assert len(stub.asked) == 1
+    assert len(stub.requested) == 1
 
 
 def test_an_answer_that_is_no_json(stub: Stub) -> None:
@@ -136,10 +136,10 @@ def test_token_goes_into_the_header_only(stub: Stub, monkeypatch: pytest.MonkeyP
     stub.script(Reply({}))
     service = Service("remote", stub.url, token_env="SCORER_TOKEN", **QUICK)
     service.get("/x")
-    assert stub.asked[0].headers["Authorization"] == "Bearer s3cret"
+    assert stub.requested[0].headers["Authorization"] == "Bearer s3cret"
     assert "s3cret" not in repr(service)
     Service("remote", stub.url, **QUICK).get("/x")
-    assert "Authorization" not in stub.asked[1].headers
+    assert "Authorization" not in stub.requested[1].headers
     monkeypatch.setenv("SCORER_TOKEN", "two words")
     with pytest.raises(InputError, match="holds something else than a token"):
         service.get("/x")
@@ -156,7 +156,7 @@ def test_a_proxy_is_not_asked_for_the_own_machine(stub: Stub, closed_url: str, m
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "mend"),
+    ("setting", "value", "hint"),
     [
         ("url", "", "Set an address"),
         ("url", "ftp://host/x", "Set an address"),
@@ -169,8 +169,8 @@ def test_a_proxy_is_not_asked_for_the_own_machine(stub: Stub, closed_url: str, m
         ("backoff_s", -1, "seconds above 0"),
     ],
 )
-def test_wrong_settings_are_refused(setting: str, value: Any, mend: str) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.remote\.{setting}: got .*{mend}"):
+def test_wrong_settings_are_refused(setting: str, value: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.remote\.{setting}: got .*{hint}"):
         Service(**{"reward": "remote", "url": "http://host", setting: value}).check()
 
 
@@ -208,7 +208,7 @@ def test_an_error_stops_what_has_not_begun() -> None:
     def ask(item: int) -> None:
         begun.append(item)
         time.sleep(0.1)  # so long may whoever asks take to hear of the first error, nine times over
-        raise InputError("url", item, "mend")
+        raise InputError("url", item, "hint")
 
     with pytest.raises(InputError, match="got 0"):
         ask_side_by_side(ask, list(range(100)), 2)

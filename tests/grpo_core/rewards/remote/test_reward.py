@@ -15,21 +15,21 @@ QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
 
 
 def described(**more: Any) -> dict[str, Any]:
-    return {"protocol": 1, "rewards": [{"name": "mine", "version": "7", "media": ["picture", "text"], **more}]}
+    return {"protocol": 1, "rewards": [{"name": "mine", "version": "7", "media": ["image", "text"], **more}]}
 
 
-def scored(asked: Asked, **more: Any) -> dict[str, Any]:
-    """As score the length of the completion, or nothing for a picture."""
+def scored(requested: Asked, **more: Any) -> dict[str, Any]:
+    """As score the length of the completion, or nothing for an image."""
     scores = [
         {"sample_id": s["sample_id"], "value": float(len(s["completion"])) if "completion" in s else None}
-        for s in asked.body["samples"]
+        for s in requested.body["samples"]
     ]
     return {"protocol": 1, "reward": "mine", "version": "7", "scores": scores} | more
 
 
 @pytest.fixture
 def server(stub: Stub) -> Stub:
-    stub.respond = lambda asked: Reply(described() if asked.method == "GET" else scored(asked))
+    stub.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested))
     return stub
 
 
@@ -43,7 +43,7 @@ def texts(count: int, **more: Any) -> ScoringBatch:
 
 
 def posts(server: Stub) -> list[Any]:
-    return [asked.body for asked in server.asked if asked.method == "POST"]
+    return [requested.body for requested in server.requested if requested.method == "POST"]
 
 
 @pytest.mark.parametrize(("batch_size", "concurrency"), [(1, 1), (3, 4), (100, 2)])
@@ -52,7 +52,7 @@ def test_scores_keep_the_order_whatever_the_batch(server: Stub, batch_size: int,
     assert reward.score(texts(7)) == [Score(float(i), float(i)) for i in range(7)]
     assert sorted(len(body["samples"]) for body in posts(server))[-1] == min(batch_size, 7)
     assert len(posts(server)) == -(-7 // batch_size)
-    assert len([asked for asked in server.asked if asked.method == "GET"]) == 1
+    assert len([requested for requested in server.requested if requested.method == "GET"]) == 1
 
 
 def test_a_group_goes_in_one_request(server: Stub) -> None:
@@ -76,7 +76,7 @@ def test_targets_go_only_where_they_are_asked_for(server: Stub, with_targets: bo
 
 def test_a_reward_that_needs_more_than_it_would_get(server: Stub) -> None:
     server.script(Reply(described(needs_target=True)))
-    with pytest.raises(InputError, match=r"with_targets: got False\. The reward mine compares with target pictures"):
+    with pytest.raises(InputError, match=r"with_targets: got False\. The reward mine compares with target images"):
         RemoteReward(server.url, "mine", **QUICK).score(texts(1))
     assert posts(server) == []
 
@@ -85,20 +85,20 @@ def test_a_reward_that_needs_more_than_it_would_get(server: Stub) -> None:
     ("description", "batch", "message"),
     [
         (
-            described(media=["picture"]),
+            described(media=["image"]),
             texts(1),
-            r"reward: got 'mine'\. It scores pictures, and these samples are texts",
+            r"reward: got 'mine'\. It scores images, and these samples are texts",
         ),
-        (described(media=["text"]), make_batch([flat(0)]), r"It scores texts, and these samples are pictures"),
+        (described(media=["text"]), make_batch([flat(0)]), r"It scores texts, and these samples are images"),
         (
             described(min_side=33),
             make_batch([flat(0, 33, 33), flat(0, 40, 32)]),
-            r"rewards\.remote, sample s1: got 'picture of 40x32'\. The reward mine needs at least 33 pixels a side\.",
+            r"rewards\.remote, sample s1: got 'image of 40x32'\. The reward mine needs at least 33 pixels a side\.",
         ),
         (
             described(max_aspect=2.5),
             make_batch([flat(0, 25, 10), flat(0, 10, 26)]),
-            r"sample s1: got 'picture of 10x26'.* and a long side of at most 2\.5 times the short one",
+            r"sample s1: got 'image of 10x26'.* and a long side of at most 2\.5 times the short one",
         ),
     ],
 )
@@ -112,10 +112,10 @@ def test_samples_that_the_reward_cannot_take_are_not_sent(
 
 
 def test_a_service_killed_half_way_fails_the_rest_and_no_more(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
-    def respond(asked: Asked) -> Reply:
-        if asked.method == "GET":
+    def respond(requested: Asked) -> Reply:
+        if requested.method == "GET":
             return Reply(described())
-        return Reply(drop=True) if asked.body["samples"][0]["sample_id"] >= "s4" else Reply(scored(asked))
+        return Reply(drop=True) if requested.body["samples"][0]["sample_id"] >= "s4" else Reply(scored(requested))
 
     stub.respond = respond
     reward = RemoteReward(stub.url, "mine", batch_size=2, concurrency=1, **QUICK)
@@ -133,7 +133,7 @@ def test_a_service_that_comes_back_is_asked_again(stub: Stub) -> None:
     reward = RemoteReward(stub.url, "mine", reward_version="7", **QUICK)
     stub.script(Reply(status=503))
     assert [score.failure is not None for score in reward.score(texts(2))] == [True, True]
-    stub.respond = lambda asked: Reply(described() if asked.method == "GET" else scored(asked))
+    stub.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested))
     assert reward.score(texts(2)) == [Score(0.0, 0.0), Score(1.0, 1.0)]
 
 
@@ -146,7 +146,7 @@ def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
     assert posts(server) == []
     reward = RemoteReward(server.url, "mine", **QUICK)
     reward.score(texts(1))
-    server.respond = lambda asked: Reply(scored(asked, version="8"))
+    server.respond = lambda requested: Reply(scored(requested, version="8"))
     with pytest.raises(InputError, match=r"got '7'\. .* has version 8 of mine"):
         reward.score(texts(1))
 
@@ -166,24 +166,26 @@ def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
     ],
 )
 def test_answers_that_are_none_are_an_error(server: Stub, wrong: dict[str, Any], message: str) -> None:
-    server.respond = lambda asked: Reply(described() if asked.method == "GET" else scored(asked, **wrong))
+    server.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested, **wrong))
     with pytest.raises(InputError, match=message):
         RemoteReward(server.url, "mine", **QUICK).score(texts(2))
 
 
 def test_not_finite_is_a_failure_of_that_sample(server: Stub) -> None:
     scores = [{"sample_id": "s0", "value": float("nan")}, {"sample_id": "s1", "value": 0.5}]
-    server.respond = lambda asked: Reply(described() if asked.method == "GET" else scored(asked, scores=scores))
+    server.respond = lambda requested: Reply(
+        described() if requested.method == "GET" else scored(requested, scores=scores)
+    )
     broken, well = RemoteReward(server.url, "mine", **QUICK).score(texts(2))
     assert "came out as nan" in str(broken.failure)
     assert well == Score(0.5, 0.5)
 
 
 def test_provenance_holds_the_version_and_no_address(server: Stub, closed_url: str) -> None:
-    asked = provenance_of(RemoteReward(server.url, "mine", **QUICK))
+    requested = provenance_of(RemoteReward(server.url, "mine", **QUICK))
     pinned = provenance_of(RemoteReward(closed_url, "mine", reward_version="7", batch_size=3, **QUICK))
-    assert asked == pinned
-    assert asked["settings"] == {"reward": "mine", "reward_version": "7", "by_group": False, "with_targets": False}
+    assert requested == pinned
+    assert requested["settings"] == {"reward": "mine", "reward_version": "7", "by_group": False, "with_targets": False}
     with pytest.raises(InputError, match=r"rewards\.remote\.url: .*could not be reached.*set `reward_version`"):
         provenance_of(RemoteReward(closed_url, "mine", **QUICK))
 

@@ -23,11 +23,11 @@ def read(body: bytes) -> ScoringBatch:
     return wire.read_batch(wire.ScoreRequest.model_validate_json(body))
 
 
-def test_pictures_come_through_to_the_bit() -> None:
-    pictures = [noise(0, 33, 17), Image.new("RGBA", (5, 4), (10, 20, 30, 128)), noise(1, 1, 1).convert("L")]
-    batch = make_batch(pictures, [noise(2, 8, 8), None, None])
+def test_images_come_through_to_the_bit() -> None:
+    images = [noise(0, 33, 17), Image.new("RGBA", (5, 4), (10, 20, 30, 128)), noise(1, 1, 1).convert("L")]
+    batch = make_batch(images, [noise(2, 8, 8), None, None])
     got = read(wire.write_request("mine", batch, with_targets=True))
-    assert np.array_equal(np.asarray(got.images[0]), np.asarray(pictures[0]))
+    assert np.array_equal(np.asarray(got.images[0]), np.asarray(images[0]))
     # Half over white.
     assert got.images[1].getpixel((0, 0)) == (132, 137, 142)
     target = got.targets[0]
@@ -62,11 +62,11 @@ def test_texts_and_columns_come_through(rows: list[tuple[str, str, Any]]) -> Non
 
 
 def test_metadata_stays_at_home() -> None:
-    picture = noise(0, 8, 8)
+    image = noise(0, 8, 8)
     notes = PngImagePlugin.PngInfo()
     notes.add_text("prompt", "private words")
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", pnginfo=notes)
+    image.save(buffer, "PNG", pnginfo=notes)
     content = base64.b64decode(wire.encode_png(Image.open(buffer), "here"))
     assert b"private" in buffer.getvalue()
     assert b"private" not in content
@@ -83,9 +83,9 @@ def header(width: int, height: int) -> bytes:
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def png_of(picture: Image.Image, kind: str = "PNG") -> bytes:
+def png_of(image: Image.Image, kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, kind)
+    image.save(buffer, kind)
     return buffer.getvalue()
 
 
@@ -93,7 +93,7 @@ def png_of(picture: Image.Image, kind: str = "PNG") -> bytes:
     ("content", "message"),
     [
         (b"", "Send a PNG file"),
-        (b"not a picture, but long enough for a header", "Send a PNG file"),
+        (b"not an image, but long enough for a header", "Send a PNG file"),
         (png_of(Image.new("RGB", (9, 9)), "JPEG"), "Send a PNG file"),
         (PNG + header(100_000, 100_000), "at most 8192 pixels a side"),
         (PNG + header(8192, 2049), "16777216 pixels in all"),
@@ -106,7 +106,7 @@ def png_of(picture: Image.Image, kind: str = "PNG") -> bytes:
         (png_of(noise(0, 64, 64))[:-200], "cannot be decoded"),
     ],
 )
-def test_what_is_no_picture_or_too_large_is_refused(content: bytes, message: str) -> None:
+def test_what_is_no_image_or_too_large_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=rf"sample s: got .*({message})"):
         wire.decode_png(base64.b64encode(content).decode(), "sample s")
 

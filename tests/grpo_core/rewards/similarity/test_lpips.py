@@ -9,7 +9,7 @@ import torch
 import torchvision
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.pictures import to_tensor
+from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
@@ -47,11 +47,11 @@ def test_agrees_with_the_package(oracle: torch.nn.Module, reward: LpipsReward, s
     assert score.value == pytest.approx(1 - right, abs=1e-6)
 
 
-def test_identical_pictures_have_distance_zero(reward: LpipsReward) -> None:
+def test_identical_images_have_distance_zero(reward: LpipsReward) -> None:
     assert reward.score(make_batch([noise(0, 40, 40)], [noise(0, 40, 40)])) == [Score(1.0, 0.0)]
 
 
-def test_flat_pictures_score_even_inside_half_precision(reward: LpipsReward) -> None:
+def test_flat_images_score_even_inside_half_precision(reward: LpipsReward) -> None:
     batch = make_batch([flat(0), flat(255), flat(128)], [flat(255), flat(255), noise(0, 32, 32)])
     outside = reward.score(batch)
     assert outside[1] == Score(1.0, 0.0)
@@ -63,10 +63,10 @@ def test_flat_pictures_score_even_inside_half_precision(reward: LpipsReward) -> 
 
 def test_distance_itself_keeps_full_precision(trunk_file: Path) -> None:
     network = load_network("alex", str(trunk_file), sha256(trunk_file), "cpu")
-    pictures, targets = to_tensor(noise(0, 32, 32)), to_tensor(noise(1, 32, 32))
-    outside = perceptual_distance(network, pictures, targets)
+    images, targets = to_tensor(noise(0, 32, 32)), to_tensor(noise(1, 32, 32))
+    outside = perceptual_distance(network, images, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(perceptual_distance(network, pictures, targets), outside)
+        assert torch.equal(perceptual_distance(network, images, targets), outside)
 
 
 def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
@@ -113,7 +113,7 @@ def test_smallest_sides_are_the_trunks_own(net: str) -> None:
             trunk(torch.zeros(1, 3, side - 1, side - 1))
 
 
-def test_small_picture_is_refused(reward: LpipsReward) -> None:
+def test_small_image_is_refused(reward: LpipsReward) -> None:
     with pytest.raises(InputError, match=r"30x40 pixels.*at least 31 pixels"):
         reward.score(make_batch([flat(0, 30, 40)], [flat(0, 30, 40)]))
 

@@ -11,8 +11,8 @@ from grpo_core.rewards.similarity.pairs import score_pairs
 from tests.grpo_core.rewards.conftest import flat, make_batch
 
 
-def difference(pictures: Tensor, targets: Tensor) -> Tensor:
-    return (pictures - targets).flatten(1).mean(1)
+def difference(images: Tensor, targets: Tensor) -> Tensor:
+    return (images - targets).flatten(1).mean(1)
 
 
 def test_samples_without_target_have_no_score() -> None:
@@ -23,11 +23,11 @@ def test_samples_without_target_have_no_score() -> None:
     assert scores[2].raw == pytest.approx(0.2)
 
 
-def test_target_takes_the_pictures_size() -> None:
+def test_target_takes_the_images_size() -> None:
     shapes = []
 
-    def record(pictures: Tensor, targets: Tensor) -> Tensor:
-        shapes.append((tuple(pictures.shape), tuple(targets.shape)))
+    def record(images: Tensor, targets: Tensor) -> Tensor:
+        shapes.append((tuple(images.shape), tuple(targets.shape)))
         return torch.zeros(1)
 
     batch = make_batch([flat(0, 40, 20), flat(0, 16, 16)], [flat(0, 80, 40), flat(0, 64, 64)])
@@ -37,8 +37,8 @@ def test_target_takes_the_pictures_size() -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_nonfinite_is_a_failure_of_that_sample_alone(broken: float) -> None:
-    def measure(pictures: Tensor, targets: Tensor) -> Tensor:
-        return torch.tensor([broken if pictures.sum() > 0 else 0.5])
+    def measure(images: Tensor, targets: Tensor) -> Tensor:
+        return torch.tensor([broken if images.sum() > 0 else 0.5])
 
     batch = make_batch([flat(9), flat(0), flat(8)], [flat(0)] * 3, ["p1/0", "p1/1", "p1/2"])
     first, second, third = score_pairs(batch, measure, clamp_unit, name="odd", min_side=1)
@@ -46,9 +46,9 @@ def test_nonfinite_is_a_failure_of_that_sample_alone(broken: float) -> None:
     assert first == third == Score.failed(f"the reward came out as {broken}, which is not a finite number")
 
 
-def test_small_picture_is_refused_with_its_size_and_sample() -> None:
+def test_small_image_is_refused_with_its_size_and_sample() -> None:
     batch = make_batch([flat(0, 32, 10)], [flat(0, 32, 10)], ["p3/4"])
-    with pytest.raises(InputError, match=r"sample p3/4: got 'picture of 32x10 pixels'.*at least 11 pixels"):
+    with pytest.raises(InputError, match=r"sample p3/4: got 'image of 32x10 pixels'.*at least 11 pixels"):
         score_pairs(batch, difference, clamp_unit, name="ssim", min_side=11)
 
 

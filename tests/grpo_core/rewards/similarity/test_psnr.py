@@ -17,7 +17,7 @@ def test_by_hand() -> None:
         assert score.value == pytest.approx(decibels / 50, abs=1e-6)
 
 
-def test_identical_pictures_reach_the_floor_of_the_error() -> None:
+def test_identical_images_reach_the_floor_of_the_error() -> None:
     (score,) = PsnrReward().score(make_batch([noise(0, 9, 7)], [noise(0, 9, 7)]))
     assert score.raw == pytest.approx(100.0)
     assert score.value == 1.0

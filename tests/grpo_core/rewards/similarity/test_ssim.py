@@ -11,7 +11,7 @@ from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 def skimage_valid_mean(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean of scikit-image's SSIM map where the 11x11 window lies inside the picture."""
+    """Mean of scikit-image's SSIM map where the 11x11 window lies inside the image."""
     _, ssim_map = skimage_ssim(
         a, b, data_range=1.0, gaussian_weights=True, sigma=1.5, use_sample_covariance=False, channel_axis=2, full=True
     )
@@ -34,7 +34,7 @@ def test_agrees_with_scikit_image(seed: int, height: int, width: int, mix: float
     assert structural_similarity(*tensors).item() == pytest.approx(skimage_valid_mean(a, b), abs=1e-5)
 
 
-def test_flat_pictures_by_hand() -> None:
+def test_flat_images_by_hand() -> None:
     # No variance: (2ab + C1) / (a^2 + b^2 + C1) with C1 = 1e-4.
     black, white, grey = flat(0), flat(255), flat(51)
     scores = SsimReward().score(make_batch([white, grey, black], [black, white, black]))
@@ -45,9 +45,9 @@ def test_flat_pictures_by_hand() -> None:
 
 
 def test_value_is_clamped_at_zero_and_raw_is_not() -> None:
-    picture = noise(0, 32, 32)
-    inverse = picture.point([255 - level for level in range(256)] * 3)
-    (score,) = SsimReward().score(make_batch([picture], [inverse]))
+    image = noise(0, 32, 32)
+    inverse = image.point([255 - level for level in range(256)] * 3)
+    (score,) = SsimReward().score(make_batch([image], [inverse]))
     assert score.raw is not None
     assert score.raw < -0.5
     assert score.value == 0.0

@@ -44,7 +44,7 @@ def value(completion: str, box: object, reward: BoxIouReward | None = None, **co
         ("<answer>[1,2,3,4]", [(1, 2, 3, 4)]),
         # No boxes: two corners, five numbers, words, round brackets.
         ("[1, 2], [3, 4] [1,2,3,4,5] [a, b, c, d] (1, 2, 3, 4) 1, 2, 3, 4", []),
-        # No area: corners out of order, a line, a point; not finite; beyond any picture.
+        # No area: corners out of order, a line, a point; not finite; beyond any image.
         ("[3,4,1,2] [1,2,1,4] [1,2,3,2] [1,1,1,1]", [None] * 4),
         ("[NaN, 1, 2, 3] [0, 0, Infinity, 1] [0, 0, inf, 1] [0, 0, null, 1] [0, 0, 1e999, 1]", [None] * 5),
         ("[0, 0, 1e300, 1e300] [0, 0, " + "9" * 5000 + ", 1]", [None] * 2),
@@ -151,7 +151,7 @@ def test_coordinates_by_hand(coordinates: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize("side", [None, "200", 0, -3, math.nan, True])
-def test_scaled_coordinates_need_the_pictures_sides(side: object) -> None:
+def test_scaled_coordinates_need_the_images_sides(side: object) -> None:
     with pytest.raises(InputError, match=r"sample s0, column height: got .*width and height in pixels"):
         value("[0,0,1,1]", [0, 0, 4, 4], BoxIouReward(coordinates="unit"), width=8, height=side)
     with pytest.raises(InputError, match=r"sample s0, column width: got None"):
@@ -217,7 +217,7 @@ def test_overlaps_agree_with_torchvision(first: list[tuple[int, ...]], second: l
 
 
 @pytest.mark.parametrize(
-    ("setting", "given_value", "mend"),
+    ("setting", "given_value", "hint"),
     [
         ("column", "", "name of a column"),
         ("width_column", None, "name of a column"),
@@ -229,6 +229,6 @@ def test_overlaps_agree_with_torchvision(first: list[tuple[int, ...]], second: l
         ("threshold", "0.5", "above 0 and up to 1"),
     ],
 )
-def test_wrong_settings_are_refused(setting: str, given_value: object, mend: str) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.box_iou\.{setting}: got .*{mend}"):
+def test_wrong_settings_are_refused(setting: str, given_value: object, hint: str) -> None:
+    with pytest.raises(InputError, match=rf"rewards\.box_iou\.{setting}: got .*{hint}"):
         BoxIouReward(**{setting: given_value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Samples with a former and a later scoring, as tests write them down."""
+"""Samples with a previous and a later scoring, as tests write them down."""
 
 from collections.abc import Mapping, Sequence
 

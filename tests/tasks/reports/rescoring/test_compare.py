@@ -45,9 +45,9 @@ def test_rewards_of_one_side_are_added_or_removed() -> None:
     assert kept.own is not None
     assert kept.own.overall == pytest.approx(-1.0)
     assert (new.before, new.own, old.after, old.own) == (None, None, None, None)
-    # Against the former combined reward, which rises: the new one falls, the removed one rose with it.
-    assert new.with_former.overall == pytest.approx(-1.0)
-    assert old.with_former.overall == pytest.approx(1.0)
+    # Against the previous combined reward, which rises: the new one falls, the removed one rose with it.
+    assert new.with_previous.overall == pytest.approx(-1.0)
+    assert old.with_previous.overall == pytest.approx(1.0)
 
 
 def test_a_reward_that_is_null_everywhere_and_one_sample() -> None:

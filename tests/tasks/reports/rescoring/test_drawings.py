@@ -14,18 +14,18 @@ def test_later_is_up_and_former_is_right_and_more_is_darker() -> None:
     assert low.x < high.x
     assert low.y > high.y
     assert low.strength < high.strength == 1.0
-    assert low.label == "1 sample: former 0.000 to 0.025, later -1.000 to -0.900"
+    assert low.label == "1 sample: previous 0.000 to 0.025, later -1.000 to -0.900"
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.0, 0.0], [-3.0, 4.0, 1e-9], [1e6, 2e6]])
 def test_every_mark_is_inside(values: list[float]) -> None:
     counts = joint(values, values)
-    for drawing in (scatter(counts), histogram(counts, 0), histogram(counts, 1)):
-        for mark in drawing.marks:
-            assert LEFT <= mark.x <= mark.x + mark.width <= drawing.width - RIGHT + 0.1
-            assert TOP - 0.1 <= mark.y <= mark.y + mark.height <= drawing.height - BOTTOM + 0.1
-        for tick in drawing.columns:
-            assert LEFT <= tick.at <= drawing.width - RIGHT
+    for prefetching in (scatter(counts), histogram(counts, 0), histogram(counts, 1)):
+        for mark in prefetching.marks:
+            assert LEFT <= mark.x <= mark.x + mark.width <= prefetching.width - RIGHT + 0.1
+            assert TOP - 0.1 <= mark.y <= mark.y + mark.height <= prefetching.height - BOTTOM + 0.1
+        for tick in prefetching.columns:
+            assert LEFT <= tick.at <= prefetching.width - RIGHT
 
 
 def test_bars_are_as_high_as_their_counts() -> None:

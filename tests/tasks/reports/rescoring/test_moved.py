@@ -29,7 +29,7 @@ def test_points_among_all_samples_break_ties() -> None:
 def test_those_that_did_not_move_and_those_without_both_are_left_out() -> None:
     moved = moved_most(made("aaa", [0.1, 0.2, None], [0.1, 0.3, 0.2]))
     assert moved.height == 0
-    # The sibling without a former reward does not make room for others to move.
+    # The sibling without a previous reward does not make room for others to move.
     moved = moved_most(made("aaa", [0.1, 0.2, None], [0.3, 0.1, 0.2]))
     assert moved.select("sample_id", "rank_after", "siblings").rows() == [("s0", 1.0, 2), ("s1", 2.0, 2)]
 

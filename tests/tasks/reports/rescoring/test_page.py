@@ -6,7 +6,7 @@ from tasks.reports.rescoring.compare import compare
 from tasks.reports.rescoring.moved import moved_most
 from tasks.reports.rescoring.page import Outputs, rescoring_page
 from tests.tasks.reports.rescoring.made_samples import made
-from tests.tasks.reports.test_page import EVIL, Page, pictures
+from tests.tasks.reports.test_page import EVIL, Page, images
 
 BEFORE, AFTER = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]
 
@@ -17,7 +17,7 @@ def page(outputs: Outputs, title: str = "scored again", prompt: str = "a sign", 
     return rescoring_page(compare(samples), moved_most(samples), outputs, title)
 
 
-def test_nothing_is_asked_of_any_server_and_every_picture_is_there() -> None:
+def test_nothing_is_asked_of_any_server_and_every_image_is_there() -> None:
     colours = {"s0": (10, 20, 30), "s2": (200, 100, 50)}
     html = page({("run", name): Image.new("RGB", (8, 8), colour) for name, colour in colours.items()})
     built = Page(html)
@@ -27,7 +27,7 @@ def test_nothing_is_asked_of_any_server_and_every_picture_is_there() -> None:
         assert tag not in ("script", "link", "iframe", "object", "base", "form")
         assert not any(name.startswith("on") for name in attributes)
     assert any("default-src 'none'" in (meta.get("content") or "") for meta in built.named("meta"))
-    found = [picture.convert("RGB").getpixel((0, 0)) for picture in pictures(built)]
+    found = [image.convert("RGB").getpixel((0, 0)) for image in images(built)]
     assert found == [colours["s0"], colours["s2"]]
 
 
@@ -57,6 +57,6 @@ def test_samples_that_stayed_are_not_shown() -> None:
     assert "No sample's rank moved" in rescoring_page(compare(samples), moved_most(samples), {}, "t")
 
 
-def test_pictures_of_any_mode_and_size_become_small() -> None:
+def test_images_of_any_mode_and_size_become_small() -> None:
     html = page({("run", "s0"): Image.new("CMYK", (900, 300)), ("run", "s2"): Image.new("RGBA", (600, 600))})
-    assert [picture.size for picture in pictures(Page(html))] == [(256, 85), (256, 256)]
+    assert [image.size for image in images(Page(html))] == [(256, 85), (256, 256)]

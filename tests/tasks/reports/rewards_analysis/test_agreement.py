@@ -37,7 +37,12 @@ def test_equal_deviations_are_zero_whatever_the_last_bit() -> None:
 
 def test_nothing_in_common() -> None:
     found = agreement([0, 0], [1.0, None], [None, 2.0])
-    assert (found.ranks.pairs, found.ranks.overall, found.centred, found.same_sign) == (0, None, 0, None)
+    assert (found.ranks.pairs, found.ranks.overall, found.centred, found.same_sign) == (
+        0,
+        None,
+        0,
+        None,
+    )
 
 
 def test_every_pair_once() -> None:

@@ -6,11 +6,11 @@ import polars as pl
 import pytest
 
 from tasks.reports.rewards_analysis.analyse import analyse
-from tasks.reports.rewards_analysis.records import IterationMean, RewardFigures
+from tasks.reports.rewards_analysis.records import IterationMean, RewardMetrics
 from tests.tasks.reports.rewards_analysis.made_scores import made
 
 
-def one(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> RewardFigures:
+def one(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> RewardMetrics:
     (reward,) = analyse(scores, repeats).rewards
     return reward
 

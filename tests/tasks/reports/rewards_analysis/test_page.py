@@ -6,7 +6,7 @@ from PIL import Image
 from tasks.reports.rewards_analysis.analyse import analyse
 from tasks.reports.rewards_analysis.page import analysis_page
 from tests.tasks.reports.rewards_analysis.made_scores import made
-from tests.tasks.reports.test_page import EVIL, Page, pictures
+from tests.tasks.reports.test_page import EVIL, Page, images
 
 
 def png(colour: str) -> bytes:
@@ -28,7 +28,7 @@ def test_plots_are_embedded_and_nothing_is_asked_of_any_server() -> None:
     assert not re.search(r"url\(|@import|https?:", html)
     assert any("default-src 'none'" in (meta.get("content") or "") for meta in page.named("meta"))
     assert [image["alt"] for image in page.named("img")] == ["b", "a"]
-    assert [picture.convert("RGB").getpixel((9, 9)) for picture in pictures(page)] == [(255, 0, 0), (0, 0, 255)]
+    assert [image.convert("RGB").getpixel((9, 9)) for image in images(page)] == [(255, 0, 0), (0, 0, 255)]
 
 
 def test_labels_titles_and_reasons_are_data() -> None:

@@ -17,7 +17,7 @@ def test_those_that_collide_share_the_room() -> None:
 def test_they_keep_their_order_and_their_distance(positions: list[float], gap: float) -> None:
     placed = spread_apart(positions, gap)
     order = sorted(range(len(positions)), key=lambda index: (positions[index], index))
-    for former, later in itertools.pairwise(order):
-        assert placed[later] - placed[former] >= gap - 1e-9
+    for previous, later in itertools.pairwise(order):
+        assert placed[later] - placed[previous] >= gap - 1e-9
     # Moving the labels as little as the least squares need keeps their mean.
     assert sum(placed) == pytest.approx(sum(positions))

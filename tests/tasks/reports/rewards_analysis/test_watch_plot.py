@@ -13,7 +13,7 @@ def test_guardrails_are_multiples_of_their_first_value() -> None:
     assert normalised([None, None]) is None
 
 
-def test_the_picture_depends_on_what_was_measured() -> None:
+def test_the_image_depends_on_what_was_measured() -> None:
     contents = []
     for last in (0.5, 0.5, 2.0):
         guardrails = {"sharpness": [1.0, None, last], "$zero": [0.0, 0.0, 1.0], "_none": [None] * 3}

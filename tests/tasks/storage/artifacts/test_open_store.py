@@ -15,7 +15,7 @@ from tasks.progress import listen
 from tasks.storage.artifacts.open_store import described, open_store, open_store_elsewhere
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.update_jobs import PICTURES
+from tests.tasks.update_jobs import IMAGES
 
 
 class Lines:
@@ -25,14 +25,14 @@ class Lines:
     def advance(self, stage: str, done: int, total: int) -> None:
         """Not of interest."""
 
-    def announce(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.said.append(line)
 
 
 def scoring(store: ArtifactStore) -> tuple[StageCall, ArtifactRef]:
     """A call that reads an artifact of the bucket, as it comes out of the file that it travels in."""
     use_store(store)
-    rollouts = PICTURES.collect()
+    rollouts = IMAGES.collect()
     arguments = {
         "rollouts": rollouts,
         "section": RewardSection(reward="jpeg"),

@@ -4,7 +4,7 @@ import pytest
 
 from tasks.storage.artifacts import reader as artifact_reader
 from tasks.storage.artifacts.reader import ArtifactReader, Damage
-from tasks.storage.filesystem.seal import opened, sealed
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
 
 
@@ -64,7 +64,7 @@ def test_what_is_no_manifest_is_told(maker: RunMaker, content: bytes) -> None:
 
 def test_another_schema_version_is_told(maker: RunMaker) -> None:
     manifest = maker.folder / "iteration_000001/rewards/ssim.manifest.json"
-    manifest.write_bytes(sealed(opened(manifest.read_bytes()) | {"schema_version": 99}))
+    manifest.write_bytes(dump_checked(load_checked(manifest.read_bytes()) | {"schema_version": 99}))
     reader = ArtifactReader(maker.store)
     assert reader.find("iteration_000001/rewards/ssim") is None
     assert "99" in reader.damages[0].reason

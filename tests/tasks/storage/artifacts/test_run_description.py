@@ -51,12 +51,12 @@ def test_a_flipped_bit_anywhere_in_the_description_is_told(store: ArtifactStore)
         try:
             described = read_description(store)
         except InputError as error:
-            refused.append((error.place, error.mend, lineage_of(store)))
+            refused.append((error.place, error.hint, lineage_of(store)))
         else:
             believed += 1
             assert {name: described[name] for name in DESCRIBED} == DESCRIBED
-    mend = "It is damaged. Start the run again with its own command, which writes it anew."
-    assert set(refused) == {("run/run.json", mend, None)}
+    hint = "It is damaged. Start the run again with its own command, which writes it anew."
+    assert set(refused) == {("run/run.json", hint, None)}
     # The four letters of the seal's name: what it seals is as it was.
     assert believed == 4
 

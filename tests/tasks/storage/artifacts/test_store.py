@@ -14,8 +14,8 @@ import pytest
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import INCOMING, SET_ASIDE, ArtifactStore
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tasks.storage.filesystem.failures import StorageError
-from tasks.storage.filesystem.seal import opened, sealed
 from tests.tasks.storage import made_artifacts as artifacts
 from tests.tasks.storage.made_artifacts import FILES, FOLDER, commit, flip, kept, reasons
 
@@ -69,7 +69,7 @@ class TestCommit:
         assert first.sha256 != second.sha256
         assert store.find(FOLDER) == second
         assert reasons(store) == ["another result of the same stage took its place"]
-        assert store.bring_home(first) == first  # still whole where it was set aside
+        assert store.restore_artifact(first) == first  # still whole where it was set aside
         assert store.find(FOLDER) == first
 
     def test_the_same_result_again_is_the_one_that_stands(self, store: ArtifactStore) -> None:
@@ -86,9 +86,9 @@ class TestCommit:
         (tmp_path / "secret").write_bytes(b"secret")
         place = Path(store.path(f"{FOLDER}.manifest.json"))
         reference = commit(store)
-        described = opened(place.read_bytes())
+        described = load_checked(place.read_bytes())
         described["files"] = {"../../../secret": hashlib.sha256(b"secret").hexdigest()}
-        place.write_bytes(sealed(described))
+        place.write_bytes(dump_checked(described))
         assert store.find(FOLDER) is None
         forged = reference.model_copy(update={"sha256": hashlib.sha256(place.read_bytes()).hexdigest()})
         with pytest.raises(StaleReferenceError, match="is not in its folder"):
@@ -99,7 +99,7 @@ class TestBringHome:
     def test_another_runs_artifact_is_copied(self, store: ArtifactStore) -> None:
         reference = commit(store)
         other = ArtifactStore(store.root, "other")
-        home = other.bring_home(reference)
+        home = other.restore_artifact(reference)
         assert home == reference.model_copy(update={"uri": f"other/{FOLDER}"})
         assert other.find(FOLDER) == home
         shutil.rmtree(store.path())
@@ -110,21 +110,21 @@ class TestBringHome:
         reference = commit(store)
         store.set_aside(["iteration_000001"], reason="the configuration changed")
         assert store.find(FOLDER) is None
-        assert store.bring_home(reference) == reference
+        assert store.restore_artifact(reference) == reference
         assert store.find(FOLDER) == reference
 
     def test_the_run_folder_under_another_name_is_enough(self, store: ArtifactStore) -> None:
         reference = commit(store)
         moved = ArtifactStore(f"{store.root}/elsewhere", "renamed")
         shutil.copytree(store.path(), moved.path())
-        assert moved.bring_home(reference).uri == f"renamed/{FOLDER}"
+        assert moved.restore_artifact(reference).uri == f"renamed/{FOLDER}"
 
     def test_another_whole_result_stays_when_the_asked_one_is_nowhere(self, store: ArtifactStore) -> None:
         reference = commit(store, rows=5)
         shutil.rmtree(store.path())
         present = commit(store, rows=4)
         with pytest.raises(StaleReferenceError):
-            store.bring_home(reference)
+            store.restore_artifact(reference)
         assert store.find(FOLDER) == present
 
 
@@ -146,13 +146,13 @@ class TestRemoteRoot:
     def test_damage_is_set_aside_and_other_runs_are_copied(self, remote: ArtifactStore, tmp_path: Path) -> None:
         reference = commit(remote)
         other = ArtifactStore("memory://bucket/runs", "other")
-        assert other.find(other.bring_home(reference).folder) is not None
+        assert other.find(other.restore_artifact(reference).folder) is not None
         remote.filesystem.pipe_file(remote.path(f"{FOLDER}/part-00000.parquet"), b"changed")
         with pytest.raises(StaleReferenceError, match=r"part-00000\.parquet has sha256"):
             remote.local_files(reference, tmp_path / "fetched")
         (note,) = remote.filesystem.glob(remote.path(f"{SET_ASIDE}/*/reason.json"))
         assert "part-00000.parquet" in json.loads(remote.filesystem.cat_file(note))["reason"]
-        assert remote.bring_home(other.find(FOLDER)).uri == f"run/{FOLDER}"  # type: ignore[arg-type]
+        assert remote.restore_artifact(other.find(FOLDER)).uri == f"run/{FOLDER}"  # type: ignore[arg-type]
 
 
 class TestPlace:
@@ -185,7 +185,7 @@ class TestPlace:
             store.staging() as staged,
         ):
             (staged / "large").write_bytes(bytes(2 << 20))
-        assert store.bring_home(reference) == reference
+        assert store.restore_artifact(reference) == reference
         filler = tiny_disk / "filler"
         with pytest.raises(OSError, match="No space left"):
             filler.write_bytes(bytes(2 << 20))

@@ -53,8 +53,8 @@ class TestDigest:
         assert len(set(digests)) == 6
 
     def test_same_rows_give_the_same_bytes(self, tmp_path: Path) -> None:
-        first = write_table(tmp_path / "1.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
-        second = write_table(tmp_path / "2.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2))
+        first = write_table(tmp_path / "1.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2))
+        second = write_table(tmp_path / "2.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2))
         assert first == second
         assert (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
 
@@ -62,7 +62,7 @@ class TestDigest:
         groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
 
         def written(name: str, batches: list[dict[str, list[object]]]) -> tuple[Path, str]:
-            writer = TableWriter(path := tmp_path / name, schemas.PICTURE_ROLLOUTS)
+            writer = TableWriter(path := tmp_path / name, schemas.IMAGE_ROLLOUTS)
             for batch in batches:
                 writer.write(batch)
             return path, writer.close()
@@ -73,9 +73,9 @@ class TestDigest:
         assert part_digests(path) == part_digests(first) + part_digests(second)
         assert joint_digest(part_digests(first) + part_digests(second)) == whole
         assert joint_digest(part_digests(second) + part_digests(first)) != whole
-        assert alone == write_table(tmp_path / "third.parquet", schemas.PICTURE_ROLLOUTS, groups[2])
+        assert alone == write_table(tmp_path / "third.parquet", schemas.IMAGE_ROLLOUTS, groups[2])
         assert pq.read_metadata(path).num_row_groups == 3
-        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS, ["seed"]).num_rows == 14
+        assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"]).num_rows == 14
 
     def test_file_without_digests_is_refused_by_name(self, tmp_path: Path) -> None:
         pq.write_table(schemas.METRICS.empty_table(), tmp_path / "metrics.parquet")
@@ -89,18 +89,18 @@ class TestDigest:
 class TestReadTable:
     def test_parts_come_in_the_order_of_their_names(self, tmp_path: Path) -> None:
         for part, seed in ((1, 11), (0, 10)):
-            write_table(tmp_path / f"part-{part:05d}.parquet", schemas.PICTURE_ROLLOUTS, rollouts(2, seed=seed))
-        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
+            write_table(tmp_path / f"part-{part:05d}.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2, seed=seed))
+        assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
 
     def test_batches_of_a_writer_are_one_table(self, tmp_path: Path) -> None:
-        writer = TableWriter(tmp_path / "part-00000.parquet", schemas.PICTURE_ROLLOUTS)
+        writer = TableWriter(tmp_path / "part-00000.parquet", schemas.IMAGE_ROLLOUTS)
         for seed in (1, 2):
             writer.write(rollouts(2, seed=seed))
         writer.close()
         assert writer.rows == 4
-        assert read_table(tmp_path, schemas.PICTURE_ROLLOUTS)["seed"].to_pylist() == [1, 1, 2, 2]
+        assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS)["seed"].to_pylist() == [1, 1, 2, 2]
 
     def test_other_schema_is_refused_by_name(self, tmp_path: Path) -> None:
         write_table(tmp_path / "scores.parquet", schemas.METRICS, {"iteration": [1], "metric": ["x"], "value": [1.0]})
         with pytest.raises(ValueError, match=r"scores\.parquet has another schema"):
-            read_table(tmp_path, schemas.PICTURE_ROLLOUTS)
+            read_table(tmp_path, schemas.IMAGE_ROLLOUTS)

@@ -35,7 +35,7 @@ TOKENS = [
 ]
 ORIGIN = [("seed", "int64"), ("policy_version", "int32"), ("policy_digest", "string")]
 PINNED = {
-    "PICTURE_ROLLOUTS": [
+    "IMAGE_ROLLOUTS": [
         *SAMPLE,
         ("target_uri", "string"),
         ("target_sha256", "string"),

@@ -5,7 +5,7 @@ import threading
 
 from tasks.execution.call import call_of
 from tasks.execution.child_process import borrowed_process
-from tasks.execution.faults import LostStageError, StageGivenUpError, StageTimeoutError
+from tasks.execution.faults import LostStageError, StageCancelledError, StageTimeoutError
 from tasks.execution.pool import carry_out_on_pool
 from tasks.execution.shards import Submit, in_shards
 from tasks.execution.stages import Arguments, Reference, Stage
@@ -15,7 +15,7 @@ from tasks.storage.artifacts.store import current_store
 _POLICY_HERE = threading.Lock()
 
 
-def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
+def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     """Do the stage where its placement says.
 
     Args:
@@ -42,7 +42,7 @@ def place(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
         with borrowed_process(call) as process:
             try:
                 outcome = process.carry_out(call, where.timeout, listener())
-            except (LostStageError, StageGivenUpError, StageTimeoutError):
+            except (LostStageError, StageCancelledError, StageTimeoutError):
                 store.clear_abandoned()
                 raise
         store.reasons.extend(outcome.reasons)

@@ -1,4 +1,4 @@
-"""Rollouts without their pictures: every other value, the row groups and the digests stay as they were."""
+"""Rollouts without their images: every other value, the row groups and the digests stay as they were."""
 
 import shutil
 import tempfile
@@ -17,8 +17,8 @@ from tasks.storage.tables.parquet import DIGESTS
 IMAGE = "image"
 
 
-def picture_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
-    """What the pictures take as they are stored; 0 for texts, and where they are gone or damaged."""
+def image_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
+    """What the images take as they are stored; 0 for texts, and where they are gone or damaged."""
     # The reader of a changed footer may end the whole process.
     if store.find(rollouts.folder) is None:
         return 0
@@ -33,7 +33,7 @@ def _image_bytes(metadata: pq.FileMetaData) -> int:
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     held = [column for column in columns if column.path_in_schema.split(".")[0] == IMAGE]
-    # Nulls take a few bytes a row group, which are none of a picture's.
+    # Nulls take a few bytes a row group, which are none of an image's.
     return sum(
         column.total_compressed_size
         for column in held
@@ -41,8 +41,8 @@ def _image_bytes(metadata: pq.FileMetaData) -> int:
     )
 
 
-def remove_pictures(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
-    """Put the same rollouts without pictures in the place of an artifact.
+def remove_images(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
+    """Put the same rollouts without images in the place of an artifact.
 
     Raises:
         StaleReferenceError: its files are not what the manifest says.
@@ -57,14 +57,14 @@ def remove_pictures(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[st
             target = staged / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if name.endswith(".parquet"):
-                strip_pictures(folder / name, target)
+                strip_images(folder / name, target)
             else:
                 shutil.copyfile(folder / name, target)
-        store.succeed(rollouts.reference, staged, pruned=pruned)
+        store.replace_artifact(rollouts.reference, staged, pruned=pruned)
 
 
-def strip_pictures(source: Path, target: Path) -> None:
-    """Write a table once more with every picture null; a row group at a time, and no picture is read."""
+def strip_images(source: Path, target: Path) -> None:
+    """Write a table once more with every image null; a row group at a time, and no image is read."""
     file = pq.ParquetFile(source)
     digests = (file.metadata.metadata or {}).get(DIGESTS.encode())
     # In an order of its own, so that the same table always gives the same bytes.

@@ -15,14 +15,14 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import Automation
 
 from flows.server.database import prepare_database
-from flows.server.silent_runs import NAME, SILENCE, ensure_automations, grant_patience, silent_runs_automation
+from flows.server.heartbeat_automation import NAME, SILENCE, ensure_automations, extend_deadline, heartbeat_automation
 from flows.workers.stage_flows import STAGE_FLOWS
 from tests.flows.server.conftest import server_of
 
 
 def test_it_is_about_every_flow_of_ours_and_no_other() -> None:
     import flows
-    from flows.server.silent_runs import FLOWS
+    from flows.server.heartbeat_automation import FLOWS
 
     modules = [importlib.import_module(f"flows.{found.name}") for found in pkgutil.iter_modules(flows.__path__)]
     named = {value.name for module in modules for value in vars(module).values() if isinstance(value, Flow)}
@@ -55,13 +55,13 @@ def test_it_is_registered_once_and_brought_up_to_date_where_it_differs() -> None
         (first,) = await registered()
         assert not await ensure()
         async with get_client() as client:
-            other = silent_runs_automation().model_copy(update={"description": "another", "enabled": False})
+            other = heartbeat_automation().model_copy(update={"description": "another", "enabled": False})
             await client.update_automation(first.id, other)
-            await client.create_automation(silent_runs_automation())
+            await client.create_automation(heartbeat_automation())
         assert len(await registered()) == 2
         assert await ensure()
         (kept,) = await registered()
-        assert kept.description == silent_runs_automation().description
+        assert kept.description == heartbeat_automation().description
         assert not await ensure()
 
     asyncio.run(go())
@@ -74,12 +74,12 @@ def test_whoever_switched_it_off_keeps_it_off() -> None:
         (first,) = await registered()
         async with get_client() as client:
             await client.pause_automation(first.id)
-            changed = silent_runs_automation().model_copy(update={"description": "another", "enabled": False})
+            changed = heartbeat_automation().model_copy(update={"description": "another", "enabled": False})
             await client.update_automation(first.id, changed)
         assert await ensure()
         (kept,) = await registered()
         assert not kept.enabled
-        assert kept.description == silent_runs_automation().description
+        assert kept.description == heartbeat_automation().description
 
     asyncio.run(go())
 
@@ -95,7 +95,7 @@ def test_after_a_restart_silence_counts_from_then_on(tmp_path: Path) -> None:
         now = datetime.now(UTC)
         async with db.session_context(begin_transaction=True) as session:
             for name in (NAME, "another's"):
-                automation = silent_runs_automation().model_dump(mode="json", exclude={"name", "owner_resource"})
+                automation = heartbeat_automation().model_dump(mode="json", exclude={"name", "owner_resource"})
                 row = {
                     "id": uuid4(),
                     "name": name,
@@ -107,7 +107,7 @@ def test_after_a_restart_silence_counts_from_then_on(tmp_path: Path) -> None:
                 ended = {"start": now - timedelta(minutes=9), "end": now - timedelta(minutes=8), "count": 0}
                 bucket = {"automation_id": row["id"], "trigger_id": uuid4(), "bucketing_key": [name], **ended}
                 await session.execute(sa.insert(db.AutomationBucket).values(**bucket))
-        await grant_patience()
+        await extend_deadline()
         async with db.session_context() as session:
             rows = await session.execute(sa.select(db.AutomationBucket.bucketing_key, db.AutomationBucket.end))
             return {key[0]: end for key, end in rows}

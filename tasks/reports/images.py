@@ -1,4 +1,4 @@
-"""Stored pictures by sample id, strips of thumbnails, and the contact sheet of before and after."""
+"""Stored images by sample id, strips of thumbnails, and the contact sheet of before and after."""
 
 import base64
 import io
@@ -10,14 +10,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
-from grpo_core.rewards.picture_files import decode_stored
+from grpo_core.rewards.image_files import decode_stored
 
-PRUNED = "picture removed"
-"""Stands where a picture was."""
+PRUNED = "image removed"
+"""Stands where an image was."""
 
 
-def read_pictures(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.Image]:
-    """The pictures of these samples, as far as none was pruned; only row groups that hold one of them are read."""
+def read_images(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.Image]:
+    """The images of these samples, as far as none was pruned; only row groups that hold one of them are read."""
     wanted = set(sample_ids)
     found: dict[str, Image.Image] = {}
     for path in sorted(rollouts.glob("*.parquet")):
@@ -34,14 +34,14 @@ def read_pictures(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
-    """Scaled to fit a square; small pictures grow by whole pixels, large ones are averaged."""
+    """Scaled to fit a square; small images grow by whole pixels, large ones are averaged."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS)
 
 
 def shrunk(image: Image.Image, side: int) -> Image.Image:
-    """The picture at most this many pixels a side, as it is where it is smaller."""
+    """The image at most this many pixels a side, as it is where it is smaller."""
     small = image.copy()
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     return small
@@ -53,7 +53,7 @@ def data_uri(content: bytes, kind: str) -> str:
 
 
 def thumbnail_uri(image: Image.Image, side: int) -> str:
-    """A small picture as a data link: PNG where that is small, JPEG for photographs."""
+    """A small image as a data link: PNG where that is small, JPEG for photographs."""
     small = fitted(image, side)
     png, jpeg = io.BytesIO(), io.BytesIO()
     small.save(png, "PNG")
@@ -70,8 +70,8 @@ class SheetRow:
     Attributes:
         prompt: its text.
         target: what it ought to give, if known.
-        before: pictures of the first policy; None for one that was pruned.
-        after: pictures of the last policy, with the same seeds.
+        before: images of the first policy; None for one that was pruned.
+        after: images of the last policy, with the same seeds.
         reward_before: mean over `before`; None without one.
         reward_after: mean over `after`.
     """
@@ -105,13 +105,13 @@ def contact_sheet(rows: Sequence[SheetRow], *, title: str, side: int = 96) -> Im
         draw.multiline_text((10, top + 4), _label(row), fill="#111111", font=small, spacing=3)
         if row.target is not None:
             sheet.paste(fitted(row.target, side), (target_x, top))
-        for x, pictures in ((before_x, row.before), (after_x, row.after)):
-            for place, picture in enumerate(pictures):
+        for x, images in ((before_x, row.before), (after_x, row.after)):
+            for place, image in enumerate(images):
                 left = x + place * (side + gap)
-                if picture is None:
+                if image is None:
                     draw.text((left + gap, top + side // 2), PRUNED, fill="#888888", font=small)
                 else:
-                    sheet.paste(fitted(picture, side), (left, top))
+                    sheet.paste(fitted(image, side), (left, top))
     return sheet
 
 

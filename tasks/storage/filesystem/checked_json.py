@@ -11,7 +11,7 @@ SEAL = "seal"
 UNSEALED = 1
 
 
-def sealed(described: Mapping[str, Any]) -> bytes:
+def dump_checked(described: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest, or of another small record; `seal` is the sha256 of all the rest.
 
     References say which manifest they mean, but whoever looks a folder up has nothing else to hold it against.
@@ -19,8 +19,8 @@ def sealed(described: Mapping[str, Any]) -> bytes:
     return _text({**described, SEAL: _digest(described)})
 
 
-def opened(content: bytes) -> dict[str, Any]:
-    """What `sealed` was given.
+def load_checked(content: bytes) -> dict[str, Any]:
+    """What `dump_checked` was given.
 
     Raises:
         ValueError: it is no such record, or not as it was written.

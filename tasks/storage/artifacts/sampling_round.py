@@ -9,7 +9,7 @@ SCORES_FILE = "scores.parquet"
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingRound:
     """One collection of rollouts, scored.
 
     Attributes:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports.pictures import SheetRow, contact_sheet, data_uri, fitted, read_pictures, shrunk, thumbnail_uri
+from tasks.reports.images import SheetRow, contact_sheet, data_uri, fitted, read_images, shrunk, thumbnail_uri
 from tests.tasks.reports.made_runs import RunMaker, colour
 
 
@@ -13,18 +13,18 @@ def plain(rgb: tuple[int, int, int], width: int = 8, height: int = 8) -> Image.I
     return Image.new("RGB", (width, height), rgb)
 
 
-def test_pictures_are_found_by_their_samples_name(tmp_path: Path) -> None:
+def test_images_are_found_by_their_samples_name(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.rollouts("iteration_000001", "i000001")
     wanted = ["i000001.p0001.s02", "i000001.p0000.s01", "i000001.p0009.s00"]
-    found = read_pictures(maker.folder / "iteration_000001/rollouts", wanted)
+    found = read_images(maker.folder / "iteration_000001/rollouts", wanted)
     assert {name: image.getpixel((3, 3)) for name, image in found.items()} == {
         "i000001.p0001.s02": colour(1, 2),
         "i000001.p0000.s01": colour(0, 1),
     }
 
 
-def test_small_pictures_grow_by_whole_pixels_and_large_ones_are_averaged() -> None:
+def test_small_images_grow_by_whole_pixels_and_large_ones_are_averaged() -> None:
     two = plain((0, 0, 0), 2, 1)
     two.putpixel((1, 0), (255, 255, 255))
     grown = fitted(two, 8)
@@ -40,7 +40,7 @@ def test_small_pictures_grow_by_whole_pixels_and_large_ones_are_averaged() -> No
 
 
 @pytest.mark.parametrize(("size", "expected"), [((400, 100), (40, 10)), ((30, 20), (30, 20)), ((2000, 1), (40, 1))])
-def test_shrinking_keeps_the_shape_and_the_given_picture(size: tuple[int, int], expected: tuple[int, int]) -> None:
+def test_shrinking_keeps_the_shape_and_the_given_image(size: tuple[int, int], expected: tuple[int, int]) -> None:
     image = plain((9, 8, 7), *size)
     assert shrunk(image, 40).size == expected
     assert image.size == size
@@ -59,7 +59,7 @@ def test_a_thumbnail_is_of_the_kind_that_is_smaller(image: Image.Image, kind: st
 
 
 def colours(image: Image.Image) -> list[tuple[int, int, int]]:
-    """Solid colours from left to right, halfway down the first row of pictures."""
+    """Solid colours from left to right, halfway down the first row of images."""
     line = [image.getpixel((x, 52 + 48)) for x in range(230, image.width)]
     background = image.getpixel((image.width - 1, image.height - 1))
     seen = [

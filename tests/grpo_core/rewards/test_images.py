@@ -6,12 +6,12 @@ import torch
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.pictures import check_pair, fit_to, to_rgb, to_tensor
+from grpo_core.rewards.images import check_pair, fit_to, to_rgb, to_tensor
 from tests.grpo_core.rewards.conftest import noise
 
 
-def first_pixel(picture: Image.Image) -> tuple[int, ...]:
-    pixel = picture.getpixel((0, 0))
+def first_pixel(image: Image.Image) -> tuple[int, ...]:
+    pixel = image.getpixel((0, 0))
     assert isinstance(pixel, tuple)
     return pixel
 
@@ -36,50 +36,50 @@ def first_pixel(picture: Image.Image) -> tuple[int, ...]:
     ],
 )
 def test_to_rgb_by_hand(mode: str, color: int | tuple[int, ...], expected: tuple[int, ...]) -> None:
-    picture = to_rgb(Image.new(mode, (3, 2), color), "here")
-    assert picture.mode == "RGB"
-    assert picture.size == (3, 2)
-    assert first_pixel(picture) == expected
+    image = to_rgb(Image.new(mode, (3, 2), color), "here")
+    assert image.mode == "RGB"
+    assert image.size == (3, 2)
+    assert first_pixel(image) == expected
 
 
 @pytest.mark.parametrize("mode", ["P", "PA"])
 def test_transparent_palette_entry_becomes_white(mode: str) -> None:
-    picture = Image.new("P", (2, 1))
-    picture.putpalette([200, 0, 0, 0, 0, 200])
-    picture.putdata([0, 1])
+    image = Image.new("P", (2, 1))
+    image.putpalette([200, 0, 0, 0, 0, 200])
+    image.putdata([0, 1])
     if mode == "P":
-        picture.info["transparency"] = 0
+        image.info["transparency"] = 0
     else:
-        picture = picture.convert("PA")
+        image = image.convert("PA")
         alpha = Image.new("L", (2, 1), 255)
         alpha.putpixel((0, 0), 0)
-        picture.putalpha(alpha)
-    converted = to_rgb(picture, "here")
+        image.putalpha(alpha)
+    converted = to_rgb(image, "here")
     assert first_pixel(converted) == (255, 255, 255)
     assert converted.getpixel((1, 0)) == (0, 0, 200)
 
 
 def test_exif_orientation_is_applied() -> None:
-    picture = Image.new("RGB", (3, 2))
-    picture.putpixel((0, 0), (255, 0, 0))
-    picture.getexif()[0x0112] = 6  # shown a quarter turn clockwise
-    upright = to_rgb(picture, "here")
+    image = Image.new("RGB", (3, 2))
+    image.putpixel((0, 0), (255, 0, 0))
+    image.getexif()[0x0112] = 6  # shown a quarter turn clockwise
+    upright = to_rgb(image, "here")
     assert upright.size == (2, 3)
     assert upright.getpixel((1, 0)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize("mode", ["F", "I", "HSV", "LAB"])
 def test_mode_without_a_known_meaning_is_refused(mode: str) -> None:
-    with pytest.raises(InputError, match=f"targets/7.tif: got 'picture of mode {mode}'.*8-bit RGB"):
+    with pytest.raises(InputError, match=f"targets/7.tif: got 'image of mode {mode}'.*8-bit RGB"):
         to_rgb(Image.new(mode, (4, 4)), "targets/7.tif")
 
 
-def test_empty_picture_is_refused() -> None:
+def test_empty_image_is_refused() -> None:
     with pytest.raises(InputError, match="got '0x5'"):
         to_rgb(Image.new("RGB", (0, 5)), "here")
 
 
-def picture_file(kind: str, exif: bytes = b"") -> bytes:
+def image_file(kind: str, exif: bytes = b"") -> bytes:
     buffer = io.BytesIO()
     noise(0, 64, 64).save(buffer, kind, exif=exif)
     return buffer.getvalue()
@@ -88,15 +88,15 @@ def picture_file(kind: str, exif: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        picture_file("JPEG")[:1000],
+        image_file("JPEG")[:1000],
         # No TIFF header.
-        picture_file("PNG", b"Exif\0\0" + b"XX" * 20),
+        image_file("PNG", b"Exif\0\0" + b"XX" * 20),
         # A TIFF header alone.
-        picture_file("PNG", b"Exif\0\0MM\0*"),
+        image_file("PNG", b"Exif\0\0MM\0*"),
     ],
 )
 def test_damaged_file_is_refused(content: bytes) -> None:
-    with pytest.raises(InputError, match=r"targets/7.jpg: got 'picture of 64x64'\. It cannot be decoded"):
+    with pytest.raises(InputError, match=r"targets/7.jpg: got 'image of 64x64'\. It cannot be decoded"):
         to_rgb(Image.open(io.BytesIO(content)), "targets/7.jpg")
 
 
@@ -125,9 +125,9 @@ def test_equal_size_is_not_resampled() -> None:
 
 
 def test_to_tensor_keeps_levels_rows_and_channels() -> None:
-    picture = Image.new("RGB", (3, 2))
-    picture.putpixel((2, 1), (255, 51, 1))
-    tensor = to_tensor(picture)
+    image = Image.new("RGB", (3, 2))
+    image.putpixel((2, 1), (255, 51, 1))
+    tensor = to_tensor(image)
     assert tensor.dtype == torch.float32
     assert tensor.shape == (1, 3, 2, 3)
     assert tensor[0, :, 1, 2].tolist() == torch.tensor([255, 51, 1]).div(255).tolist()

@@ -12,7 +12,7 @@ from grpo_core.policies.trained import TrainedModel
 Part = TypeVar("Part")
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """The processes of one update, seen from one of them.
 
     Attributes:
@@ -79,16 +79,16 @@ class _Alone:
         """All of it is here."""
 
 
-ALONE: Ranks = _Alone()
+SINGLE_PROCESS: ProcessGroup = _Alone()
 """One process that does everything."""
 
 
-def share(parts: Sequence[Part], ranks: Ranks) -> list[tuple[Part, bool]]:
+def share(parts: Sequence[Part], process_group: ProcessGroup) -> list[tuple[Part, bool]]:
     """The parts that this process takes, and whether each counts.
 
     Every process takes as many, because a sharded model gathers its weights in each pass of each process; one that
     runs out repeats the last part, which then counts for nothing.
     """
-    rounds = -(-len(parts) // ranks.count)
-    taken = [number * ranks.count + ranks.rank for number in range(rounds)]
+    rounds = -(-len(parts) // process_group.count)
+    taken = [number * process_group.count + process_group.rank for number in range(rounds)]
     return [(parts[min(index, len(parts) - 1)], index < len(parts)) for index in taken]

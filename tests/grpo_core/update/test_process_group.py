@@ -13,9 +13,9 @@ from torch import Tensor
 from grpo_core.losses import LossSettings
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityTolerance
-from grpo_core.update import ALONE, Ranks, UpdateResult, UpdateSettings, update_policy
-from grpo_core.update.accelerated import AcceleratedRanks, in_buckets
-from grpo_core.update.ranks import share
+from grpo_core.update import SINGLE_PROCESS, ProcessGroup, UpdateResult, UpdateSettings, update_policy
+from grpo_core.update.accelerated import AcceleratedProcessGroup, in_buckets
+from grpo_core.update.process_group import share
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 from tests.processes import in_processes
 
@@ -61,7 +61,7 @@ def test_every_part_counts_once_and_every_process_takes_as_many(parts: int, coun
 
 
 def test_alone_everything_is_done_here() -> None:
-    assert share("abc", ALONE) == [("a", True), ("b", True), ("c", True)]
+    assert share("abc", SINGLE_PROCESS) == [("a", True), ("b", True), ("c", True)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=12), st.integers(1, 20))
@@ -77,26 +77,28 @@ def test_buckets_hold_every_gradient_in_order(sizes: list[tuple[int, bool]], ele
 # --- in processes
 
 
-def updated(settings: UpdateSettings, ranks: Ranks) -> tuple[TablePolicy, UpdateResult]:
+def updated(settings: UpdateSettings, process_group: ProcessGroup) -> tuple[TablePolicy, UpdateResult]:
     policy = TablePolicy(9)
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.01))
-    return policy, update_policy(policy, optimizer, sampled_rows(policy, ADVANTAGES), settings, seed=4, ranks=ranks)
+    return policy, update_policy(
+        policy, optimizer, sampled_rows(policy, ADVANTAGES), settings, seed=4, process_group=process_group
+    )
 
 
 def update_every_variant(folder: Path) -> None:
-    ranks = AcceleratedRanks(torch.device("cpu"))
+    process_group = AcceleratedProcessGroup(torch.device("cpu"))
     for name, settings in VARIANTS.items():
-        policy, result = updated(settings, ranks)
-        torch.save(policy.table.detach(), folder / f"{name}-{ranks.rank}.pt")
-        (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([policy.seen, result.metrics()]))
-    ranks.leave()
+        policy, result = updated(settings, process_group)
+        torch.save(policy.table.detach(), folder / f"{name}-{process_group.rank}.pt")
+        (folder / f"{name}-{process_group.rank}.json").write_text(json.dumps([policy.seen, result.metrics()]))
+    process_group.leave()
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_loss_comes_to_the_weights_of_one_process(tmp_path: Path, count: int) -> None:
     in_processes(count, update_every_variant, tmp_path)
     for name, settings in VARIANTS.items():
-        alone, result = updated(settings, ALONE)
+        alone, result = updated(settings, SINGLE_PROCESS)
         tables: list[Tensor] = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(count)]
         for table in tables:
             assert torch.equal(table, tables[0]), f"{name}: the processes differ"
@@ -117,16 +119,16 @@ def test_rows_of_the_processes_are_apart_and_all_rows_together(tmp_path: Path) -
 
 
 def refuse_other_weights(folder: Path) -> None:
-    ranks = AcceleratedRanks(torch.device("cpu"))
+    process_group = AcceleratedProcessGroup(torch.device("cpu"))
     values = {"whole": torch.ones(3), "turned": torch.tensor([1.0, 2.0, 3.0])}
-    ranks.require_equal(values)
-    if ranks.rank == 1:
+    process_group.require_equal(values)
+    if process_group.rank == 1:
         values["turned"] = values["turned"].flip(0)
     try:
-        ranks.require_equal(values)
+        process_group.require_equal(values)
     except RuntimeError as error:
-        (folder / f"{ranks.rank}.txt").write_text(str(error))
-    ranks.leave()
+        (folder / f"{process_group.rank}.txt").write_text(str(error))
+    process_group.leave()
 
 
 def test_weights_that_differ_are_refused_by_every_process(tmp_path: Path) -> None:
@@ -136,10 +138,10 @@ def test_weights_that_differ_are_refused_by_every_process(tmp_path: Path) -> Non
 
 
 def fail_on_the_second(folder: Path) -> None:
-    ranks = AcceleratedRanks(torch.device("cpu"))
-    if ranks.rank == 1:
+    process_group = AcceleratedProcessGroup(torch.device("cpu"))
+    if process_group.rank == 1:
         raise ValueError("the second fails")
-    ranks.add(torch.ones(1))
+    process_group.add(torch.ones(1))
 
 
 def test_the_first_error_ends_the_processes_that_wait(tmp_path: Path) -> None:

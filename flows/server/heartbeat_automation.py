@@ -22,7 +22,7 @@ _HEARTBEAT = "prefect.flow-run.heartbeat"
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended", "AwaitingRetry", "Rescheduled")
 
 
-def silent_runs_automation() -> AutomationCore:
+def heartbeat_automation() -> AutomationCore:
     """After a heartbeat another is due, or an end."""
     trigger = EventTrigger(
         after={_HEARTBEAT},
@@ -54,7 +54,7 @@ async def ensure_automations(client: "PrefectClient") -> bool:
     Returns:
         Whether anything was changed.
     """
-    wanted = silent_runs_automation()
+    wanted = heartbeat_automation()
     found = await client.read_automations_by_name(NAME)
     if not found:
         await client.create_automation(wanted)
@@ -79,7 +79,7 @@ def _plain(automation: AutomationCore, fields: set[str]) -> object:
     return ordered(automation.model_dump(mode="json", include=fields))
 
 
-async def grant_patience() -> None:
+async def extend_deadline() -> None:
     """Count silence from now on: nobody could be heard while the server was away.
 
     For the server itself, before it starts, with its tables up to date. Without it every run that lives would be marked
