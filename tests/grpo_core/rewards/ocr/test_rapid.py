@@ -13,7 +13,7 @@ from grpo_core.rewards.ocr import rapid
 from grpo_core.rewards.ocr.engine import ReadingError
 from grpo_core.rewards.ocr.rapid import MODELS, RapidEngine, reads_both_ways
 from tests.grpo_core.rewards.conftest import flat
-from tests.grpo_core.rewards.ocr.lettering import draw
+from tests.grpo_core.rewards.ocr.lettering import LATIN, draw
 
 ENGINE = RapidEngine(turn_lines=False, limit_side_len=320, max_side_len=768)
 TURNING = RapidEngine(turn_lines=True, limit_side_len=320, max_side_len=768)
@@ -147,7 +147,7 @@ def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> 
 
 @pytest.mark.parametrize("text", ["NOON", "NO ON", "up", "SIS", "ZOOS", "O"])
 def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str) -> None:
-    font = ImageFont.truetype("/usr/share/fonts/truetype/dejavu/DejaVuSans-Bold.ttf", 64)
+    font = ImageFont.truetype(str(LATIN[1]), 64)
     for size in ((512, 128), (512, 512)):
         image = Image.new("RGB", size, "white")
         ImageDraw.Draw(image).text((40, size[1] // 2 - 40), text, font=font, fill="black")

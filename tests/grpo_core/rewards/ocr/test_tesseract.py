@@ -11,7 +11,7 @@ from grpo_core.rewards.ocr import tesseract
 from grpo_core.rewards.ocr.engine import ReadingError
 from grpo_core.rewards.ocr.tesseract import TesseractEngine
 from tests.grpo_core.rewards.conftest import flat
-from tests.grpo_core.rewards.ocr.lettering import chinese_fonts, draw
+from tests.grpo_core.rewards.ocr.lettering import CHINESE, draw
 
 ENGLISH = TesseractEngine("eng")
 installed = pytest.mark.skipif(shutil.which("tesseract") is None, reason="no Tesseract: apt-get install tesseract-ocr")
@@ -51,7 +51,7 @@ def test_chinese_is_read_where_it_is_installed() -> None:
     engine = TesseractEngine("chi_sim")
     if engine.find_problems():
         pytest.skip("no Chinese for Tesseract: apt-get install tesseract-ocr-chi-sim")
-    (text,) = engine.read(draw("开业大吉", font=chinese_fonts()[0]))
+    (text,) = engine.read(draw("开业大吉", font=CHINESE))
     assert text.replace(" ", "") == "开业大吉"
 
 
