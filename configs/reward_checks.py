@@ -62,7 +62,8 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
         yield InputError(f"{place}: {error.place}", error.value, error.hint)
         return
     if modality not in reward.media:
-        hint = f"It scores a {' or '.join(reward.media)}, and policy.kind {config.policy.kind} makes a {modality}."
+        scored = " or ".join(f"{each}s" for each in reward.media)
+        hint = f"It scores {scored}, and policy.kind {config.policy.kind} makes {modality}s."
         yield InputError(f"{place}.reward", section.reward, hint)
         return
     if reward.needs_target:

@@ -4,16 +4,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.preflight.doctor import Diagnosis
-from flows.terminal.progress import _console
+from flows.terminal import progress
 
 
 def show_diagnosis(diagnosis: Diagnosis) -> None:
     """Each finding with its hint, and the memory estimate part by part."""
     for finding in diagnosis.findings:
         mark = "[green]ok  [/]" if finding.healthy else "[red]hint[/]"
-        _console.print(f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}", highlight=False, soft_wrap=True)
+        line = f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}"
+        progress.console.print(line, highlight=False, soft_wrap=True)
+            f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}", highlight=False, soft_wrap=True
+        )
         if finding.hint:
-            _console.print(f"     {escape(finding.hint)}", highlight=False, soft_wrap=True)
+            progress.console.print(f"     {escape(finding.hint)}", highlight=False, soft_wrap=True)
     if diagnosis.memory is not None:
         table = Table(title="GPU memory, estimated", title_justify="left")
         table.add_column("part")
@@ -21,4 +24,4 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
         table.add_column("from")
         for part, gib, formula in diagnosis.memory.rows():
             table.add_row(part, f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", formula)
-        _console.print(table)
+        progress.console.print(table)

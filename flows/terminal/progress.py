@@ -22,7 +22,7 @@ from rich.text import Text
 
 from tasks.progress import listen
 
-_console = Console(stderr=True)
+console = Console(stderr=True)
 
 
 class _Rate(ProgressColumn):
@@ -36,7 +36,7 @@ class _Rate(ProgressColumn):
 @contextmanager
 def training_progress() -> Iterator[None]:
     """Show how far each stage is: a bar in a terminal, a line when a stage ends elsewhere."""
-    if not _console.is_terminal:
+    if not console.is_terminal:
         listen(_Lines())
         yield
         return
@@ -48,7 +48,7 @@ def training_progress() -> Iterator[None]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_console) as bars:
+    with Progress(*columns, console=console) as bars:
         listen(_Bars(bars))
         yield
 

@@ -5,7 +5,7 @@ import os
 from rich.markup import escape
 from rich.table import Table
 
-from flows.terminal.progress import _console
+from flows.terminal import progress
 from flows.training.summary import TrainSummary
 
 
@@ -30,7 +30,7 @@ def show_summary(summary: TrainSummary) -> None:
         table.add_row("stopped by the watch" if summary.stopped_early else "watch", escape(sign))
     for reason in summary.set_aside:
         table.add_row("set aside", escape(reason))
-    _console.print(table)
+    progress.console.print(table)
 
 
 def _shown(path: str) -> str:

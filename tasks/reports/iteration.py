@@ -86,7 +86,7 @@ def _dataset_rewards(record: IterationRecord) -> list[tuple[str, float]]:
 def _redrawn(record: IterationRecord) -> list[str]:
     dropped = record.metrics.get("groups_dropped", 0.0)
     lines = [f"| groups left out for lack of spread | {dropped:.0f} |"] if dropped else []
-    return [*lines, f"| draws | {len(record.rounds)} |"] if len(record.rounds) > 1 else lines
+    return [*lines, f"| sampling rounds | {len(record.rounds)} |"] if len(record.rounds) > 1 else lines
 
 
 def _curve(history: Sequence[IterationRecord]) -> str:

@@ -31,7 +31,7 @@ _TITLES = {
     "groups_dropped": ("groups left out", "for lack of spread, over all draws; none of their tokens is trained on"),
     "groups_kept": ("groups kept", "over all draws; what the update learns from"),
     "frac_groups_dropped": ("share of groups left out", "for lack of spread, over all draws"),
-    "rounds": ("rounds", "collections of rollouts; more than one where groups without spread were replaced"),
+    "rounds": ("sampling rounds", "collections of rollouts; more than one where groups without spread were replaced"),
     "kl_penalty": ("KL inside the reward", "mean a {noun} of the KL to the reference while sampling, in nats"),
     "samples_without_reward": ("{noun}s without a reward", "none of the rewards applies to them"),
     "rewards_imputed": ("rewards filled in", "values missing for some siblings, replaced by the group's mean"),

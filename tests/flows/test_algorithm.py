@@ -47,7 +47,7 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
         rollout__group_size=2,
         rewards=exact,
         advantages__constant_groups="redraw",
-        advantages__max_draws=3,
+        advantages__max_rounds=3,
         evaluate__prompts=None,
         **SMALL,
     )
@@ -56,7 +56,7 @@ def test_groups_without_spread_are_drawn_again_up_to_the_bound(empty: Runs) -> N
     assert max(rounds) == 3
     for iteration, (count, groups) in enumerate(zip(rounds, kept, strict=True), start=1):
         folder = empty.path(f"iteration_{iteration:06d}", run="text")
-        assert len(list(folder.glob("draw_*"))) == count - 1
+        assert len(list(folder.glob("round_*"))) == count - 1
         assert groups == 4 or count == 3
         last = folder if count == 1 else folder / f"round_{int(count):02d}"
         advantages = pl.read_parquet(last / "advantages" / "advantages.parquet")

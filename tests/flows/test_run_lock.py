@@ -47,7 +47,7 @@ class Pausing:
             self.paused = True
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def announce(self, line):
+    def log(self, line):
         print(line, file=sys.stderr, flush=True)
 
 @contextmanager

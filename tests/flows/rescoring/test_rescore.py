@@ -172,7 +172,7 @@ def test_running_moments_go_from_iteration_to_iteration(finished: Runs) -> None:
     [
         (({"reward": "sim"},), {}, r"rewards.0: rewards: got 'sim'. There is no such reward. Did you mean ssim"),
         (({"reward": "ssim", "weigth": 1.0},), {}, "There is no such key: did you mean weight"),
-        (({"reward": "answer"},), {}, "It scores a text, and policy.kind glm_image makes an image"),
+        (({"reward": "answer"},), {}, "It scores texts, and policy.kind glm_image makes images"),
         (({**SSIM, "weight": 0.0},), {}, "nothing would be learned"),
         ((SSIM, SSIM), {}, "This name stands twice"),
         (({"reward": "lpips"},), {}, "alexnet-owt-7be5be79.pth"),

@@ -24,7 +24,7 @@ def test_it_is_about_every_flow_of_ours_and_no_other() -> None:
     import flows
     from flows.server.heartbeat_automation import FLOWS
 
-    modules = [importlib.import_module(f"flows.{found.name}") for found in pkgutil.iter_modules(flows.__path__)]
+    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(flows.__path__, "flows.")]
     named = {value.name for module in modules for value in vars(module).values() if isinstance(value, Flow)}
     named |= set(STAGE_FLOWS)
     # Made by hand, on no server.

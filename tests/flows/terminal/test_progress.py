@@ -20,7 +20,7 @@ from tasks.progress import log, progress_of
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What the module's console shows, as a log of 160 columns."""
     console = Console(file=io.StringIO(), width=160)
-    monkeypatch.setattr(terminal, "_console", console)
+    monkeypatch.setattr(terminal, "console", console)
     assert isinstance(console.file, io.StringIO)
     return console.file
 
@@ -115,7 +115,7 @@ def test_a_stage_has_one_line_in_a_log_when_it_ends(screen: io.StringIO, capsys:
 
 def test_a_terminal_has_the_bar_of_the_stage_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system=None)
-    monkeypatch.setattr(terminal, "_console", console)
+    monkeypatch.setattr(terminal, "console", console)
 
     def body() -> None:
         with training_progress():

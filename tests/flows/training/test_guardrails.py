@@ -98,7 +98,7 @@ def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
         ({"evaluate__every": 0}, "watch.stop: got True. Only the first and the last policy are evaluated"),
         ({"evaluate__prompts": None}, "They are scored on held-out samples"),
         ({"watch__guardrails": [{"reward": "answer", "weight": 2.0}]}, "watch.guardrails.0.weight: got 2.0"),
-        ({"watch__guardrails": [{"reward": "ssim"}]}, "watch.guardrails.0.reward: got 'ssim'. It scores an image"),
+        ({"watch__guardrails": [{"reward": "ssim"}]}, "watch.guardrails.0.reward: got 'ssim'. It scores images"),
         ({"watch__guardrails": [{"reward": "answer"}] * 2}, "This name stands twice"),
         ({"watch__fall": 1.5}, "watch.fall"),
     ],

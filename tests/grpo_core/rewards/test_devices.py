@@ -4,7 +4,7 @@ import torch
 from grpo_core.rewards.devices import exact_inference
 
 
-@pytest.mark.parametrize("previous", ["high", "modality"])
+@pytest.mark.parametrize("previous", ["high", "medium"])
 def test_products_are_exact_inside_and_as_before_outside(previous: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(previous)

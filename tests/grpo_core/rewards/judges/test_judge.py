@@ -12,7 +12,7 @@ from grpo_core.rewards.judges.judge import JudgeReward
 from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.scoring import provenance_of
 from tests.grpo_core.rewards.conftest import make_batch, noise
-from tests.grpo_core.rewards.functions.conftest import Asked, Reply, Stub, closed_url, stub
+from tests.grpo_core.rewards.remote.conftest import Asked, Reply, Stub, closed_url, stub
 
 __all__ = ["closed_url", "stub"]
 
@@ -34,9 +34,9 @@ def texts(*completions: str, **more: Any) -> ScoringBatch:
 
 def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
     stub.script(said('{"score": 7}'))
-    image = noise(0, 20, 12)
+    sent = noise(0, 20, 12)
     reward = judge(stub, rubric="Is {prompt} in it?", low=2, high=12, max_tokens=40, seed=5)
-    batch = ScoringBatch(sample_ids=["s"], prompts=["a {cat}"], images=[image], targets=[None])
+    batch = ScoringBatch(sample_ids=["s"], prompts=["a {cat}"], images=[sent], targets=[None])
     assert reward.score(batch) == [Score(0.5, 7.0)]
     (requested,) = stub.requested
     assert (requested.method, requested.path) == ("POST", "/v1/chat/completions")
@@ -50,7 +50,7 @@ def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
     kind, _, content = image["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64"
     with Image.open(io.BytesIO(base64.b64decode(content))) as decoded:
-        assert np.array_equal(np.asarray(decoded), np.asarray(image))
+        assert np.array_equal(np.asarray(decoded), np.asarray(sent))
     assert text["text"].startswith("Is a {cat} in it?\n\nAnswer with one JSON object")
     assert "from 2 (worst) to 12 (best)" in text["text"]
 

@@ -12,7 +12,7 @@ import pytest
 from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
 from grpo_core.rewards.remote.http import Service, ServiceFailure, ask_side_by_side
-from tests.grpo_core.rewards.functions.conftest import Reply, Stub
+from tests.grpo_core.rewards.remote.conftest import Reply, Stub
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 3, "backoff_s": 0.001}
 

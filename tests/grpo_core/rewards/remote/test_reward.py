@@ -9,7 +9,7 @@ from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.scoring import provenance_of, score_samples
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
-from tests.grpo_core.rewards.functions.conftest import Asked, Reply, Stub
+from tests.grpo_core.rewards.remote.conftest import Asked, Reply, Stub
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
 

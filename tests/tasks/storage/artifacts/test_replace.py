@@ -241,7 +241,7 @@ import os, signal, sys
 from tasks.storage.artifacts import replace as succession
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.storage.artifacts.test_replace import SMALLER, succeed
+from tests.tasks.storage.artifacts.test_replace import SMALLER, replace_artifact
 
 root, kind = sys.argv[1:]
 STEPS = ("write_manifest", "_replace", "_remove")
@@ -266,7 +266,7 @@ while True:
         store = ArtifactStore(root, f"run{number}")
         reference = store.find("iteration_000001/rollouts")
         count_down(number)
-        succeed(store, reference, {"fewer": dict(list(SMALLER.items())[:1]), "none": None}[kind])
+        replace_artifact(store, reference, {"fewer": dict(list(SMALLER.items())[:1]), "none": None}[kind])
         os._exit(0)
     if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
         break

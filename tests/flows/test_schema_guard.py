@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.runs.lookup import find_run
 from grpo_core.errors import InputError
-from tasks.storage.filesystem.checked_json import load_checked, dump_checked
-
+from tasks.runs.lookup import find_run
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.flows.conftest import Runs
 
 
