@@ -13,8 +13,6 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
         mark = "[green]ok  [/]" if finding.healthy else "[red]hint[/]"
         line = f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}"
         progress.console.print(line, highlight=False, soft_wrap=True)
-            f"{mark} [bold]{finding.subject}[/]: {escape(finding.said)}", highlight=False, soft_wrap=True
-        )
         if finding.hint:
             progress.console.print(f"     {escape(finding.hint)}", highlight=False, soft_wrap=True)
     if diagnosis.memory is not None:
