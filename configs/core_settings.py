@@ -3,13 +3,12 @@
 from configs.reward_sections import RewardSection, WatchSection
 from configs.schema import (
     AdvantagesSection,
-    MismatchSection,
     PolicySection,
     RunConfig,
     UpdateSection,
 )
 from grpo_core.advantages import AdvantageSettings
-from grpo_core.losses import LossSettings, MismatchSettings, default_importance_level
+from grpo_core.losses import LossSettings, MismatchSettings
 from grpo_core.optimizer import OptimizerSettings
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.parity import ParityTolerance
@@ -120,9 +119,9 @@ def loss_settings(update: UpdateSection) -> LossSettings:
     """
     return LossSettings(
         loss=update.loss,
-        importance_level=update.importance_level or default_importance_level(update.loss),
+        importance_level=update.importance_level,
         clip_range=update.clip_range,
-        clip_range_high=update.clip_range if update.clip_range_high is None else update.clip_range_high,
+        clip_range_high=update.clip_range_high,
         delta=update.delta,
         ratio_cap=update.ratio_cap,
         sapo_temperature_pos=update.sapo_temperature_pos,
@@ -135,7 +134,7 @@ def loss_settings(update: UpdateSection) -> LossSettings:
         kl_estimator=update.kl_estimator,
         kl_importance_correction=update.kl_importance_correction,
         entropy_coef=update.entropy_coef,
-        mismatch=_mismatch_settings(update.mismatch),
+        mismatch=MismatchSettings(**update.mismatch.model_dump()),
         off_policy_threshold=update.off_policy_threshold,
     )
 
@@ -166,12 +165,6 @@ def optimizer_settings(update: UpdateSection) -> OptimizerSettings:
         warmup_steps=update.warmup_steps,
         total_steps=update.total_steps,
     )
-
-
-def _mismatch_settings(mismatch: MismatchSection) -> MismatchSettings | None:
-    if mismatch.mode == "none":
-        return None
-    return MismatchSettings(mismatch.mode, mismatch.level, mismatch.cap, mismatch.floor)
 
 
 def _tolerance(update: UpdateSection, *, in_fp32: bool) -> ParityTolerance:

@@ -10,7 +10,7 @@ from configs.placement_sections import PlacementSection, StorageSection
 from configs.reward_sections import RewardSection, WatchSection
 from configs.section import Decay, Digits, Name, NonNegativeFloat, Positive, Section
 from grpo_core.advantages.settings import Aggregation, Baseline, Scale
-from grpo_core.losses import ImportanceLevel, KlEstimator, LossName, MismatchMode
+from grpo_core.losses import LOSSES, ImportanceLevel, KlEstimator, MismatchMode
 from grpo_core.optimizer import OptimizerKind, Schedule
 from grpo_core.policies.trained import Reference
 from grpo_core.rewards.mix.combine import MissingRewards
@@ -165,7 +165,7 @@ class ParitySection(Section):
 class MismatchSection(Section):
     """Correction by exp(old - rollout) where the sampler is not the policy that is trained (TIS, IcePop)."""
 
-    mode: Literal["none"] | MismatchMode = "none"
+    mode: MismatchMode = "none"
     level: ImportanceLevel = "token"
     cap: float = Field(3.0, ge=1)
     floor: float = Field(0.0, ge=0, le=1)
@@ -196,7 +196,7 @@ class UpdateSection(Section):
     epochs: Digits = Field(1, description="passes over an iteration's rows")
     minibatch_size: Digits | None = Field(None, description="rows an optimizer step; null: all rows of an iteration")
     micro_batch_size: Digits = Field(8, description="rows a forward and backward pass; no effect on the gradient")
-    loss: LossName = "grpo"
+    loss: str = Field("grpo", description=f"{', '.join(LOSSES)}, or your own function as package.module:function")
     importance_level: ImportanceLevel | None = Field(None, description="null: as the loss has it")
     clip_range: float = Field(0.2, gt=0, lt=1)
     clip_range_high: Positive | None = Field(None, description="null: the same as clip_range")

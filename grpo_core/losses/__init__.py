@@ -1,48 +1,55 @@
-"""The whole algebra of the loss, each piece one small pure function.
+"""The algebra of the loss, each piece one small pure function.
 
+registry      every loss as one object: policy term, reduction, importance levels; losses of the user's by import path
+surrogates    the policy term of a token: clipped, cispo, sapo, vespo, and where their bounds are active
 ratios        importance ratio of a token, or of its sequence (GSPO)
-surrogates    the policy term of a token: clipped, with delta; cispo; sapo; vespo; where the bounds are active
 kl            k1, k2, k3 to the reference, times the importance ratio on request
-masks         overlong rows, tokens of low entropy, rows that the policy has left behind
+masks         overlong rows, tokens of low entropy, rows that the policy has moved away from
 mismatch      weights for a sampler that is not the policy: truncated or masked
-reductions    from a value a token to one number, each with its denominator
+reductions    from one value per token to one number, each with its denominator
 settings      every switch, and the combinations that are refused
-policy_loss   all of these composed into the loss of a microbatch
-clip_counts   clipped tokens and rows, for metrics
+policy_loss   all of these composed into the loss of a microbatch, and its clip counts
 """
 
-from grpo_core.losses.clip_counts import ClipCounts, clipped_share_of_rows, count_clipped
-from grpo_core.losses.kl import KlEstimator, estimate_kl, k1_kl, k2_kl, k3_kl
+from grpo_core.losses.kl import KlEstimator, estimate_kl
 from grpo_core.losses.masks import entropy_threshold, high_entropy_mask, on_policy_rows, overlong_mask
-from grpo_core.losses.mismatch import MismatchMode, MismatchSettings, MismatchWeights, mismatch_weights
-from grpo_core.losses.policy_loss import LossInputs, TokenLoss, compute_policy_loss
+from grpo_core.losses.mismatch import MismatchMode, MismatchSettings, mismatch_weights
+from grpo_core.losses.policy_loss import (
+    ClipCounts,
+    LossInputs,
+    TokenLoss,
+    clipped_share_of_rows,
+    compute_policy_loss,
+    count_clipped,
+)
 from grpo_core.losses.ratios import ImportanceLevel, importance_ratio, token_log_ratio
-from grpo_core.losses.reductions import Denominators, LossName
-from grpo_core.losses.settings import LossSettings, default_importance_level
+from grpo_core.losses.reductions import Denominators
+from grpo_core.losses.registry import LOSSES, Loss, custom_loss_digest
+from grpo_core.losses.settings import LossSettings
+from grpo_core.losses.surrogates import PolicyTerm, TermInputs
 
 __all__ = [
+    "LOSSES",
     "ClipCounts",
     "Denominators",
     "ImportanceLevel",
     "KlEstimator",
+    "Loss",
     "LossInputs",
-    "LossName",
     "LossSettings",
     "MismatchMode",
     "MismatchSettings",
-    "MismatchWeights",
+    "PolicyTerm",
+    "TermInputs",
     "TokenLoss",
     "clipped_share_of_rows",
     "compute_policy_loss",
     "count_clipped",
-    "default_importance_level",
+    "custom_loss_digest",
     "entropy_threshold",
     "estimate_kl",
     "high_entropy_mask",
     "importance_ratio",
-    "k1_kl",
-    "k2_kl",
-    "k3_kl",
     "mismatch_weights",
     "on_policy_rows",
     "overlong_mask",

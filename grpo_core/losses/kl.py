@@ -12,35 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_core.losses.ratios import MAX_LOG_RATIO
+
 KlEstimator = Literal["k1", "k2", "k3"]
-
-
-def k1_kl(
-    logprobs: Float[Tensor, "batch time"],
-    ref_logprobs: Float[Tensor, "batch time"],
-    loss_mask: Bool[Tensor, "batch time"],
-) -> Float[Tensor, "batch time"]:
-    """The difference logprobs - ref_logprobs; of either sign, 0 where masked. Meant for the reward: see the module."""
-    return torch.where(loss_mask, logprobs - ref_logprobs.detach(), 0.0)
-
-
-def k2_kl(
-    logprobs: Float[Tensor, "batch time"],
-    ref_logprobs: Float[Tensor, "batch time"],
-    loss_mask: Bool[Tensor, "batch time"],
-) -> Float[Tensor, "batch time"]:
-    """(logprobs - ref_logprobs)^2 / 2; never negative, 0 where masked."""
-    return k1_kl(logprobs, ref_logprobs, loss_mask).square() / 2.0
-
-
-def k3_kl(
-    logprobs: Float[Tensor, "batch time"],
-    ref_logprobs: Float[Tensor, "batch time"],
-    loss_mask: Bool[Tensor, "batch time"],
-) -> Float[Tensor, "batch time"]:
-    """exp(ref - lp) - (ref - lp) - 1; unbiased and never negative, 0 where masked."""
-    difference = -k1_kl(logprobs, ref_logprobs, loss_mask)
-    return torch.expm1(difference) - difference
 
 
 def estimate_kl(
@@ -51,23 +25,26 @@ def estimate_kl(
     *,
     importance_ratio: Float[Tensor, "batch time"] | None = None,
 ) -> Float[Tensor, "batch time"]:
-    """One estimate a token, nats; the gradient reaches `logprobs` and the ratio.
+    """Return one estimate per token, in nats, 0 where masked; the gradient reaches `logprobs` and the ratio.
 
     Args:
         logprobs: under the policy.
         ref_logprobs: under the reference; a constant.
         loss_mask: True for a trained token.
-        estimator: k1, k2 or k3.
+        estimator: k1 = logprobs - ref_logprobs, of either sign; k2 = k1^2 / 2 and k3 = exp(-k1) + k1 - 1 are never
+            negative. The exponent of k3 is clamped at MAX_LOG_RATIO, without a gradient beyond it.
         importance_ratio: with gradient; multiplies the estimate (DeepSeek-V3.2, arXiv:2512.02556). That gives the
-            gradient of KL(policy || reference) with token ratios; with a ratio a sequence it is an approximation.
+            gradient of KL(policy || reference) with token ratios; with one ratio per sequence it is an approximation.
     """
+    k1 = torch.where(loss_mask, logprobs - ref_logprobs.detach(), 0.0)
     match estimator:
         case "k1":
-            kl = k1_kl(logprobs, ref_logprobs, loss_mask)
+            kl = k1
         case "k2":
-            kl = k2_kl(logprobs, ref_logprobs, loss_mask)
+            kl = k1.square() / 2.0
         case "k3":
-            kl = k3_kl(logprobs, ref_logprobs, loss_mask)
+            difference = (-k1).clamp(max=MAX_LOG_RATIO)
+            kl = torch.expm1(difference) - difference
         case _:
             assert_never(estimator)
     return kl if importance_ratio is None else kl * importance_ratio

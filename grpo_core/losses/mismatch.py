@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_core.errors import InputError
 from grpo_core.losses.ratios import ImportanceLevel
 
-MismatchMode = Literal["truncate", "mask"]
+MismatchMode = Literal["none", "truncate", "mask"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class MismatchSettings:
     """How the mismatch ratio becomes a weight.
 
     Attributes:
-        mode: "truncate" holds the ratio within [floor, cap]; "mask" sets it to 0 outside.
-        level: a ratio a token, or the product of a row's ratios for all of its tokens.
+        mode: "none" applies no weight; "truncate" clamps the ratio to [floor, cap]; "mask" sets it to 0 outside.
+        level: one ratio per token, or the product of a row's ratios for all of its tokens.
         cap: upper bound, at least 1.
         floor: lower bound, in [0, 1]; 0 is none.
     """
 
-    mode: MismatchMode
+    mode: MismatchMode = "none"
     level: ImportanceLevel = "token"
     cap: float = 3.0
     floor: float = 0.0
@@ -43,43 +43,25 @@ class MismatchSettings:
             raise InputError("update.mismatch.floor", self.floor, hint)
 
 
-@dataclass(frozen=True)
-class MismatchWeights:
-    """Constants, one a token; at sequence level every token of a row has its row's.
-
-    Attributes:
-        weights: what the policy term is multiplied by; 1 where masked.
-        ratio: exp(old - rollout) before any bound; 1 where masked.
-        bounded: the bounds changed the ratio; False where masked.
-    """
-
-    weights: Float[Tensor, "batch time"]
-    ratio: Float[Tensor, "batch time"]
-    bounded: Bool[Tensor, "batch time"]
-
-
 @torch.no_grad()
 def mismatch_weights(
     old_logprobs: Float[Tensor, "batch time"],
     rollout_logprobs: Float[Tensor, "batch time"],
     loss_mask: Bool[Tensor, "batch time"],
     settings: MismatchSettings,
-) -> MismatchWeights:
-    """Weights of the policy term, one a token.
+) -> Float[Tensor, "batch time"]:
+    """Return the weights of the policy term, 1 where masked; at sequence level all tokens of a row have the row's.
 
     Args:
         old_logprobs: recomputed under the policy before the update.
         rollout_logprobs: as recorded while sampling.
         loss_mask: True for a trained token.
-        settings: mode, level and bounds.
+        settings: mode ("truncate" or "mask"), level and bounds.
     """
     log_ratio = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if settings.level == "sequence":
         log_ratio = torch.where(loss_mask, log_ratio.sum(-1, keepdim=True), 0.0)
     ratio = log_ratio.exp()
-    outside = (ratio < settings.floor) | (ratio > settings.cap)
     if settings.mode == "truncate":
-        weights = ratio.clamp(settings.floor, settings.cap)
-    else:
-        weights = torch.where(outside, 0.0, ratio)
-    return MismatchWeights(weights, ratio, outside)
+        return ratio.clamp(settings.floor, settings.cap)
+    return torch.where((ratio < settings.floor) | (ratio > settings.cap), 0.0, ratio)

@@ -8,30 +8,22 @@ from torch import Tensor
 
 from grpo_core.losses.kl import estimate_kl
 from grpo_core.losses.masks import on_policy_rows
-from grpo_core.losses.mismatch import MismatchWeights, mismatch_weights
-from grpo_core.losses.ratios import importance_ratio, token_log_ratio
-from grpo_core.losses.reductions import Denominators, masked_sum, reduce_tokens
+from grpo_core.losses.mismatch import mismatch_weights
+from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, token_log_ratio
+from grpo_core.losses.reductions import Denominators, masked_sum
 from grpo_core.losses.settings import LossSettings
-from grpo_core.losses.surrogates import (
-    cispo_flags,
-    cispo_surrogate,
-    clip_flags,
-    clipped_surrogate,
-    sapo_surrogate,
-    vespo_surrogate,
-    vespo_weights,
-)
+from grpo_core.losses.surrogates import PolicyTerm, TermInputs
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a microbatch's loss is made of; what stands where the loss mask is False is never seen.
+    """The tensors of a microbatch; values where the loss mask is False are never read.
 
     Attributes:
         logprobs: under the policy that is being trained, with gradient.
-        old_logprobs: under the policy before the update; a constant, as are all that follow but the entropy.
-        advantages: one a row.
-        loss_mask: True for a trained token; overlong rows already taken out.
+        old_logprobs: under the policy before the update; a constant, like all that follow but the entropy.
+        advantages: one per row.
+        loss_mask: True for a trained token; masked overlong rows are already False.
         rollout_logprobs: as recorded while sampling; None where the sampler is the policy before the update.
         ref_logprobs: under the reference; None without one.
         entropy: of the distribution of each token, nats, with gradient; None where the bonus is off.
@@ -50,32 +42,35 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Per-token terms of the loss before any reduction: constants, zero (False) where masked.
+    """The terms of the loss per token before any reduction: constants, zero (False) where masked.
 
     Attributes:
-        surrogate: policy term, after masks and mismatch weights.
-        kl: estimate of KL(policy || reference) as it stands in the loss, before kl_coef; all zero without a reference.
+        policy_loss: the microbatch's share of the minibatch's loss without KL and entropy bonus, a scalar.
+        surrogate: policy term, after masks and mismatch weights; of a loss that gives a scalar, all zero.
+        kl: estimate of KL(policy || reference) as it enters the loss, before kl_coef; all zero without a reference.
         importance_ratio: exp(logprobs - old_logprobs), or its row's at sequence level.
-        clipped_low: the lower bound is active: r < 1 - clip_range and A < 0. Never for cispo, sapo and vespo.
-        clipped_high: the upper bound is active: r > 1 + clip_range_high and A > 0; r > ratio_cap and A > 0 for
-            cispo. Never for sapo and vespo.
-        active: tokens that have a policy term: neither entropy nor drift has taken them out.
-        mismatch: weights for the sampler, with the ratios behind them; None where no correction is set.
+        log_ratio_clamped: the ratio's exponent is clamped; see grpo_core.losses.ratios.
+        clipped_low: the lower bound is active; never for losses without one.
+        clipped_high: the upper bound is active; never for losses without one.
+        active: tokens that have a policy term: neither the entropy mask nor the off-policy mask removes them.
+        mismatch_weights: correction for the sampler, 1 where masked; None where none is configured.
     """
 
+    policy_loss: Float[Tensor, ""]
     surrogate: Float[Tensor, "batch time"]
     kl: Float[Tensor, "batch time"]
     importance_ratio: Float[Tensor, "batch time"]
+    log_ratio_clamped: Bool[Tensor, "batch time"]
     clipped_low: Bool[Tensor, "batch time"]
     clipped_high: Bool[Tensor, "batch time"]
     active: Bool[Tensor, "batch time"]
-    mismatch: MismatchWeights | None = None
+    mismatch_weights: Float[Tensor, "batch time"] | None = None
 
 
 def compute_policy_loss(
     inputs: LossInputs, settings: LossSettings, denominators: Denominators
 ) -> tuple[Float[Tensor, ""], TokenLoss]:
-    """The microbatch's share of the minibatch's loss.
+    """Compute a microbatch's share of the minibatch's loss.
 
     reduce(policy term + kl_coef KL) - entropy_coef * (mean entropy). With the counts of the whole minibatch, the
     values and gradients of its microbatches add up to the minibatch's.
@@ -89,105 +84,74 @@ def compute_policy_loss(
         ValueError: a term is switched on and what it is computed from is missing.
     """
     _require_inputs(inputs, settings)
-    mask = inputs.loss_mask
-    logprobs = torch.where(mask, inputs.logprobs, 0.0)
-    log_ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs, mask)
-    ratio = importance_ratio(log_ratio, mask, settings.importance_level)
-    mismatch = _mismatch(inputs, settings)
+    mask, definition = inputs.loss_mask, settings.definition
+    terms = _term_inputs(inputs, settings, denominators)
+    found = definition.term(terms, settings)
+    term = found if isinstance(found, PolicyTerm) else PolicyTerm(found)
     active = _active_tokens(inputs, settings)
-    surrogate = _policy_term(settings, logprobs, log_ratio, ratio, inputs.advantages.detach(), mismatch)
-    surrogate = torch.where(active, surrogate, 0.0)
-    kl = _kl(inputs, settings, ratio)
-    low, high = _clip_flags(settings, ratio.detach(), inputs.advantages)
-    loss = reduce_tokens(surrogate + settings.kl_coef * kl, mask, settings.loss, denominators)
+    surrogate, policy_loss = torch.zeros_like(terms.ratio), term.values
+    kl = _kl(inputs, settings, terms.ratio)
+    if term.values.ndim:
+        weights = None if definition.uses_mismatch_weights else terms.mismatch_weights
+        surrogate = torch.where(active, term.values if weights is None else term.values * weights, 0.0)
+        policy_loss = definition.reduction(surrogate.detach(), mask, denominators)
+        loss = definition.reduction(surrogate + settings.kl_coef * kl, mask, denominators)
+    else:
+        loss = policy_loss + settings.kl_coef * definition.reduction(kl, mask, denominators)
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * _mean_entropy(inputs, denominators)
-    terms = TokenLoss(
+    nowhere = torch.zeros_like(mask)
+    details = TokenLoss(
+        policy_loss=policy_loss.detach(),
         surrogate=surrogate.detach(),
         kl=kl.detach(),
-        importance_ratio=torch.where(mask, ratio, 0.0).detach(),
-        clipped_low=low & mask,
-        clipped_high=high & mask,
+        importance_ratio=torch.where(mask, terms.ratio, 0.0).detach(),
+        log_ratio_clamped=mask & is_clamped(log_ratio_at(terms.log_ratio, mask, settings.level)),
+        clipped_low=nowhere if term.clipped_low is None else term.clipped_low & mask,
+        clipped_high=nowhere if term.clipped_high is None else term.clipped_high & mask,
         active=active,
-        mismatch=mismatch,
+        mismatch_weights=terms.mismatch_weights,
     )
-    return loss, terms
-
-
-def _require_inputs(inputs: LossInputs, settings: LossSettings) -> None:
-    for switch, value, field in (
-        (settings.kl_coef > 0, inputs.ref_logprobs, "ref_logprobs"),
-        (settings.mismatch is not None, inputs.rollout_logprobs, "rollout_logprobs"),
-        (settings.entropy_coef > 0, inputs.entropy, "entropy"),
-    ):
-        if switch and value is None:
-            raise ValueError(f"the loss needs {field} and there are none: give them, or switch off {_NEEDED_BY[field]}")
+    return loss, details
 
 
 _NEEDED_BY = {"ref_logprobs": "kl_coef", "rollout_logprobs": "mismatch", "entropy": "entropy_coef"}
 
 
-def _policy_term(
-    settings: LossSettings,
-    logprobs: Float[Tensor, "batch time"],
-    log_ratio: Float[Tensor, "batch time"],
-    ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, " batch"],
-    mismatch: MismatchWeights | None,
-) -> Float[Tensor, "batch time"]:
-    """The surrogate of the loss's family, mismatch weights included."""
-    weights = None if mismatch is None else mismatch.weights
-    if settings.loss == "vespo":
-        rows = vespo_weights(
-            log_ratio,
-            weights,
-            advantages,
-            k_pos=settings.vespo_k_pos,
-            lambda_pos=settings.vespo_lambda_pos,
-            k_neg=settings.vespo_k_neg,
-            lambda_neg=settings.vespo_lambda_neg,
-        )
-        return vespo_surrogate(logprobs, rows, advantages)
-    if settings.loss == "cispo":
-        term = cispo_surrogate(logprobs, ratio, advantages, ratio_cap=settings.ratio_cap)
-    elif settings.loss == "sapo":
-        positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
-        term = sapo_surrogate(ratio, advantages, temperature_pos=positive, temperature_neg=negative)
-    else:
-        term = clipped_surrogate(
-            ratio,
-            advantages,
-            clip_range=settings.clip_range,
-            clip_range_high=settings.clip_range_high,
-            delta=settings.delta,
-        )
-    return term if weights is None else term * weights
+def _require_inputs(inputs: LossInputs, settings: LossSettings) -> None:
+    switches = {
+        "ref_logprobs": settings.kl_coef > 0,
+        "rollout_logprobs": settings.mismatch.mode != "none",
+        "entropy": settings.entropy_coef > 0,
+    }
+    for name, switched_on in switches.items():
+        if switched_on and getattr(inputs, name) is None:
+            raise ValueError(f"the loss needs {name}, which is None: give it, or switch off {_NEEDED_BY[name]}")
 
 
-def _clip_flags(
-    settings: LossSettings, ratio: Float[Tensor, "batch time"], advantages: Float[Tensor, " batch"]
-) -> tuple[Bool[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
-    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
-    if settings.loss == "cispo":
-        return nowhere, cispo_flags(ratio, advantages, ratio_cap=settings.ratio_cap)
-    if settings.loss in ("sapo", "vespo"):
-        return nowhere, nowhere
-    low, high = settings.clip_range, settings.clip_range_high
-    return clip_flags(ratio, advantages, clip_range=low, clip_range_high=high)
-
-
-def _mismatch(inputs: LossInputs, settings: LossSettings) -> MismatchWeights | None:
-    if settings.mismatch is None or inputs.rollout_logprobs is None:
-        return None
-    return mismatch_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.loss_mask, settings.mismatch)
+def _term_inputs(inputs: LossInputs, settings: LossSettings, denominators: Denominators) -> TermInputs:
+    mask = inputs.loss_mask
+    log_ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs, mask)
+    weights = None
+    if settings.mismatch.mode != "none" and inputs.rollout_logprobs is not None:
+        weights = mismatch_weights(inputs.old_logprobs, inputs.rollout_logprobs, mask, settings.mismatch)
+    return TermInputs(
+        logprobs=torch.where(mask, inputs.logprobs, 0.0),
+        log_ratio=log_ratio,
+        ratio=importance_ratio(log_ratio_at(log_ratio, mask, settings.level)),
+        advantages=inputs.advantages.detach(),
+        loss_mask=mask,
+        mismatch_weights=weights,
+        denominators=denominators,
+    )
 
 
 def _active_tokens(inputs: LossInputs, settings: LossSettings) -> Bool[Tensor, "batch time"]:
-    """The trained tokens that the entropy mask and the off-policy mask leave a policy term."""
+    """Return the trained tokens to which the entropy mask and the off-policy mask leave a policy term."""
     active = _entropy_tokens(inputs)
     if settings.off_policy_threshold is None:
         return active
-    # What was recorded while sampling shows both the drift of the updates and that of the sampler.
+    # The log-probs recorded while sampling show both the drift of the updates and that of the sampler.
     sampling = inputs.old_logprobs if inputs.rollout_logprobs is None else inputs.rollout_logprobs
     threshold = settings.off_policy_threshold
     rows = on_policy_rows(inputs.logprobs, sampling, inputs.advantages, inputs.loss_mask, threshold=threshold)
@@ -208,6 +172,38 @@ def _entropy_tokens(inputs: LossInputs) -> Bool[Tensor, "batch time"]:
 
 
 def _mean_entropy(inputs: LossInputs, denominators: Denominators) -> Float[Tensor, ""]:
-    """A microbatch's share of the mean over the minibatch's tokens; no loss's own reduction touches it."""
+    """Return a microbatch's share of the mean over the minibatch's tokens, whatever the loss's own reduction."""
     assert inputs.entropy is not None, "required with the coefficient"
     return masked_sum(inputs.entropy, _entropy_tokens(inputs)) / max(denominators.entropy_tokens, 1)
+
+
+@dataclass(frozen=True)
+class ClipCounts:
+    """Clipped tokens of a microbatch, as counts that add up over microbatches and processes.
+
+    Attributes:
+        low: where the lower bound is active.
+        high: where the upper bound is active.
+        counted: trained tokens; at sequence level rows, those without trained tokens included.
+    """
+
+    low: int
+    high: int
+    counted: int
+
+
+def count_clipped(terms: TokenLoss, loss_mask: Bool[Tensor, "batch time"], settings: LossSettings) -> ClipCounts:
+    """Count clipped tokens, or clipped rows where a row has one ratio."""
+    if settings.level == "sequence":
+        low, high = terms.clipped_low.any(-1), terms.clipped_high.any(-1)
+        return ClipCounts(int(low.sum()), int(high.sum()), len(loss_mask))
+    return ClipCounts(int(terms.clipped_low.sum()), int(terms.clipped_high.sum()), int(loss_mask.sum()))
+
+
+def clipped_share_of_rows(
+    clipped: Bool[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"]
+) -> Float[Tensor, " batch"]:
+    """Return each row's share of clipped tokens; NaN for a row without trained tokens."""
+    lengths = loss_mask.sum(-1)
+    shares = (clipped & loss_mask).sum(-1) / lengths.clamp(min=1)
+    return torch.where(lengths > 0, shares, torch.nan)

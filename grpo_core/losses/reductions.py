@@ -1,17 +1,15 @@
-"""From a value a token to one number, each with its denominator.
+"""From one value per token to one number, each reduction with its denominator.
 
 A denominator is counted over the whole minibatch (or over the whole rollout set), never over a microbatch: the losses
 of the microbatches then add up to the minibatch's, however it was split.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo"]
 
 
 @dataclass(frozen=True)
@@ -47,69 +45,56 @@ class Denominators:
         return self.rollout_tokens * self.rows / self.rollout_rows
 
 
+Reduction = Callable[[Tensor, Tensor, Denominators], Tensor]
+"""From values [batch, time], a mask of the same shape and the counts to a scalar."""
+
+
 def masked_sum(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:
-    """Sum over the masked tokens."""
+    """Sum the values where the mask is True."""
     return torch.where(mask, values, 0.0).sum()
 
 
 def mean_of_row_means(
-    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], *, rows: int
+    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], counts: Denominators
 ) -> Float[Tensor, ""]:
-    """Sum over rows of (sum of the row's masked values / the row's masked length), divided by `rows`.
+    """Sum the rows' means over their masked tokens and divide by the minibatch's rows; an empty row counts as zero.
 
-    GRPO (arXiv:2402.03300), equation 3. A row without a masked token contributes zero.
+    GRPO (arXiv:2402.03300), equation 3.
     """
     lengths = mask.sum(-1).clamp(min=1)
-    return (torch.where(mask, values, 0.0).sum(-1) / lengths).sum() / rows
+    return (torch.where(mask, values, 0.0).sum(-1) / lengths).sum() / counts.rows
 
 
-def token_mean(
-    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], *, tokens: float
+def mean_of_tokens(
+    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], counts: Denominators
 ) -> Float[Tensor, ""]:
-    """Sum over tokens divided by `tokens`: a long row counts for more than a short one.
+    """Divide the sum over tokens by the minibatch's trained tokens: a long row counts for more than a short one."""
+    return masked_sum(values, mask) / max(float(counts.tokens), 1.0)
 
-    With the minibatch's own tokens this is bnpo; with its expected share of the rollout set's it is DAPO's
-    (arXiv:2503.14476, equation 12), where a token has one weight in every minibatch of the same number of rows.
+
+def mean_of_expected_tokens(
+    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], counts: Denominators
+) -> Float[Tensor, ""]:
+    """Divide the sum over tokens by the minibatch's expected share of the rollout set's tokens.
+
+    DAPO (arXiv:2503.14476), equation 12: a token has one weight in every minibatch of the same number of rows.
     """
-    return masked_sum(values, mask) / max(tokens, 1.0)
+    return masked_sum(values, mask) / max(counts.expected_tokens, 1.0)
 
 
 def constant_length_mean(
-    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], *, rows: int, max_completion_length: int
+    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], counts: Denominators
 ) -> Float[Tensor, ""]:
-    """Sum over tokens divided by rows * max_completion_length.
+    """Divide the sum over tokens by the minibatch's rows times max_completion_length.
 
     Liu et al., 2025, Dr. GRPO (arXiv:2503.20783): a token's weight depends neither on its row's length nor on the
     other rows'.
     """
-    return masked_sum(values, mask) / (rows * max_completion_length)
+    return masked_sum(values, mask) / (counts.rows * counts.max_completion_length)
 
 
 def mean_of_row_sums(
-    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], *, rows: int
+    values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], counts: Denominators
 ) -> Float[Tensor, ""]:
-    """Sum over tokens divided by `rows`. LUSPO, 2026 (arXiv:2602.05261)."""
-    return masked_sum(values, mask) / rows
-
-
-def reduce_tokens(
-    values: Float[Tensor, "batch time"],
-    mask: Bool[Tensor, "batch time"],
-    loss: LossName,
-    denominators: Denominators,
-) -> Float[Tensor, ""]:
-    """The reduction that belongs to a loss, with its denominator out of the minibatch's counts."""
-    match loss:
-        case "grpo" | "sapo" | "gspo":
-            return mean_of_row_means(values, mask, rows=denominators.rows)
-        case "bnpo":
-            return token_mean(values, mask, tokens=float(denominators.tokens))
-        case "dr_grpo":
-            length = denominators.max_completion_length
-            return constant_length_mean(values, mask, rows=denominators.rows, max_completion_length=length)
-        case "dapo" | "cispo" | "vespo":
-            return token_mean(values, mask, tokens=denominators.expected_tokens)
-        case "luspo":
-            return mean_of_row_sums(values, mask, rows=denominators.rows)
-        case _:
-            assert_never(loss)
+    """Divide the sum over tokens by the minibatch's rows. LUSPO, 2026 (arXiv:2602.05261)."""
+    return masked_sum(values, mask) / counts.rows

@@ -1,140 +1,123 @@
-"""The policy term of each token before masks, weights and reduction: what each loss does with the ratio.
+"""The policy term of each token before masks and reduction: what each loss does with the ratio.
 
-Every function takes one advantage a row and gives a value a token, to be made small. Values where the loss mask is
-False mean nothing: the caller drops them.
+Every function takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`, whose values are minimised.
+Values where the loss mask is False mean nothing: the caller drops them.
 """
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from grpo_core.losses.reductions import Denominators
+    from grpo_core.losses.settings import LossSettings
+
 VESPO_LOWEST = math.log(1e-8)
 VESPO_HIGHEST = 20.0
 
 
-def clipped_surrogate(
-    ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, " batch"],
-    *,
-    clip_range: float,
-    clip_range_high: float,
-    delta: float | None = None,
-) -> Float[Tensor, "batch time"]:
-    """-min(min(r, delta) A, clip(r, 1 - clip_range, 1 + clip_range_high) A).
+@dataclass(frozen=True)
+class TermInputs:
+    """What a loss sees of a microbatch.
+
+    Attributes:
+        logprobs: under the policy that is being trained, nats, with gradient; 0 where masked.
+        log_ratio: logprobs - old_logprobs, with gradient; 0 where masked.
+        ratio: importance ratio of each token, or of its row, with gradient; its exponent is clamped.
+        advantages: one per row.
+        loss_mask: True for a trained token.
+        mismatch_weights: correction for a sampler that is not the policy, 1 where masked; None without one.
+        denominators: counts of the minibatch, for a loss that reduces its tokens itself.
+    """
+
+    logprobs: Float[Tensor, "batch time"]
+    log_ratio: Float[Tensor, "batch time"]
+    ratio: Float[Tensor, "batch time"]
+    advantages: Float[Tensor, " batch"]
+    loss_mask: Bool[Tensor, "batch time"]
+    mismatch_weights: Float[Tensor, "batch time"] | None
+    denominators: "Denominators"
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The policy term of each token, and where its bounds stop the gradient.
+
+    Attributes:
+        values: to be minimised; a scalar is the microbatch's share of the minibatch's policy loss, already reduced.
+        clipped_low: the lower bound is active; None where the loss has none.
+        clipped_high: the upper bound is active; None where the loss has none.
+    """
+
+    values: Float[Tensor, "batch time"] | Float[Tensor, ""]
+    clipped_low: Bool[Tensor, "batch time"] | None = None
+    clipped_high: Bool[Tensor, "batch time"] | None = None
+
+
+def clipped(inputs: TermInputs, settings: "LossSettings") -> PolicyTerm:
+    """Return -min(min(r, delta) A, clip(r, 1 - clip_range, 1 + clip_range_high) A).
 
     Shao et al., 2024, GRPO (arXiv:2402.03300), equation 3; the higher upper bound is DAPO's (arXiv:2503.14476,
-    equation 10), delta that of INTELLECT-2 (arXiv:2505.07291).
-
-    Args:
-        ratio: importance ratio, of a token or of its row.
-        advantages: one a row.
-        clip_range: the ratio is clipped from below at 1 - clip_range.
-        clip_range_high: and from above at 1 + clip_range_high.
-        delta: cap on the ratio of the unclipped branch: bounds the loss where A < 0, whose ratio nothing else bounds.
+    equation 10), delta that of INTELLECT-2 (arXiv:2505.07291): it bounds the loss where A < 0, where nothing else
+    bounds the ratio. The bounds are active at r < 1 - clip_range with A < 0 and at r > 1 + clip_range_high with A > 0.
     """
-    advantage = advantages.unsqueeze(-1)
-    clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range_high)
-    unclipped = ratio if delta is None else ratio.clamp(max=delta)
-    return -torch.minimum(unclipped * advantage, clipped * advantage)
+    ratio, advantage = inputs.ratio, inputs.advantages.unsqueeze(-1)
+    low, high = 1.0 - settings.clip_range, 1.0 + settings.upper_clip_range
+    unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    values = -torch.minimum(unclipped * advantage, ratio.clamp(low, high) * advantage)
+    return PolicyTerm(
+        values,
+        clipped_low=(ratio < low) & (advantage < 0),
+        clipped_high=(ratio > high) & (advantage > 0),
+    )
 
 
-def clip_flags(
-    ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, " batch"],
-    *,
-    clip_range: float,
-    clip_range_high: float,
-) -> tuple[Bool[Tensor, "batch time"], Bool[Tensor, "batch time"]]:
-    """Where the bounds of :func:`clipped_surrogate` stop the gradient.
+def cispo(inputs: TermInputs, settings: "LossSettings") -> PolicyTerm:
+    """Return -stopgrad(min(r, ratio_cap)) A logprob: the weight is capped and no token loses its gradient.
 
-    Returns:
-        Lower bound active (r < 1 - clip_range and A < 0), upper bound active (r > 1 + clip_range_high and A > 0).
+    MiniMax, 2025, MiniMax-M1 (arXiv:2506.13585), equations 4 and 5, without a lower bound. The upper bound counts as
+    active at r > ratio_cap with A > 0: it holds back a token that is to become likelier.
     """
-    advantage = advantages.unsqueeze(-1)
-    return (ratio < 1.0 - clip_range) & (advantage < 0), (ratio > 1.0 + clip_range_high) & (advantage > 0)
+    ratio, advantage = inputs.ratio.detach(), inputs.advantages.unsqueeze(-1)
+    values = -ratio.clamp(max=settings.ratio_cap) * advantage * inputs.logprobs
+    return PolicyTerm(values, clipped_high=(ratio > settings.ratio_cap) & (advantage > 0))
 
 
-def cispo_surrogate(
-    logprobs: Float[Tensor, "batch time"],
-    ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, " batch"],
-    *,
-    ratio_cap: float,
-) -> Float[Tensor, "batch time"]:
-    """-stopgrad(min(r, ratio_cap)) A logprob: the weight is capped and no token loses its gradient.
+def sapo(inputs: TermInputs, settings: "LossSettings") -> PolicyTerm:
+    """Return -A sigmoid(tau (r - 1)) 4 / tau: a smooth gate whose slope at r = 1 is that of r itself.
 
-    MiniMax, 2025, MiniMax-M1 (arXiv:2506.13585), equations 4 and 5, without a lower bound.
+    Soft Adaptive Policy Optimization, 2025 (arXiv:2511.20347). tau is sapo_temperature_pos where A > 0 and
+    sapo_temperature_neg elsewhere; a larger one pushes unlikely tokens down less far.
     """
-    return -ratio.detach().clamp(max=ratio_cap) * advantages.unsqueeze(-1) * logprobs
+    ratio, advantage = inputs.ratio, inputs.advantages.unsqueeze(-1)
+    positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+    temperature = torch.where(advantage > 0, positive, negative).to(ratio.dtype)
+    values = -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * advantage
+    return PolicyTerm(values)
 
 
-def cispo_flags(
-    ratio: Float[Tensor, "batch time"], advantages: Float[Tensor, " batch"], *, ratio_cap: float
-) -> Bool[Tensor, "batch time"]:
-    """Where the cap holds back a token that is to become likelier: r > ratio_cap and A > 0."""
-    return (ratio > ratio_cap) & (advantages.unsqueeze(-1) > 0)
-
-
-def sapo_surrogate(
-    ratio: Float[Tensor, "batch time"],
-    advantages: Float[Tensor, " batch"],
-    *,
-    temperature_pos: float,
-    temperature_neg: float,
-) -> Float[Tensor, "batch time"]:
-    """-A sigmoid(tau (r - 1)) 4 / tau: a smooth gate whose slope at r = 1 is that of r itself.
-
-    Soft Adaptive Policy Optimization, 2025 (arXiv:2511.20347).
-
-    Args:
-        ratio: importance ratio.
-        advantages: one a row.
-        temperature_pos: tau where A > 0.
-        temperature_neg: tau elsewhere; larger, so that unlikely tokens are pushed down less far.
-    """
-    advantage = advantages.unsqueeze(-1)
-    temperature = torch.where(advantage > 0, temperature_pos, temperature_neg).to(ratio.dtype)
-    return -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * advantage
+def vespo(inputs: TermInputs, settings: "LossSettings") -> PolicyTerm:
+    """Return -phi A logprob with the constant weight phi of each row from :func:`vespo_weights`."""
+    weights = vespo_weights(inputs, settings)
+    return PolicyTerm(-(weights * inputs.advantages).unsqueeze(-1) * inputs.logprobs)
 
 
 @torch.no_grad()
-def vespo_weights(
-    log_ratio: Float[Tensor, "batch time"],
-    mismatch_weights: Float[Tensor, "batch time"] | None,
-    advantages: Float[Tensor, " batch"],
-    *,
-    k_pos: float,
-    lambda_pos: float,
-    k_neg: float,
-    lambda_neg: float,
-) -> Float[Tensor, " batch"]:
-    """phi(w) = w^k exp(lambda (1 - w)) of each row, w the product of its token ratios; phi(1) = 1.
+def vespo_weights(inputs: TermInputs, settings: "LossSettings") -> Float[Tensor, " batch"]:
+    """Return phi(w) = w^k exp(lambda (1 - w)) of each row, w the product of its token ratios; phi(1) = 1.
 
-    VESPO, 2026 (arXiv:2602.10693). Each token's log-ratio is held within +-20 nats, and log w within
-    [log 1e-8, 20].
-
-    Args:
-        log_ratio: of each token, 0 where masked.
-        mismatch_weights: of each token, 1 where masked; they multiply w. None: the sampler is the policy.
-        advantages: one a row; k and lambda are those of its sign, 0 counted as positive.
-        k_pos: power of w where A >= 0.
-        lambda_pos: decay of w where A >= 0.
-        k_neg: power of w where A < 0.
-        lambda_neg: decay of w where A < 0.
+    VESPO, 2026 (arXiv:2602.10693). k and lambda are those of the advantage's sign, 0 counted as positive. Mismatch
+    weights multiply w. Each token's log-ratio is clamped to +-20 nats, and log w to [log 1e-8, 20].
     """
-    log_w = log_ratio.clamp(-VESPO_HIGHEST, VESPO_HIGHEST).sum(-1)
-    if mismatch_weights is not None:
-        log_w = log_w + mismatch_weights.log().clamp(VESPO_LOWEST, VESPO_HIGHEST).sum(-1)
+    log_w = inputs.log_ratio.clamp(-VESPO_HIGHEST, VESPO_HIGHEST).sum(-1)
+    if inputs.mismatch_weights is not None:
+        log_w = log_w + inputs.mismatch_weights.log().clamp(VESPO_LOWEST, VESPO_HIGHEST).sum(-1)
     log_w = log_w.clamp(VESPO_LOWEST, VESPO_HIGHEST)
-    k = torch.where(advantages >= 0, k_pos, k_neg).to(log_w.dtype)
-    decay = torch.where(advantages >= 0, lambda_pos, lambda_neg).to(log_w.dtype)
+    positive = inputs.advantages >= 0
+    k = torch.where(positive, settings.vespo_k_pos, settings.vespo_k_neg).to(log_w.dtype)
+    decay = torch.where(positive, settings.vespo_lambda_pos, settings.vespo_lambda_neg).to(log_w.dtype)
     return (decay + k * log_w - decay * log_w.exp()).exp()
-
-
-def vespo_surrogate(
-    logprobs: Float[Tensor, "batch time"], weights: Float[Tensor, " batch"], advantages: Float[Tensor, " batch"]
-) -> Float[Tensor, "batch time"]:
-    """-phi A logprob, with the rows' constant weights of :func:`vespo_weights`."""
-    return -(weights * advantages).unsqueeze(-1) * logprobs

@@ -7,30 +7,33 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.losses import ImportanceLevel, TokenLoss, clipped_share_of_rows, count_clipped
+from grpo_core.losses import LossSettings, TokenLoss, clipped_share_of_rows, count_clipped
 from grpo_core.update.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, as means over its trained tokens unless said otherwise.
+    """One optimizer step; means over its trained tokens unless said otherwise.
 
     Attributes:
-        loss: of the whole minibatch, as its gradient was taken.
+        loss: of the minibatch, as its gradient was computed.
+        policy_loss: the same without the KL term and the entropy bonus.
         grad_norm: before it was clipped.
         learning_rate: that the step was made with.
         kl: estimate of KL(policy || reference), nats; None without a reference.
         entropy: nats.
-        clip_low: share of tokens that the lower bound holds; of rows where a row has one ratio.
+        clip_low: share of tokens where the lower bound is active; of rows where a row has one ratio.
         clip_high: likewise of the upper bound.
-        clip_low_min: the least of the rows' shares.
+        clip_low_min: the smallest of the rows' shares.
         clip_high_max: the largest.
         ratio_mean: importance ratio.
+        log_ratio_clamped: number of tokens whose log-ratio was clamped.
         mismatch_weight: correction for a sampler that is not the policy; 1 where there is none.
         trained_tokens: tokens of the minibatch that the loss reads, a number.
     """
 
     loss: float
+    policy_loss: float
     grad_norm: float
     learning_rate: float
     kl: float | None
@@ -40,6 +43,7 @@ class StepMetrics:
     clip_low_min: float
     clip_high_max: float
     ratio_mean: float
+    log_ratio_clamped: float
     mismatch_weight: float
     trained_tokens: float
 
@@ -62,11 +66,13 @@ class UpdateResult:
         kl = [step.kl for step in self.steps if step.kl is not None]
         return {
             "loss": mean("loss"),
+            "policy_loss": mean("policy_loss"),
             "grad_norm": mean("grad_norm"),
             "learning_rate": self.steps[-1].learning_rate,
             **({"kl": math.fsum(kl) / len(kl)} if kl else {}),
             "entropy": mean("entropy"),
             "importance_ratio/mean": mean("ratio_mean"),
+            "log_ratio_clamped": math.fsum(step.log_ratio_clamped for step in self.steps),
             "clip_ratio/low_mean": mean("clip_low"),
             "clip_ratio/low_min": min(step.clip_low_min for step in self.steps),
             "clip_ratio/high_mean": mean("clip_high"),
@@ -81,17 +87,20 @@ class UpdateResult:
 class StepSums:
     """Sums over the microbatches of one minibatch; means are taken once, at the end."""
 
-    FIELDS = ("loss", "kl", "entropy", "low", "high", "counted", "ratio", "weight", "tokens")
+    FIELDS = (
+        *("loss", "policy_loss", "kl", "entropy", "low", "high", "counted"),
+        *("ratio", "clamped", "weight", "tokens"),
+    )
 
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
-        """Nothing has been seen.
+        """Start at zero.
 
         Args:
             trained: the minibatch's tokens that the loss reads.
         """
-        self._sums = torch.zeros(len(self.FIELDS), dtype=torch.float64)
+        self._sums = dict.fromkeys(self.FIELDS, 0.0)
         self._rows = trained.any(-1).cpu()
-        # By row, because a minimum over processes is had from a sum where each row is counted once.
+        # By row: the minimum over processes then comes from a sum in which each row is counted once.
         self._clipped = torch.zeros(2, len(trained), dtype=torch.float64)
 
     def add(
@@ -100,40 +109,54 @@ class StepSums:
         terms: TokenLoss,
         entropy: Float[Tensor, "batch time"],
         mask: Bool[Tensor, "batch time"],
-        level: ImportanceLevel,
+        settings: LossSettings,
         rows: list[int],
     ) -> None:
-        """Count one microbatch, which has these rows of the minibatch."""
+        """Add one microbatch.
+
+        Args:
+            loss: the microbatch's share of the minibatch's loss.
+            terms: of the same loss, per token.
+            entropy: nats.
+            mask: the microbatch's trained tokens.
+            settings: of the loss.
+            rows: of the minibatch that the microbatch consists of.
+        """
 
         def over_tokens(values: Float[Tensor, "batch time"]) -> float:
             return float(torch.where(mask, values.detach(), 0.0).double().sum())
 
-        clipped = count_clipped(terms, mask, level)
+        clipped = count_clipped(terms, mask, settings)
         tokens = float(mask.sum())
-        seen = [
-            float(loss.detach()),
-            over_tokens(terms.kl),
-            over_tokens(entropy),
-            clipped.low,
-            clipped.high,
-            clipped.counted,
-            over_tokens(terms.importance_ratio),
-            tokens if terms.mismatch is None else over_tokens(terms.mismatch.weights),
-            tokens,
-        ]
-        self._sums += torch.tensor(seen, dtype=torch.float64)
-        for place, flags in enumerate((terms.clipped_low, terms.clipped_high)):
-            self._clipped[place, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
+        weights = terms.mismatch_weights
+        seen = {
+            "loss": float(loss.detach()),
+            "policy_loss": float(terms.policy_loss),
+            "kl": over_tokens(terms.kl),
+            "entropy": over_tokens(entropy),
+            "low": clipped.low,
+            "high": clipped.high,
+            "counted": clipped.counted,
+            "ratio": over_tokens(terms.importance_ratio),
+            "clamped": float(terms.log_ratio_clamped.sum()),
+            "weight": tokens if weights is None else over_tokens(weights),
+            "tokens": tokens,
+        }
+        self._sums = {name: total + seen[name] for name, total in self._sums.items()}
+        for index, flags in enumerate((terms.clipped_low, terms.clipped_high)):
+            self._clipped[index, rows] = clipped_share_of_rows(flags, mask).nan_to_num().double().cpu()
 
     def metrics(
         self, process_group: ProcessGroup, *, grad_norm: float, learning_rate: float, with_reference: bool
     ) -> StepMetrics:
-        """Means over the tokens of all processes."""
-        sums = dict(zip(self.FIELDS, process_group.add(self._sums).tolist(), strict=True))
+        """Return the means over the tokens of all processes."""
+        own = torch.tensor(list(self._sums.values()), dtype=torch.float64)
+        sums = dict(zip(self._sums, process_group.add(own).tolist(), strict=True))
         low, high = process_group.add(self._clipped)[:, self._rows]
         tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
         return StepMetrics(
             loss=sums["loss"],
+            policy_loss=sums["policy_loss"],
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             kl=sums["kl"] / tokens if with_reference else None,
@@ -143,6 +166,7 @@ class StepSums:
             clip_low_min=float(low.min()) if len(low) else 0.0,
             clip_high_max=float(high.max()) if len(high) else 0.0,
             ratio_mean=sums["ratio"] / tokens,
+            log_ratio_clamped=sums["clamped"],
             mismatch_weight=sums["weight"] / tokens,
             trained_tokens=sums["tokens"],
         )

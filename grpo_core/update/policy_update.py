@@ -47,7 +47,7 @@ def update_policy(
     """
     if not len(rows):
         return UpdateResult({}, ())
-    if not bool(rows.on_policy.all()) and settings.loss.mismatch is None:
+    if not bool(rows.on_policy.all()) and settings.loss.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
     per_epoch = list(minibatches(len(rows), settings.minibatch_size, 1, seed))
     ticks = _Ticks(_all_passes(rows, settings, process_group, per_epoch), on_progress)

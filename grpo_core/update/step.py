@@ -103,7 +103,7 @@ def optimizer_step(
     process_group.add_gradients(parameters)
     grad_norm = process_group.gradient_norm(parameters, settings.max_grad_norm)
     if not math.isfinite(grad_norm):
-        hint = "Lower the learning rate, or look at these samples; the last policy version is whole."
+        hint = "Lower the learning rate, or look at these samples; the last policy version is intact."
         raise NonFiniteError("gradient", minibatch.rows.sample_ids, hint)
     learning_rate = optimizer.learning_rate
     optimizer.step()
@@ -118,7 +118,7 @@ def _require_finite_weights(optimizer: PolicyOptimizer, minibatch: Minibatch, pr
     shares = (getattr(weight, "to_local", lambda weight=weight: weight)() for weight in optimizer.parameters.values())
     broken = sum(int(not torch.isfinite(share.detach()).all()) for share in shares)
     if float(process_group.add(torch.tensor(float(broken)))):
-        hint = "Lower the learning rate or the weight decay; the last policy version is whole."
+        hint = "Lower the learning rate or the weight decay; the last policy version is intact."
         raise NonFiniteError("weight after a step", minibatch.rows.sample_ids, hint)
 
 
@@ -156,7 +156,7 @@ def _backward(
         _refuse_non_finite(chunk.sample_ids, terms)
     (loss if counts else loss * 0.0).backward()
     if counts:
-        sums.add(loss, terms, scored.entropy, mask, settings.loss.importance_level, part)
+        sums.add(loss, terms, scored.entropy, mask, settings.loss, part)
 
 
 def _refuse_non_finite(sample_ids: tuple[str, ...], terms: TokenLoss) -> None:

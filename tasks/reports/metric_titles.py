@@ -50,6 +50,7 @@ _TITLES = {
         "of the policy's choice a trained token, in nats; near zero it has one {noun} a prompt only",
     ),
     "importance_ratio/mean": ("importance ratio", "policy in training over policy before the update, mean over tokens"),
+    "log_ratio_clamped": ("clamped log-ratios", "tokens whose policy moved by more than 20 nats; above 0 is a warning"),
     "clip_ratio/low_mean": ("clipped below", "share of tokens whose ratio fell below the clip range"),
     "clip_ratio/low_min": ("clipped below, least", "share of one {noun}"),
     "clip_ratio/high_mean": ("clipped above", "share of tokens whose ratio rose above the clip range"),

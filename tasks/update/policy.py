@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.placement_sections import PlacementSection
 from configs.schema import UpdateSection
+from grpo_core.losses import custom_loss_digest
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halved_once
@@ -34,6 +35,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "max_staleness": inputs["max_staleness"],
         "advantages": inputs["advantages"].digest,
         "update": inputs["update"].model_dump(mode="json"),
+        "custom_loss": custom_loss_digest(inputs["update"].loss),
         "seed": inputs["seed"],
     }
 

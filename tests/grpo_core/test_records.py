@@ -6,7 +6,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from grpo_core.losses.kl import k3_kl
+from grpo_core.losses import estimate_kl
 from grpo_core.records import SampledTokens, TokenBatch, TokenSupport, TrainingRows
 
 IDS = torch.arange(6).reshape(3, 2)
@@ -95,6 +95,6 @@ def test_a_prompt_too_few_is_refused() -> None:
 def test_shapes_and_dtypes_of_signatures_are_checked_in_tests() -> None:
     """The import hook of tests/conftest.py is on: without it, broadcasting would let these pass."""
     with pytest.raises(TypeCheckError):
-        k3_kl(torch.zeros(3, 2), torch.zeros(1, 2), MASK)
+        estimate_kl(torch.zeros(3, 2), torch.zeros(1, 2), MASK, "k3")
     with pytest.raises(TypeCheckError):
         SampledTokens(TokenBatch(("a", "b", "c"), IDS, MASK, 1.0), IDS, torch.ones(3).bool())

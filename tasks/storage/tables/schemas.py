@@ -133,6 +133,7 @@ UPDATE_STEPS = _described(
     [
         ("optimizer_step", pa.int64()),
         ("loss", pa.float64()),
+        ("policy_loss", pa.float64()),  # without the KL term and the entropy bonus
         ("grad_norm", pa.float64()),
         ("learning_rate", pa.float64()),
         ("kl", pa.float64()),
@@ -142,6 +143,7 @@ UPDATE_STEPS = _described(
         ("clip_low_min", pa.float64()),  # over rows
         ("clip_high_max", pa.float64()),
         ("ratio_mean", pa.float64()),
+        ("log_ratio_clamped", pa.float64()),  # tokens
         ("mismatch_weight", pa.float64()),
         ("trained_tokens", pa.float64()),
     ]

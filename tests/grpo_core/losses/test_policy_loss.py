@@ -10,29 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.losses import (
+    LOSSES,
     Denominators,
     LossInputs,
     LossSettings,
     MismatchSettings,
+    TermInputs,
     compute_policy_loss,
     count_clipped,
-    default_importance_level,
     overlong_mask,
 )
 from tests.grpo_core.losses.batches import Loss, count, loss_of, random_inputs
 
 SEEDS = st.integers(0, 2**32 - 1)
-LOSSES: tuple[Any, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo")
 PER_TOKEN = ("surrogate", "kl", "importance_ratio", "clipped_low", "clipped_high", "active")
 
 
-def everything(loss: Any, estimator: Any = "k3") -> LossSettings:
+def everything(loss: str, estimator: Any = "k3") -> LossSettings:
     """Every switch that the loss has."""
     return LossSettings(
         loss,
-        default_importance_level(loss),
         clip_range_high=0.28,
-        delta=1.5 if loss in ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo") else None,
+        delta=1.5 if LOSSES[loss].clips else None,
         ratio_cap=1.4,
         kl_coef=0.1,
         kl_estimator=estimator,
@@ -43,8 +42,8 @@ def everything(loss: Any, estimator: Any = "k3") -> LossSettings:
     )
 
 
-def plain(loss: Any = "grpo", **options: Any) -> LossSettings:
-    return LossSettings(loss, default_importance_level(loss), **options)
+def plain(loss: str = "grpo", **options: Any) -> LossSettings:
+    return LossSettings(loss, **{"kl_importance_correction": False} | options)
 
 
 @st.composite
@@ -131,8 +130,8 @@ def test_clipped_rows_count_once_with_one_ratio_a_row() -> None:
     """Row 1 has the ratio .866: below .9 and to become less likely, so clipped, once; as tokens, twice."""
     inputs = replace(by_hand(), advantages=torch.tensor([-1.0, 1.0]))
     terms = loss_of(inputs, plain("gspo", clip_range=0.1)).terms[0]
-    rows = count_clipped(terms, inputs.loss_mask, "sequence")
-    tokens = count_clipped(terms, inputs.loss_mask, "token")
+    rows = count_clipped(terms, inputs.loss_mask, plain("gspo"))
+    tokens = count_clipped(terms, inputs.loss_mask, plain("grpo"))
     assert (rows.low, rows.high, rows.counted) == (1, 0, 2)
     assert (tokens.low, tokens.high, tokens.counted) == (2, 0, 3)
 
@@ -152,7 +151,7 @@ def require_same(found: Loss, expected: Loss) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(SEEDS, partitions(), st.sampled_from(["k1", "k2", "k3"]))
-def test_microbatches_add_up_to_the_minibatch(loss: Any, seed: int, split: list[list[int]], estimator: Any) -> None:
+def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[list[int]], estimator: Any) -> None:
     """Any rows in any microbatch, every switch on, the minibatch a part of a larger rollout set."""
     inputs, settings = random_inputs(seed), everything(loss, estimator)
     denominators = count(inputs, rollout_rows=20, rollout_tokens=81)
@@ -160,7 +159,7 @@ def test_microbatches_add_up_to_the_minibatch(loss: Any, seed: int, split: list[
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_microbatches_add_up_in_single_precision(loss: Any) -> None:
+def test_microbatches_add_up_in_single_precision(loss: str) -> None:
     inputs = random_inputs(3)
     values = vars(inputs).items()
     inputs = LossInputs(**{name: value.float() if value.is_floating_point() else value for name, value in values})
@@ -171,7 +170,7 @@ def test_microbatches_add_up_in_single_precision(loss: Any) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(SEEDS)
-def test_nothing_under_the_mask_is_seen(loss: Any, seed: int) -> None:
+def test_nothing_under_the_mask_is_seen(loss: str, seed: int) -> None:
     """NaN and infinity there reach neither the loss, nor its gradient, nor its terms."""
     inputs, settings = random_inputs(seed), everything(loss)
     garbage = {
@@ -195,7 +194,7 @@ def test_nothing_under_the_mask_is_seen(loss: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_rows_without_tokens_give_zero_and_no_nan(loss: Any) -> None:
+def test_rows_without_tokens_give_zero_and_no_nan(loss: str) -> None:
     inputs = replace(random_inputs(1), loss_mask=torch.zeros(6, 7, dtype=torch.bool))
     found = loss_of(inputs, everything(loss))
     assert found.value == 0.0
@@ -204,7 +203,7 @@ def test_rows_without_tokens_give_zero_and_no_nan(loss: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_only_log_probs_and_entropy_get_a_gradient(loss: Any) -> None:
+def test_only_log_probs_and_entropy_get_a_gradient(loss: str) -> None:
     inputs = random_inputs(2)
     constants = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs")
     leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in constants}
@@ -234,7 +233,7 @@ def token_weights(loss: str, inputs: LossInputs, denominators: Denominators) -> 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(SEEDS)
-def test_on_policy_gradient_is_the_policy_gradient(loss: Any, seed: int) -> None:
+def test_on_policy_gradient_is_the_policy_gradient(loss: str, seed: int) -> None:
     """At ratio one the derivative by each log-prob is -A times the token's weight, and 0 where masked."""
     inputs = random_inputs(seed)
     inputs = replace(inputs, old_logprobs=inputs.logprobs, entropy_mask=None)
@@ -269,14 +268,60 @@ def test_drift_is_measured_against_the_old_policy_where_nothing_else_is_known() 
 
 
 @pytest.mark.parametrize(
-    ("options", "missing", "message"),
+    ("options", "missing"),
     [
-        ({"kl_coef": 0.1}, "ref_logprobs", "switch off kl_coef"),
-        ({"mismatch": MismatchSettings("mask")}, "rollout_logprobs", "switch off mismatch"),
-        ({"entropy_coef": 0.1}, "entropy", "switch off entropy_coef"),
+        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"mismatch": MismatchSettings("mask")}, "rollout_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
     ],
 )
-def test_a_term_without_its_input_is_refused(options: dict[str, Any], missing: str, message: str) -> None:
+def test_a_term_without_its_input_is_refused(options: dict[str, Any], missing: str) -> None:
     inputs = replace(by_hand(), **{missing: None})
-    with pytest.raises(ValueError, match=f"needs {missing} .*{message}"):
+    with pytest.raises(ValueError, match=missing):
         compute_policy_loss(inputs, plain(**options), count(inputs))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("distance", "advantage"), [(200.0, -1.0), (200.0, 1.0), (-200.0, 1.0)])
+def test_one_token_far_away_leaves_a_finite_loss_and_gradient(loss: str, distance: float, advantage: float) -> None:
+    """exp(200) overflows fp32: its log-ratio is clamped, and counted once per token, or per token of its row."""
+    logprobs = torch.tensor([[-1.0, -1.0]])
+    old = torch.tensor([[-1.0 - 4 * distance, -1.0]])
+    inputs = LossInputs(logprobs, old, torch.tensor([advantage]), torch.ones(1, 2).bool(), ref_logprobs=old + distance)
+    found = loss_of(inputs, LossSettings(loss, kl_coef=0.1))
+    assert math.isfinite(found.value)
+    assert found.logprobs.isfinite().all()
+    assert int(found.terms[0].log_ratio_clamped.sum()) == (2 if plain(loss).level == "sequence" else 1)
+    assert not loss_of(random_inputs(6), plain(loss)).terms[0].log_ratio_clamped.any()
+
+
+def reinforce(inputs: TermInputs, settings: LossSettings) -> torch.Tensor:
+    return -inputs.advantages.unsqueeze(-1) * inputs.logprobs
+
+
+def reinforce_over_tokens(inputs: TermInputs, settings: LossSettings) -> torch.Tensor:
+    return (reinforce(inputs, settings) * inputs.loss_mask).sum() / inputs.denominators.tokens
+
+
+@pytest.mark.parametrize("function", [reinforce, reinforce_over_tokens])
+def test_a_loss_of_the_users(function: Any) -> None:
+    """Named by its import path: per token it is averaged over rows as grpo is, a scalar is taken as it is."""
+    inputs = replace(random_inputs(3), entropy_mask=None)
+    per_token = -inputs.advantages.unsqueeze(-1) * torch.where(inputs.loss_mask, inputs.logprobs, 0.0)
+    expected = {
+        "reinforce": per_token.sum(-1) / inputs.loss_mask.sum(-1).clamp(min=1) / 6,
+        "reinforce_over_tokens": per_token / inputs.loss_mask.sum(),
+    }[function.__name__]
+    settings = plain(f"{__name__}:{function.__name__}")
+    found = loss_of(inputs, settings, count(inputs), split=[[4], [0, 5, 2], [1, 3]])
+    assert found.value == pytest.approx(float(expected.sum()))
+    assert sum(float(terms.policy_loss) for terms in found.terms) == pytest.approx(found.value)
+    with_kl = replace(settings, kl_coef=0.1)
+    kl = loss_of(inputs, replace(settings, loss="grpo", kl_coef=0.1)).value - loss_of(inputs, plain("grpo")).value
+    assert loss_of(inputs, with_kl).value == pytest.approx(float(expected.sum()) + kl)
+
+
+def test_the_policy_loss_is_the_loss_without_kl_and_bonus() -> None:
+    settings = plain("dapo", kl_coef=0.1, entropy_coef=0.3)
+    terms = loss_of(by_hand(), settings).terms[0]
+    assert float(terms.policy_loss) == pytest.approx((-1.2 - 0.5 + 2) / 3)

@@ -1,13 +1,16 @@
 """Ratios by hand, and what must hold for any numbers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from grpo_core.losses import importance_ratio, token_log_ratio
+from grpo_core.losses.ratios import log_ratio_at
 from tests.grpo_core.losses.batches import random_inputs
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -15,11 +18,15 @@ MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, Fal
 LOG_RATIO = torch.tensor([[2.0, 8.0, 99.0], [1.0, 2.0, 4.0], [5.0, 5.0, 5.0]]).log()
 
 
+def ratio_at(log_ratio: Tensor, mask: Tensor, level: Any) -> Tensor:
+    return importance_ratio(log_ratio_at(log_ratio, mask, level))
+
+
 def test_by_hand() -> None:
     """Sequence: the geometric mean of 2 and 8, of 1, 2 and 4, and 1 for a row without tokens."""
-    tokens = importance_ratio(LOG_RATIO, MASK, "token")
+    tokens = ratio_at(LOG_RATIO, MASK, "token")
     assert tokens[:2, :2].flatten().tolist() == pytest.approx([2, 8, 1, 2])
-    sequence = importance_ratio(LOG_RATIO, MASK, "sequence")
+    sequence = ratio_at(LOG_RATIO, MASK, "sequence")
     torch.testing.assert_close(sequence, torch.tensor([[4.0] * 3, [2.0] * 3, [1.0] * 3]))
 
 
@@ -27,7 +34,7 @@ def test_gradient_of_a_sequence_ratio_by_hand() -> None:
     """d s / d logprob = s / length for each token of the row, and 0 where masked."""
     logprobs = torch.where(MASK, LOG_RATIO, 0.0).requires_grad_()
     log_ratio = token_log_ratio(logprobs, torch.zeros_like(LOG_RATIO), MASK)
-    importance_ratio(log_ratio, MASK, "sequence")[:, 0].sum().backward()
+    ratio_at(log_ratio, MASK, "sequence")[:, 0].sum().backward()
     assert logprobs.grad is not None
     expected = [[2, 2, 0], [2 / 3, 2 / 3, 2 / 3], [0, 0, 0]]
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected, dtype=torch.float32))
@@ -37,7 +44,7 @@ def test_gradient_of_a_sequence_ratio_by_hand() -> None:
 def test_levels_agree_on_rows_of_one_token(seed: int) -> None:
     inputs = random_inputs(seed, time=1)
     log_ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.loss_mask)
-    token, sequence = (importance_ratio(log_ratio, inputs.loss_mask, level) for level in ("token", "sequence"))
+    token, sequence = (ratio_at(log_ratio, inputs.loss_mask, level) for level in ("token", "sequence"))
     assert torch.equal(token, sequence)
 
 
@@ -46,7 +53,7 @@ def test_sequence_ratio_lies_between_its_tokens(seed: int) -> None:
     inputs = random_inputs(seed)
     log_ratio = token_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.loss_mask)
     mask = inputs.loss_mask
-    token, sequence = (importance_ratio(log_ratio, mask, level) for level in ("token", "sequence"))
+    token, sequence = (ratio_at(log_ratio, mask, level) for level in ("token", "sequence"))
     rows = mask.any(-1)
     assert (sequence[:, 0] <= token.masked_fill(~mask, -math.inf).amax(-1) + 1e-12)[rows].all()
     assert (sequence[:, 0] >= token.masked_fill(~mask, math.inf).amin(-1) - 1e-12)[rows].all()

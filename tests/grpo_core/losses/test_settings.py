@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import InputError
-from grpo_core.losses import LossSettings, MismatchSettings, default_importance_level
+from grpo_core.losses import LossSettings, MismatchSettings
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,11 @@ from grpo_core.losses import LossSettings, MismatchSettings, default_importance_
     [
         ({"loss": "cispo", "importance_level": "sequence"}, "importance_level", "update.loss to gspo"),
         ({"loss": "vespo", "importance_level": "sequence"}, "importance_level", "token ratios"),
-        ({"loss": "gspo"}, "importance_level", "update.loss to grpo"),
-        ({"loss": "luspo"}, "importance_level", "sequence"),
+        ({"loss": "gspo", "importance_level": "token"}, "importance_level", "update.loss to grpo"),
+        ({"loss": "luspo", "importance_level": "token"}, "importance_level", "sequence"),
+        ({"loss": "gprpo"}, "loss", "Did you mean grpo"),
+        ({"loss": "no_such_module:loss"}, "loss", "no_such_module"),
+        ({"loss": "math:pi"}, "loss", "not a function"),
         ({"loss": "cispo", "delta": 4.0}, "delta", "does not clip"),
         ({"loss": "sapo", "delta": 4.0}, "delta", "does not clip"),
         ({"loss": "vespo", "delta": 4.0}, "delta", "does not clip"),
@@ -42,7 +45,7 @@ from grpo_core.losses import LossSettings, MismatchSettings, default_importance_
 )
 def test_refused(settings: dict[str, Any], place: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
-        LossSettings(**{"loss": "grpo", "importance_level": "token"} | settings)
+        LossSettings(**settings)
     assert caught.value.place == f"update.{place}"
     assert hint in caught.value.hint
 
@@ -60,8 +63,3 @@ def test_refused(settings: dict[str, Any], place: str, hint: str) -> None:
 )
 def test_accepted(settings: dict[str, Any]) -> None:
     LossSettings(**settings)
-
-
-def test_every_loss_accepts_its_own_level() -> None:
-    for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo"):
-        LossSettings(loss, default_importance_level(loss))

@@ -1,7 +1,6 @@
 """The policy terms by hand, their slopes, and on which side each bound binds."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,30 +8,31 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.losses.surrogates import (
-    cispo_flags,
-    cispo_surrogate,
-    clip_flags,
-    clipped_surrogate,
-    sapo_surrogate,
-    vespo_surrogate,
-    vespo_weights,
-)
+from grpo_core.losses import LOSSES, Denominators, LossSettings, PolicyTerm, TermInputs
+from grpo_core.losses.surrogates import vespo_weights
 
 RATIOS = st.floats(0.05, 5.0)
 ADVANTAGES = st.floats(-3.0, 3.0)
 LOW_CLIPS = st.floats(0.01, 0.9)
 HIGH_CLIPS = st.floats(0.01, 1.5)
-VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+ONE = Denominators(1, 1, 1, 1, 1, 1)
 
 
-def value_and_slope(term: Callable[[Tensor, Tensor], Tensor], ratio: float, old: float = 0.0) -> tuple[float, float]:
-    """A term of one token, and its derivative by the log-prob; `term` takes log-prob and ratio."""
-    logprob = torch.tensor([[old + math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    value = term(logprob, (logprob - old).exp())
-    value.sum().backward()
-    assert logprob.grad is not None
-    return float(value.detach()), float(logprob.grad)
+def inputs_of(log_ratio: Tensor, advantages: Tensor, old: float = 0.0, weights: Tensor | None = None) -> TermInputs:
+    mask = torch.ones_like(log_ratio).bool()
+    return TermInputs(old + log_ratio, log_ratio, log_ratio.exp(), advantages, mask, weights, ONE)
+
+
+def one_token(
+    settings: LossSettings, ratio: float, advantage: float, old: float = 0.0
+) -> tuple[float, float, PolicyTerm]:
+    """The policy term of one token, its derivative by the log-prob, and the term with its flags."""
+    log_ratio = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    term = LOSSES[settings.loss].term(inputs_of(log_ratio, one(advantage), old), settings)
+    assert isinstance(term, PolicyTerm)
+    term.values.sum().backward()
+    assert log_ratio.grad is not None
+    return float(term.values.detach()), float(log_ratio.grad), term
 
 
 def one(advantage: float) -> Tensor:
@@ -41,10 +41,8 @@ def one(advantage: float) -> Tensor:
 
 def clipped(
     ratio: float, advantage: float, *, low: float = 0.2, high: float = 0.28, delta: float | None = None
-) -> tuple[float, float]:
-    return value_and_slope(
-        lambda _, r: clipped_surrogate(r, one(advantage), clip_range=low, clip_range_high=high, delta=delta), ratio
-    )
+) -> tuple[float, float, PolicyTerm]:
+    return one_token(LossSettings(clip_range=low, clip_range_high=high, delta=delta), ratio, advantage)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +61,9 @@ def clipped(
     ],
 )
 def test_clipped_by_hand(ratio: float, advantage: float, value: float, slope: float, flags: tuple[bool, bool]) -> None:
-    assert clipped(ratio, advantage) == pytest.approx((value, slope))
-    low, high = clip_flags(torch.tensor([[ratio]]), torch.tensor([advantage]), clip_range=0.2, clip_range_high=0.28)
-    assert (bool(low), bool(high)) == flags
+    *found, term = clipped(ratio, advantage)
+    assert found == pytest.approx([value, slope])
+    assert (term.clipped_low, term.clipped_high) == flags
 
 
 @given(RATIOS, ADVANTAGES, LOW_CLIPS, HIGH_CLIPS)
@@ -73,10 +71,9 @@ def test_gradient_is_zero_exactly_where_a_flag_is_up(ratio: float, advantage: fl
     met = math.exp(math.log(ratio))
     # On a bound itself the slope is any number between those of its two sides.
     assume(met not in (1 - low, 1 + high))
-    flags = clip_flags(torch.tensor([[met]], dtype=torch.float64), one(advantage), clip_range=low, clip_range_high=high)
+    _, slope, term = clipped(ratio, advantage, low=low, high=high)
     stopped = (advantage > 0 and met > 1 + high) or (advantage < 0 and met < 1 - low)
-    assert bool(flags[0] | flags[1]) == stopped
-    slope = clipped(ratio, advantage, low=low, high=high)[1]
+    assert bool(term.clipped_low) or bool(term.clipped_high) if stopped else not (term.clipped_low or term.clipped_high)
     assert slope == (0.0 if stopped else pytest.approx(-met * advantage))
 
 
@@ -91,8 +88,8 @@ def test_delta_caps_the_unclipped_branch_alone(ratio: float, advantage: float, h
     """For A >= 0 nothing changes; for A < 0 the term is as without delta, up to -delta A and flat from there."""
     delta = 1 + high + above
     assume(math.exp(math.log(ratio)) not in (0.8, 1 + high, delta))
-    value, slope = clipped(ratio, advantage, high=high, delta=delta)
-    plain_value, plain_slope = clipped(ratio, advantage, high=high)
+    value, slope, _ = clipped(ratio, advantage, high=high, delta=delta)
+    plain_value, plain_slope, _ = clipped(ratio, advantage, high=high)
     if advantage >= 0 or math.exp(math.log(ratio)) <= delta:
         assert (value, slope) == (plain_value, plain_slope)
     else:
@@ -111,24 +108,20 @@ def test_delta_caps_the_unclipped_branch_alone(ratio: float, advantage: float, h
     ],
 )
 def test_cispo_by_hand(ratio: float, advantage: float, value: float, slope: float) -> None:
-    found = value_and_slope(
-        lambda logprob, r: cispo_surrogate(logprob, r, one(advantage), ratio_cap=2.0), ratio, old=math.log(0.5)
-    )
-    assert found == pytest.approx((value, slope))
-    flag = cispo_flags(torch.tensor([[ratio]]), torch.tensor([advantage]), ratio_cap=2.0)
-    assert bool(flag) == (ratio == 4.0 and advantage == 1.0)
+    *found, term = one_token(LossSettings("cispo", ratio_cap=2.0), ratio, advantage, old=math.log(0.5))
+    assert found == pytest.approx([value, slope])
+    assert term.clipped_high is not None
+    assert bool(term.clipped_high) == (ratio == 4.0 and advantage == 1.0)
 
 
 @given(RATIOS, st.floats(0.1, 3.0) | st.floats(-3.0, -0.1), st.floats(1.0, 3.0))
 def test_cispo_drops_no_token(ratio: float, advantage: float, cap: float) -> None:
-    slope = value_and_slope(lambda logprob, r: cispo_surrogate(logprob, r, one(advantage), ratio_cap=cap), ratio)[1]
+    slope = one_token(LossSettings("cispo", ratio_cap=cap), ratio, advantage)[1]
     assert slope == pytest.approx(-min(ratio, cap) * advantage)
 
 
 def sapo(ratio: float, advantage: float) -> tuple[float, float]:
-    return value_and_slope(
-        lambda _, r: sapo_surrogate(r, one(advantage), temperature_pos=1.0, temperature_neg=1.05), ratio
-    )
+    return one_token(LossSettings("sapo"), ratio, advantage)[:2]
 
 
 def test_sapo_by_hand() -> None:
@@ -146,40 +139,36 @@ def test_sapo_pushes_the_right_way_and_least_far_from_one(ratio: float, advantag
     assert abs(slope) <= ratio * abs(advantage) * (1 + 1e-12)
 
 
+VESPO = LossSettings("vespo")
+
+
 def test_vespo_weights_by_hand() -> None:
     """Ratios 2 and 3: w = 6. A >= 0: 36 exp(3 (1 - 6)); A < 0: 216 exp(2 (1 - 6)). Weights 1/2 bring w to 1.5."""
     log_ratio = torch.tensor([[2.0, 3.0]] * 3, dtype=torch.float64).log()
     advantages = torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
-    found = vespo_weights(log_ratio, None, advantages, **VESPO)
+    found = vespo_weights(inputs_of(log_ratio, advantages), VESPO)
     expected = [36 * math.exp(-15), 216 * math.exp(-10), 36 * math.exp(-15)]
     assert found.tolist() == pytest.approx(expected)
-    found = vespo_weights(log_ratio, torch.full((3, 2), 0.5, dtype=torch.float64), advantages, **VESPO)
+    halves = torch.full((3, 2), 0.5, dtype=torch.float64)
+    found = vespo_weights(inputs_of(log_ratio, advantages, weights=halves), VESPO)
     assert found.tolist() == pytest.approx([2.25 * math.exp(-1.5), 3.375 * math.exp(-1), 2.25 * math.exp(-1.5)])
 
 
 def test_vespo_weight_of_a_masked_token_is_not_zero_times_infinity() -> None:
     """A mismatch weight of 0 counts as 1e-8: the row keeps a weight of about nothing, and no NaN."""
     weights = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    found = vespo_weights(torch.zeros(1, 2, dtype=torch.float64), weights, one(1.0), **VESPO)
+    found = vespo_weights(inputs_of(torch.zeros(1, 2, dtype=torch.float64), one(1.0), weights=weights), VESPO)
     assert found.tolist() == pytest.approx([1e-16 * math.exp(3)], rel=1e-6)
 
 
 @pytest.mark.parametrize("distance", [-1e4, 1e4])
 def test_vespo_is_finite_however_far_the_policy_is(distance: float) -> None:
-    found = vespo_weights(torch.full((1, 3), distance), None, torch.tensor([-1.0]), **VESPO)
+    found = vespo_weights(inputs_of(torch.full((1, 3), distance), torch.tensor([-1.0])), VESPO)
     assert 0 <= float(found) < 1e-15
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @given(ADVANTAGES)
-def test_at_ratio_one_every_term_has_the_policy_gradient(advantage: float) -> None:
+def test_at_ratio_one_every_term_has_the_policy_gradient(loss: str, advantage: float) -> None:
     """The derivative by the log-prob is -A."""
-    terms: list[Callable[[Tensor, Tensor], Tensor]] = [
-        lambda _, r: clipped_surrogate(r, one(advantage), clip_range=0.2, clip_range_high=0.2, delta=1.5),
-        lambda logprob, r: cispo_surrogate(logprob, r, one(advantage), ratio_cap=5.0),
-        lambda _, r: sapo_surrogate(r, one(advantage), temperature_pos=1.0, temperature_neg=1.05),
-        lambda logprob, r: vespo_surrogate(
-            logprob, vespo_weights(r.log(), None, one(advantage), **VESPO), one(advantage)
-        ),
-    ]
-    for term in terms:
-        assert value_and_slope(term, 1.0, old=-2.0)[1] == pytest.approx(-advantage)
+    assert one_token(LossSettings(loss), 1.0, advantage, old=-2.0)[1] == pytest.approx(-advantage)

@@ -23,7 +23,6 @@ from trl import GRPOTrainer
 from grpo_core.losses import (
     LossInputs,
     LossSettings,
-    default_importance_level,
     entropy_threshold,
     high_entropy_mask,
 )
@@ -50,8 +49,7 @@ class TrlLoss:
 
 def configured(loss: str, **options: Any) -> LossSettings:
     """Settings that both sides have; the level is the loss's own unless given."""
-    level = options.pop("importance_level", default_importance_level(loss))
-    return LossSettings(loss=loss, importance_level=level, clip_range_high=0.28, ratio_cap=1.4, **options)
+    return LossSettings(loss, clip_range_high=0.28, ratio_cap=1.4, **{"kl_importance_correction": False} | options)
 
 
 def trl_trainer(settings: LossSettings, *, accumulation: int, per_generation: int, quantile: float) -> Any:
@@ -59,17 +57,17 @@ def trl_trainer(settings: LossSettings, *, accumulation: int, per_generation: in
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     attributes = {
         "loss_type": "grpo" if settings.loss == "gspo" else settings.loss,
-        "importance_sampling_level": settings.importance_level,
+        "importance_sampling_level": settings.level,
         "epsilon_low": settings.clip_range,
-        "epsilon_high": settings.ratio_cap if settings.loss == "cispo" else settings.clip_range_high,
+        "epsilon_high": settings.ratio_cap if settings.loss == "cispo" else settings.upper_clip_range,
         "beta": settings.kl_coef,
         "entropy_coef": settings.entropy_coef,
         "_entropy_bonus_enabled": settings.entropy_coef != 0.0,
         "use_adaptive_entropy": False,
         "top_entropy_quantile": quantile,
         "off_policy_mask_threshold": settings.off_policy_threshold,
-        "use_vllm": settings.mismatch is not None,
-        "vllm_importance_sampling_correction": settings.mismatch is not None,
+        "use_vllm": settings.mismatch.mode != "none",
+        "vllm_importance_sampling_correction": settings.mismatch.mode != "none",
         "aux_loss_enabled": False,
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "current_gradient_accumulation_steps": accumulation,
@@ -88,7 +86,7 @@ def trl_trainer(settings: LossSettings, *, accumulation: int, per_generation: in
             steps_per_generation=per_generation,
         ),
     }
-    if settings.mismatch is not None:
+    if settings.mismatch.mode != "none":
         attributes |= {
             "vllm_importance_sampling_mode": f"{settings.mismatch.level}_{settings.mismatch.mode}",
             "vllm_importance_sampling_clip_max": settings.mismatch.cap,
@@ -170,7 +168,7 @@ def trl_loss(
         }
         if chunk.rollout_logprobs is not None:
             batch["sampling_per_token_logps"] = chunk.rollout_logprobs
-        if settings.mismatch is not None:
+        if settings.mismatch.mode != "none":
             batch["importance_sampling_ratio"] = trl_sampling_ratio(trainer, chunk)
         loss = trainer._compute_loss(None, batch)
         loss.backward()

@@ -1,11 +1,11 @@
 """Rows of like length go through the model together, each once, and each process takes its part."""
 
 import pytest
-from grpo_core.update.process_group import share
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.update.batches import microbatches
+from grpo_core.update.process_group import share
 
 
 class Rank:

@@ -85,6 +85,7 @@ PINNED = {
     "UPDATE_STEPS": [
         ("optimizer_step", "int64"),
         ("loss", "double"),
+        ("policy_loss", "double"),
         ("grad_norm", "double"),
         ("learning_rate", "double"),
         ("kl", "double"),
@@ -94,6 +95,7 @@ PINNED = {
         ("clip_low_min", "double"),
         ("clip_high_max", "double"),
         ("ratio_mean", "double"),
+        ("log_ratio_clamped", "double"),
         ("mismatch_weight", "double"),
         ("trained_tokens", "double"),
     ],
