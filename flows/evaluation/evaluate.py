@@ -13,9 +13,9 @@ from flows.pipeline.forms import Form
 from flows.pipeline.run import Run
 from flows.pipeline.stages import recording
 from tasks.progress import log
-from tasks.runs.evaluations import StoredEvaluation
+from tasks.runs.layout import GUARDRAILS, REWARDS
+from tasks.runs.records import SamplingRound, StoredEvaluation
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.locks.run_lock import locked
 
 EvaluateForm = Annotated[EvaluateRequest, Form(EvaluateRequest, read_request)]
@@ -87,9 +87,9 @@ async def draw(plan: EvaluatePlan) -> StoredEvaluation:
         run = Run(config, plan.store, lock, plan.model, (), plan.heldout)
         async with recording(run.store, lock):
             rollouts = collect_rollouts(run, plan.policy, rounds)
-            rewards = score_rewards(run, rollouts, rounds, config.rewards, "rewards")
+            rewards = score_rewards(run, rollouts, rounds, config.rewards, REWARDS)
             advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), rounds.folder, rounds.title)
-            guardrails = score_rewards(run, rollouts, rounds, config.watch.guardrails, "guardrails")
+            guardrails = score_rewards(run, rollouts, rounds, config.watch.guardrails, GUARDRAILS)
     return StoredEvaluation(rollouts, advantages, rewards, guardrails)
 
 

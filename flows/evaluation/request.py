@@ -24,17 +24,14 @@ from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import provenance_json
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.config import stored_config
-from tasks.runs.evaluations import StoredEvaluation, find_stored
-from tasks.runs.iterations import samplers
+from tasks.runs.layout import evaluation_folder
 from tasks.runs.lookup import find_run
-from tasks.runs.policies import choose_policy
+from tasks.runs.records import StoredEvaluation
+from tasks.runs.stored import choose_policy, find_evaluation, stored_config
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.run_description import RUN_FILE, read_description
+from tasks.storage.artifacts.run_description import read_description
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.schemas import SCHEMA_VERSION
 
-OWN, OTHERS = "evaluations", "evaluations_of"
 # Whatever else a run was made with, the evaluation of its policies does not depend on it.
 _CHANGEABLE = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
 
@@ -103,7 +100,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     """
     _require_changeable(request)
     store = find_run(request.run, request.root)
-    described = _description(store)
+    described = read_description(store)
     own, config = stored_config(store), stored_config(store, [*_of_prompts(request), *request.overrides])
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
@@ -123,12 +120,11 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     rounds = plan_heldout(config, heldout, policy.version)
     assert rounds is not None, "there are held-out prompts"
     own_place = _scored_alike(own, config) and described.get("evaluation") == _digest_of_own(config, heldout)
-    stored = find_stored(store, rounds.folder, config) if own_place else None
+    stored = find_evaluation(store, rounds.folder, config, policy) if own_place else None
     if stored is None:
-        rounds = rounds.model_copy(update={"folder": _place(config, rounds)})
-        stored = find_stored(store, rounds.folder, config)
-    if stored is not None and samplers(store, [stored.rollouts]) != {(policy.version, policy.digest)}:
-        stored = None  # it is of the version that stood here before
+        folder = evaluation_folder(policy.version, _name_of_others(config, rounds))
+        rounds = rounds.model_copy(update={"folder": folder})
+        stored = find_evaluation(store, folder, config, policy)
     return EvaluatePlan(store, config, model, policy, heldout, rounds, stored, notes)
 
 
@@ -141,16 +137,6 @@ def _require_changeable(request: EvaluateRequest) -> None:
             problems.append(InputError("--set", override, hint))
     if problems:
         raise InputErrors(problems)
-
-
-def _description(store: ArtifactStore) -> Mapping[str, Any]:
-    """What run.json says; a run that has lost it can be evaluated still, its configuration says how."""
-    described = read_description(store)
-    version = described.get("schema_version", SCHEMA_VERSION)
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        hint = f"This program reads version {SCHEMA_VERSION}; use the version that wrote it."
-        raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
-    return described
 
 
 def _of_prompts(request: EvaluateRequest) -> list[str]:
@@ -194,10 +180,10 @@ def _digest_of_own(config: RunConfig, heldout: tuple[PromptSet, ...]) -> str:
     return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
-def _place(config: RunConfig, rounds: RolloutPlan) -> str:
-    """A folder for all versions that are evaluated alike: none of the training's, which may be writing those."""
+def _name_of_others(config: RunConfig, rounds: RolloutPlan) -> str:
+    """Name a folder for all versions that are evaluated alike; the training may be writing in its own."""
     described = {**_sampling(config), "rounds": rounds.model_dump(mode="json", exclude={"folder", "title"})}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     stem = PurePosixPath(config.evaluate.prompts).stem if config.evaluate.prompts else "heldout"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:60] or "heldout"
-    return f"{OTHERS}/{name}-{digest[:8]}/{rounds.folder.rsplit('/', 1)[-1]}"
+    return f"{name}-{digest[:8]}"

@@ -1,39 +1,38 @@
-"""What `grpo inspect` shows: a run found, an iteration chosen, its figures, samples and page. Nothing is changed."""
+"""Read what `grpo inspect` shows of a run: metrics, the samples of one iteration, warnings; write the page."""
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.pipeline.run_summary import RunSummary
 from grpo_core.errors import InputError
-from tasks.metrics.names import SIGNS_FILE
 from tasks.reports.group_records import Groups
 from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.page import Heldout, pair_heldout, render_page
 from tasks.reports.page_file import require_page_place, write_page
-from tasks.reports.run_records import RunView
-from tasks.reports.run_view import read_run
 from tasks.reports.target_reader import TargetReader
-from tasks.runs.iterations import iteration_numbers
-from tasks.runs.lookup import find_run
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
+from tasks.runs.lookup import find_run, spans
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tasks.runs.run_view import RunView
 
 MAX_GROUPS = 60
-"""Groups with all their samples in a page; an iteration may have thousands."""
+"""Groups that are shown with all their samples; an iteration may have thousands."""
 
 
 class InspectSummary(RunSummary):
     """What `--json` prints.
 
     Attributes:
-        iteration: the one that is shown; None for a run that has none.
-        iterations_planned: by the configuration.
-        finished: every planned iteration is made.
-        warnings: what is damaged or missing.
-        set_aside: place and reason of what was moved out of the way.
-        html: the page that was written.
+        iteration: the one that is shown; None for a run without iterations.
+        iterations_planned: number in the configuration; None without a readable one.
+        finished: whether every planned iteration is done.
+        warnings: damaged and missing files, as sentences.
+        set_aside: place and reason of files that were moved out of the way.
+        html: path of the page; None where none was requested.
     """
 
     iteration: int | None
@@ -49,10 +48,10 @@ class Inspection:
     """A run as it is shown.
 
     Attributes:
-        run: figures of all iterations.
+        run: everything but the samples.
         groups: samples of the chosen iteration.
-        heldout: samples of the first and the last policy that were evaluated.
-        warnings: what is damaged or missing, for people.
+        heldout: samples of the first and the last evaluated policy; None without two of them.
+        warnings: damaged and missing files, as sentences.
     """
 
     run: RunView
@@ -61,7 +60,11 @@ class Inspection:
     warnings: tuple[str, ...]
 
     def summary(self, html: Path | None) -> InspectSummary:
-        """The figures."""
+        """Return what `--json` prints.
+
+        Args:
+            html: path of the page; None where none was written.
+        """
         run, rewards, evaluated = self.run, self.run.series("reward"), self.run.evaluated
         return InspectSummary(
             run=run.name,
@@ -83,22 +86,22 @@ class Inspection:
 
 
 def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Path | None = None) -> Inspection:
-    """Read a run, and write its page where one is asked for.
+    """Read a run without changing it, and write its page.
 
     Args:
         name: a run under the root, or the path of its folder.
         root: a folder or any fsspec URL.
-        iteration: to show; by default the last one whose samples have rewards.
-        html: file for the page.
+        iteration: to show; None for the last one whose samples have rewards.
+        html: file for the page; None for no page.
 
     Raises:
-        InputError: no such run or iteration, a folder that is no run, or a page that cannot be written there.
+        InputError: there is no such run or iteration, or the page cannot be written there.
     """
     if html is not None:
         require_page_place(html)
-    reader = ArtifactReader(find_run(name, root))
-    if iteration is not None and iteration not in (held := iteration_numbers(reader)):
-        raise InputError("--iteration", iteration, f"{_ranges(held)}. Choose one of these.")
+    reader = RunReader(find_run(name, root))
+    if iteration is not None and iteration not in (known := reader.iterations()):
+        raise InputError("--iteration", iteration, f"The run has iterations {spans(known)}. Choose one of these.")
     run = read_run(reader, iteration)
     targets = TargetReader(LARGE)
     with tempfile.TemporaryDirectory() as fetched:
@@ -112,21 +115,8 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     return inspection
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers as people write them: `1 to 7, 9`."""
-    if not numbers:
-        return "There are no iterations yet"
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    return "The run has " + ", ".join(" to ".join(map(str, span)) for span in spans)
-
-
-def _read_heldout(reader: ArtifactReader, run: RunView, fetched: Path, targets: TargetReader) -> Heldout | None:
-    """The first and the last evaluation; None where there are not two."""
+def _read_heldout(reader: RunReader, run: RunView, fetched: Path, targets: TargetReader) -> Heldout | None:
+    """Pair the first and the last evaluation; None with fewer than two."""
     evaluated = run.evaluated
     if len(evaluated) < 2:
         return None
@@ -136,13 +126,13 @@ def _read_heldout(reader: ArtifactReader, run: RunView, fetched: Path, targets: 
     return pair_heldout(first.version, before, last.version, after)
 
 
-def _warnings(reader: ArtifactReader, run: RunView, targets: TargetReader) -> Iterator[str]:
+def _warnings(reader: RunReader, run: RunView, targets: TargetReader) -> Iterator[str]:
     yield from _signs(reader)
     yield from _pruned(reader, run)
     for damage in run.damages:
         yield f"{damage.place}: {damage.reason}"
     if run.damages:
-        yield "what is damaged is left out here and left where it is; a stage's files are made again by the next start"
+        yield "damaged files are left where they are and not shown; the next start makes the files of a stage again"
     if targets.missing:
         uri, reason = next(iter(targets.missing.items()))
         count = len(targets.missing)
@@ -152,33 +142,35 @@ def _warnings(reader: ArtifactReader, run: RunView, targets: TargetReader) -> It
         )
 
 
-def _pruned(reader: ArtifactReader, run: RunView) -> Iterator[str]:
-    """Of what is shown, the images that were taken away on purpose."""
-    ends = run.evaluated[:1] + run.evaluated[-1:] if len(run.evaluated) > 1 else ()
-    shown = [*((f"iteration {run.shown.iteration}", run.shown.stages) for _ in range(1) if run.shown)]
-    shown += [(f"the evaluation of policy {each.version}", each.stages) for each in ends]
+def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:
+    """Name the images among those shown that `grpo prune` removed."""
+    shown = [(f"iteration {run.shown.iteration}", run.shown.stages)] if run.shown else []
+    if len(run.evaluated) > 1:
+        ends = (run.evaluated[0], run.evaluated[-1])
+        shown += [(f"the evaluation of policy {each.version}", each.stages) for each in ends]
     for name, stages in shown:
-        told = [reader.pruned[each.folder] for each in stages.get("rollouts", ()) if each.folder in reader.pruned]
-        if told:
-            by, on = told[0].get("by", "grpo prune"), told[0].get("on", "a day that nothing says")
+        pruned = [reader.pruned[each.folder] for each in stages.get(ROLLOUTS, ()) if each.folder in reader.pruned]
+        if pruned:
+            by, on = pruned[0].get("by", "grpo prune"), pruned[0].get("on", "an unknown day")
             yield f"{name}: its images were removed on {on} by `{by}`; everything else of it is there"
 
 
-def _signs(reader: ArtifactReader) -> Iterator[str]:
-    """What the watch told last."""
+def _signs(reader: RunReader) -> Iterator[str]:
+    """Repeat the signs of reward hacking that the last evaluation reported."""
     content = reader.read_bytes(SIGNS_FILE)
     if content is None:
         return
     try:
-        told = json.loads(content)
-        for sign in told["signs"]:
-            yield f"watch, policy {told['version']}: {sign}" + (" (the run was stopped)" if told["stopped"] else "")
+        reported = json.loads(content)
+        stopped = " (the run was stopped)" if reported["stopped"] else ""
+        for sign in reported["signs"]:
+            yield f"watch, policy {reported['version']}: {sign}{stopped}"
     except (ValueError, KeyError, TypeError):
-        yield f"{SIGNS_FILE}: it is damaged; the next evaluation writes it anew"
+        yield f"{SIGNS_FILE}: it is damaged; the next evaluation writes it again"
 
 
 def heading(summary: InspectSummary) -> list[tuple[str, str]]:
-    """Names and values that stand at the top."""
+    """Return the names and values at the top of the page and of the terminal's output."""
     return [
         ("reward, first to last", change(summary.reward_first, summary.reward_last)),
         ("held-out, before to after", change(summary.heldout_before, summary.heldout_after)),
@@ -189,7 +181,7 @@ def heading(summary: InspectSummary) -> list[tuple[str, str]]:
 
 
 def change(first: float | None, last: float | None) -> str:
-    """Two rewards and their difference."""
+    """Return two rewards and their difference in words; None is a reward that is not known."""
     if first is None:
         return "none"
     if last is None:

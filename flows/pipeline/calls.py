@@ -9,8 +9,8 @@ from tasks.advantages.compute import compute_advantages_task
 from tasks.execution.shards import clear_shards
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 
 
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:

@@ -23,16 +23,14 @@ from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.rewards.stored import provenance_json
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
-from tasks.runs.schema_guard import refuse_newer
+from tasks.runs.layout import EVALUATIONS, is_result
+from tasks.runs.lookup import require_schema
 from tasks.storage.artifacts.open_store import open_store
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.run_description import CONFIG_FILE, RUN_FILE, read_description, write_description
 from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
 from tasks.storage.locks.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
-
-# Folders of a run that hold what its policies made, beside its iterations.
-_OF_POLICIES = ("policies", "evaluations", "evaluations_of", "rescored")
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     family = model.family
     family.refuse_prompts(config.policy.model, family.settings(config.rollout.model_dump()), prompts)
     with locked(store, setting="run.name", value=config.run.name) as lock:
-        refuse_newer(store)
+        require_schema(store)
         run = Run(config, store, lock, model, training, heldout)
         store.clear_abandoned()
         _set_other_lineage_aside(run)
@@ -189,7 +187,7 @@ def _set_other_lineage_aside(run: Run) -> None:
     kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
     if described is None:
         # Nobody says what these are; anything else in the folder may be a person's own.
-        kept = [name for name in kept if name.startswith("iteration_") or name in _OF_POLICIES]
+        kept = [name for name in kept if is_result(name)]
         if kept:
             store.set_aside(kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made")
         return
@@ -209,9 +207,9 @@ def _set_other_lineage_aside(run: Run) -> None:
 
 def _set_other_evaluations_aside(run: Run) -> None:
     """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
-    held = run.store.filesystem.exists(run.store.path("evaluations"))
+    held = run.store.filesystem.exists(run.store.path(EVALUATIONS))
     if held and run.heldout and _previous_evaluation(run) not in (None, _evaluation(run)):
-        run.store.set_aside(["evaluations"], reason="the held-out prompts, their targets, number or seed changed")
+        run.store.set_aside([EVALUATIONS], reason="the held-out prompts, their targets, number or seed changed")
 
 
 def _evaluation(run: Run) -> str | None:

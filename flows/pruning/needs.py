@@ -9,13 +9,12 @@ import yaml
 
 from configs.loader import check_config
 from configs.schema import RunConfig
-from flows.evaluation.request import OWN
 from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
 from flows.training.evaluation import is_evaluated
 from grpo_core.errors import InputError, InputErrors
-from tasks.runs.evaluations import find_stored
-from tasks.runs.iterations import POLICIES, read_range
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, evaluation_folder
+from tasks.runs.reader import RunReader
+from tasks.runs.stored import find_evaluation, read_range
 from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
 
 BEST = "it has the best held-out reward"
@@ -72,7 +71,7 @@ class _Finder:
 
     def of_best(self) -> None:
         """The version that people will want."""
-        rewards = rewards_of(self.store, OWN)
+        rewards = rewards_of(self.store, EVALUATIONS)
         trained = {version: reward for version, reward in rewards.items() if version in self.versions}
         if trained:
             self.needs.policies[max(trained, key=trained.__getitem__)].append(BEST)
@@ -84,7 +83,7 @@ class _Finder:
         # Held-out prompts of another kind, number or seed have every version drawn again.
         alike = config.evaluate.model_copy(update={"every": self.config.evaluate.every}) == self.config.evaluate
         due = [version for version in self.versions if is_evaluated(config, version)]
-        evaluated = numbers_in(self.store, OWN)
+        evaluated = RunReader(self.store).evaluations()
         scored = {version for version in {*due, *evaluated} if self._is_scored(version, config)}
         for version in due:
             if not alike or version not in scored:
@@ -94,7 +93,7 @@ class _Finder:
                 self.needs.evaluations[version].append(f"{who} scores it: those scores are not there whole")
 
     def _is_scored(self, version: int, config: RunConfig) -> bool:
-        return find_stored(self.store, f"{OWN}/{version:06d}", config) is not None
+        return find_evaluation(self.store, evaluation_folder(version), config) is not None
 
     def of_scheduled(self, scheduled: ScheduledFlow) -> None:
         """What a flow will read."""
@@ -132,16 +131,11 @@ class _Finder:
             self.needs.iterations.append((*_iterations(requested.get("iterations")), f"{who} scores them again"))
 
 
-def numbers_in(store: ArtifactStore, folder: str) -> list[int]:
-    """Numbered folders of a folder of the run, in order."""
-    return sorted(int(name) for name in ArtifactReader(store).names(folder) if name.isdigit())
-
-
 def rewards_of(store: ArtifactStore, folder: str) -> dict[int, float]:
     """Mean held-out reward of the evaluations in a folder of the run, by policy version."""
     rewards: dict[int, float] = {}
-    for version in numbers_in(store, folder):
-        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/advantages"))
+    for version in RunReader(store).evaluations(folder):
+        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/{ADVANTAGES}"))
         metrics = manifest.described.get("metrics") if manifest is not None else None
         reward = metrics.get("reward") if isinstance(metrics, Mapping) else None
         if isinstance(reward, float):

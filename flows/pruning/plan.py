@@ -7,22 +7,30 @@ from functools import partial
 from typing import Any
 
 from configs.schema import RunConfig, TextRolloutSection
-from flows.evaluation.request import OTHERS, OWN
-from flows.pruning.needs import BEST, Needs, find_needs, numbers_in, rewards_of
+from flows.pruning.needs import BEST, Needs, find_needs, rewards_of
 from flows.pruning.request import Age, PruneRules
 from flows.pruning.scheduled import ScheduledFlow
 from tasks.pruning.images import image_bytes, remove_images
 from tasks.pruning.leftovers import abandoned_writes, old_calls
 from tasks.pruning.prunable import Prunable, State, bytes_of, look_at
 from tasks.pruning.set_aside import folders_set_aside, remove_folder
-from tasks.runs.iterations import POLICIES, iteration_numbers, round_names
+from tasks.runs.layout import (
+    ADVANTAGES,
+    EVALUATIONS,
+    OTHER_EVALUATIONS,
+    REWARDS,
+    ROLLOUTS,
+    iteration_folder,
+    policy_folder,
+    stage_folder,
+)
+from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.lineage import LINEAGE, lineage_of
-from tasks.storage.artifacts.reader import ArtifactReader
 from tasks.storage.artifacts.store import ArtifactStore
 
-VERSIONS, IMAGES, EVALUATIONS = "policy versions", "images of iterations", "images of evaluations"
+VERSIONS, IMAGES, HELDOUT_IMAGES = "policy versions", "images of iterations", "images of evaluations"
 ASIDE, CALLS, WRITES = "set aside", "calls of work pools", "unfinished writes"
-KINDS = (VERSIONS, IMAGES, EVALUATIONS, ASIDE, CALLS, WRITES)
+KINDS = (VERSIONS, IMAGES, HELDOUT_IMAGES, ASIDE, CALLS, WRITES)
 """Of what goes, in the order in which people are told."""
 
 ENDS = "the first and the last evaluation are shown side by side"
@@ -96,7 +104,7 @@ def plan_run(
         now: what ages are counted from.
     """
     plan = RunPlan(store)
-    versions = _held_versions(store)
+    versions = _stored_versions(store)
     alive = [version for version, held in versions.items() if held.state is State.WHOLE]
     requested = rules.last is not None or rules.images is not None
     needs = find_needs(store, config, alive, scheduled) if requested else Needs()
@@ -107,9 +115,8 @@ def plan_run(
     return plan
 
 
-def _held_versions(store: ArtifactStore) -> dict[int, Prunable]:
-    names = [name for name in ArtifactReader(store).artifact_names(POLICIES) if name.isdigit()]
-    found = {int(name): look_at(store, f"{POLICIES}/{name}") for name in sorted(names, key=int)}
+def _stored_versions(store: ArtifactStore) -> dict[int, Prunable]:
+    found = {version: look_at(store, policy_folder(version)) for version in RunReader(store).policies()}
     return {version: held for version, held in found.items() if held is not None}
 
 
@@ -143,7 +150,7 @@ def _last_whole(store: ArtifactStore, versions: Sequence[int], count: int) -> tu
     for version in reversed(versions):
         if len(whole) == count:
             break
-        (whole if store.find(f"{POLICIES}/{version:06d}") is not None else damaged).append(version)
+        (whole if store.find(policy_folder(version)) is not None else damaged).append(version)
     return whole, damaged
 
 
@@ -164,7 +171,7 @@ def _plan_images(plan: RunPlan, config: RunConfig, rules: PruneRules, needs: Nee
         if rules.images is not None:
             plan.notes.append("its rollouts are texts, which have no images")
         return
-    drawn = {number: list(_rollouts(plan.store, number)) for number in iteration_numbers(ArtifactReader(plan.store))}
+    drawn = {number: list(_rollouts(plan.store, number)) for number in RunReader(plan.store).iterations()}
     last = max((number for number, rounds in drawn.items() if rounds), default=0)
     for number, rounds in drawn.items():
         going = [held for held in rounds if _goes(held, rules.images, now, number, last)]
@@ -173,19 +180,21 @@ def _plan_images(plan: RunPlan, config: RunConfig, rules: PruneRules, needs: Nee
             reasons.append(UNSCORED)
         for held in going:
             _decide_images(plan, IMAGES, held, reasons, rules, now)
-    for folder in [OWN, *(f"{OTHERS}/{name}" for name in ArtifactReader(plan.store).names(OTHERS))]:
-        _plan_evaluations(plan, folder, rules, needs.evaluations if folder == OWN else {}, now, last)
+    for folder in [
+        EVALUATIONS,
+        *(f"{OTHER_EVALUATIONS}/{name}" for name in RunReader(plan.store).names(OTHER_EVALUATIONS)),
+    ]:
+        _plan_evaluations(plan, folder, rules, needs.evaluations if folder == EVALUATIONS else {}, now, last)
 
 
 def _rollouts(store: ArtifactStore, number: int) -> Iterator[Prunable]:
     for folder in _rounds(store, number):
-        if held := look_at(store, f"{folder}/rollouts"):
+        if held := look_at(store, f"{folder}/{ROLLOUTS}"):
             yield held
 
 
 def _rounds(store: ArtifactStore, number: int) -> list[str]:
-    place = f"iteration_{number:06d}"
-    return [place, *(f"{place}/{name}" for name in round_names(ArtifactReader(store), place))]
+    return RunReader(store).rounds(iteration_folder(number))
 
 
 def _goes(held: Prunable, age: Age | None, now: datetime, number: int, last: int) -> bool:
@@ -197,15 +206,15 @@ def _goes(held: Prunable, age: Age | None, now: datetime, number: int, last: int
 def _is_scored(store: ArtifactStore, config: RunConfig, number: int) -> bool:
     """Whether no stage of the iteration has to look at its images any more."""
     folders = _rounds(store, number)
-    scores = [f"{folder}/rewards/{section.label}" for folder in folders for section in config.rewards]
-    return all(store.find(each) is not None for each in [f"{folders[-1]}/advantages", *scores])
+    scores = [f"{folder}/{REWARDS}/{section.label}" for folder in folders for section in config.rewards]
+    return all(store.find(each) is not None for each in [f"{folders[-1]}/{ADVANTAGES}", *scores])
 
 
 def _plan_evaluations(
     plan: RunPlan, folder: str, rules: PruneRules, needed: Mapping[int, list[str]], now: datetime, last: int
 ) -> None:
-    versions = numbers_in(plan.store, folder)
-    looked_at = {version: look_at(plan.store, f"{folder}/{version:06d}/rollouts") for version in versions}
+    versions = RunReader(plan.store).evaluations(folder)
+    looked_at = {version: look_at(plan.store, f"{folder}/{version:06d}/{ROLLOUTS}") for version in versions}
     found = {version: held for version, held in looked_at.items() if held is not None}
     rewards = rewards_of(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
@@ -214,9 +223,9 @@ def _plan_evaluations(
             continue
         reasons = [*([ENDS] if version in (min(found), max(found)) else []), *([BEST] if version == best else [])]
         reasons += needed.get(version, [])
-        if plan.store.find(f"{folder}/{version:06d}/advantages") is None:
+        if plan.store.find(f"{folder}/{version:06d}/{ADVANTAGES}") is None:
             reasons.append(UNSCORED)
-        _decide_images(plan, EVALUATIONS, held, reasons, rules, now)
+        _decide_images(plan, HELDOUT_IMAGES, held, reasons, rules, now)
 
 
 def _decide_images(
@@ -229,7 +238,7 @@ def _decide_images(
         pruned = _pruned(plan.store, held, "images", rules.of_images if rules.images else "", now)
         return Removal(kind, image_bytes(plan.store, held), lambda: remove_images(plan.store, held, pruned))
 
-    plan.decide(kind, held.folder.removesuffix("/rollouts"), reasons, removal)
+    plan.decide(kind, stage_folder(held.folder), reasons, removal)
 
 
 def _plan_set_aside(plan: RunPlan, age: Age | None, now: datetime) -> None:

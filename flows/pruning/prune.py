@@ -10,14 +10,12 @@ from flows.pruning.plan import KINDS, RunPlan, plan_run
 from flows.pruning.request import PruneRequest, read_rules
 from flows.pruning.scheduled import read_scheduled
 from grpo_core.errors import InputError, InputErrors
-from tasks.runs.config import stored_config
+from tasks.runs.layout import LOCKED_APART
 from tasks.runs.lookup import find_run
+from tasks.runs.stored import stored_config
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import LOCK, RunLock, locked
-
-_HELD_APART = ("rescored/*", "evaluations/*", "evaluations_of/*/*")
-"""Places of a run that other commands hold without holding the run."""
 
 
 class PrunedKind(BaseModel):
@@ -123,7 +121,7 @@ def _held(store: ArtifactStore) -> Iterator[list[RunLock]]:
     """
     with ExitStack() as stack:
         locks = [stack.enter_context(locked(store, setting="RUN", value=store.run))]
-        for pattern in _HELD_APART:
+        for pattern in LOCKED_APART:
             for path in sorted(store.filesystem.glob(store.path(f"{pattern}/{LOCK}"))):
                 place = str(path).rstrip("/").removesuffix(f"/{LOCK}").removeprefix(f"{store.path()}/")
                 locks.append(stack.enter_context(locked(store, place, setting="RUN", value=f"{store.run}/{place}")))

@@ -15,10 +15,12 @@ from flows.training.iteration_report import publish, told
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
-from tasks.metrics.iteration import gather_metrics, has_metrics, write_metrics
 from tasks.progress import log
 from tasks.reports.iteration import IterationRecord
-from tasks.runs.iterations import RECOMPUTED, StoredIteration
+from tasks.runs.layout import iteration_folder
+from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
+from tasks.runs.records import StoredIteration
+from tasks.runs.stored import RECOMPUTED
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.update.policy import update_policy_task
 
@@ -92,7 +94,7 @@ def copy_advantages(
     run: Run, plan: ReplayPlan, stored: StoredIteration, iteration: int, earlier: ArtifactRef | None
 ) -> ArtifactRef:
     """The advantages as they are stored, or computed anew from the stored rewards."""
-    folder, title = f"iteration_{iteration:06d}", f"iteration {iteration}"
+    folder, title = iteration_folder(iteration), f"iteration {iteration}"
     if plan.config.replay.advantages != RECOMPUTED:
         return named(copy_advantages_task, title, plan.config.placement)(stored.advantages, folder)
     return compute_advantages(run, stored.rounds, folder, title, earlier)

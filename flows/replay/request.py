@@ -15,16 +15,16 @@ from configs.replay import CORRECTION, ReplayConfig, ReplaySection, as_replay
 from configs.schema import RunConfig
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import model_digest
-from tasks.runs.iterations import (
+from tasks.runs.lookup import find_run
+from tasks.runs.records import StoredIteration
+from tasks.runs.stored import (
     RECOMPUTED,
     STORED,
-    StoredIteration,
     first_iteration,
     read_iterations,
     read_policy,
     read_range,
 )
-from tasks.runs.lookup import find_run
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.run_description import CONFIG_FILE, read_config_file, read_description
 from tasks.storage.artifacts.store import ArtifactStore

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from configs.reward_sections import RewardSection
 from tasks.rewards.stored import choose_scores
-from tasks.runs.iterations import RESCORED, StoredIteration
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
+from tasks.runs.reader import RunReader
+from tasks.runs.records import StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -30,11 +31,11 @@ def needed_scores(
     store: ArtifactStore, stored: StoredIteration, rewards: Sequence[RewardSection]
 ) -> tuple[tuple[NeededScores, ...], ...]:
     """What each reward needs over each draw of an iteration: tables of the run and of all its rescorings count."""
-    reader = ArtifactReader(store)
+    reader = RunReader(store)
     needed = []
     for draw in stored.rounds:
-        place = draw.rollouts.folder.rsplit("/", 1)[0]
-        folders = [f"{RESCORED}/{name}/{place}/rewards" for name in reader.names(RESCORED)]
+        place = f"{stage_folder(draw.rollouts.folder)}/{REWARDS}"
+        folders = [rescoring_folder(name, place) for name in reader.names(RESCORED)]
         others = [store.find(f"{folder}/{label}") for folder in folders for label in reader.artifact_names(folder)]
         candidates = [*draw.rewards.values(), *(each for each in others if each is not None)]
         needed.append(tuple(NeededScores(each, *choose_scores(store, candidates, each)) for each in rewards))

@@ -18,21 +18,19 @@ from flows.server.reachable import require_pools
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.page_file import require_page_place
-from tasks.runs.config import stored_config
-from tasks.runs.iterations import (
+from tasks.runs.lookup import find_run
+from tasks.runs.records import StoredIteration
+from tasks.runs.stored import (
     RECOMPUTED,
     STORED,
-    StoredIteration,
     first_iteration,
     read_iterations,
     read_range,
+    stored_config,
 )
-from tasks.runs.lookup import find_run
 from tasks.storage.artifacts.store import ArtifactStore
 
 OWN_NAMES = (STORED, RECOMPUTED)
-REWARDS_FILE = "rewards.yaml"
-"""In a rescoring's folder: what it was made with, as JSON, which is YAML too."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from configs.rewards_file import RewardsFile
 from flows.pipeline.forms import Form
 from flows.pipeline.stages import named, recording, score_side_by_side
 from flows.rescoring.form import RescoreForm, read_form
-from flows.rescoring.request import REWARDS_FILE, RescoredRun, RescorePlan
+from flows.rescoring.request import RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.page_file import write_page
@@ -28,13 +28,21 @@ from tasks.reports.rescoring.records import RescoringComparison
 from tasks.reports.rescoring.samples import RescoredIteration, read_outputs, read_rescored
 from tasks.reports.rescoring.table import HEADINGS, reward_rows
 from tasks.rewards.stored import failed_scores
-from tasks.runs.iterations import RESCORED, StoredIteration
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.layout import (
+    ADVANTAGES,
+    REPORT_FILE,
+    REPORT_PAGE,
+    REWARDS,
+    REWARDS_FILE,
+    iteration_folder,
+    parse_iteration,
+    rescoring_folder,
+    stage_folder,
+)
+from tasks.runs.reader import RunReader
+from tasks.runs.records import SamplingRound, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.locks.run_lock import locked
-
-SUMMARY_FILE, PAGE_FILE = "report.json", "report.html"
 
 
 class RescoreSummary(BaseModel):
@@ -85,7 +93,7 @@ async def rescore(plan: Annotated[RescorePlan, Form(RescoreForm, read_form)]) ->
     spent: dict[str, float] = {"scores": 0.0, "advantages": 0.0}
     done: dict[str, list[RescoredIteration]] = {}
     with ExitStack() as held:
-        place = f"{RESCORED}/{plan.name}"
+        place = rescoring_folder(plan.name)
         locks = [held.enter_context(locked(run.store, place, setting="--name", value=plan.name)) for run in plan.runs]
         for run, lock in zip(plan.runs, locks, strict=True):
             async with recording(run.store, lock):
@@ -115,15 +123,15 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[Re
 
 def open_place(name: str, run: RescoredRun) -> None:
     """Say what the scores are of; advantages that other rewards made under the same name are set aside."""
-    store, place = run.store, f"{RESCORED}/{name}"
+    store, place = run.store, rescoring_folder(name)
     requested = RewardsFile(rewards=run.rewards, advantages=run.advantages)
     content = requested.model_dump_json(indent=1).encode()
     if store.read_file(f"{place}/{REWARDS_FILE}") == content:
         return
-    reader = ArtifactReader(store)
-    held = {each: reader.names(f"{place}/{each}") for each in reader.names(place) if each.startswith("iteration_")}
+    reader = RunReader(store)
+    held = {each: reader.names(f"{place}/{each}") for each in reader.names(place) if parse_iteration(each)}
     # The manifest first: without it the table counts for nothing.
-    parts = ("advantages.manifest.json", "advantages")
+    parts = (store.manifest_path(ADVANTAGES), ADVANTAGES)
     stale = [f"{place}/{each}/{part}" for each, names in held.items() for part in parts if part in names]
     if stale:
         store.set_aside(stale, reason=f"the rewards of the rescoring {name} changed")
@@ -133,12 +141,12 @@ def open_place(name: str, run: RescoredRun) -> None:
 def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: int) -> SamplingRound:
     """A draw with the scores that are asked for: stored ones where they are, else computed, side by side."""
     draw, needed = stored.rounds[index], run.needed[stored.number][index]
-    place = draw.rollouts.folder.rsplit("/", 1)[0]
+    place = stage_folder(draw.rollouts.folder)
     missing = [each for each in needed if each.stored is None]
     computed = score_side_by_side(
         draw.rollouts,
         [each.section for each in missing],
-        f"{RESCORED}/{name}/{place}/rewards",
+        rescoring_folder(name, f"{place}/{REWARDS}"),
         f"iteration {stored.number}" if index == 0 else f"iteration {stored.number}, draw {index + 1}",
         run.config.placement,
         earlier={each.section.label: each.earlier for each in missing},
@@ -155,7 +163,7 @@ def compute_advantages(
     """One table over the samples of all draws of an iteration."""
     title = f"iteration {stored.number}"
     stage = named(compute_advantages_task, title, run.config.placement)
-    folder = f"{RESCORED}/{name}/iteration_{stored.number:06d}"
+    folder = rescoring_folder(name, iteration_folder(stored.number))
     return stage(rounds, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
 
 
@@ -172,10 +180,10 @@ def report(
     page = rescoring_page(comparison, moved, outputs, f"{', '.join(done)}: scored again as {plan.name}")
     pages = []
     for store in stores.values():
-        place = f"{RESCORED}/{plan.name}"
-        store.write_file(f"{place}/{SUMMARY_FILE}", json.dumps(comparison.summary(), indent=1).encode())
-        store.write_file(f"{place}/{PAGE_FILE}", page.encode())
-        pages.append(store.path(f"{place}/{PAGE_FILE}"))
+        place = rescoring_folder(plan.name)
+        store.write_file(f"{place}/{REPORT_FILE}", json.dumps(comparison.summary(), indent=1).encode())
+        store.write_file(f"{place}/{REPORT_PAGE}", page.encode())
+        pages.append(store.path(f"{place}/{REPORT_PAGE}"))
     if plan.html is not None:
         write_page(plan.html, page)
         pages.append(str(plan.html))

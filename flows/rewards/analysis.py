@@ -14,7 +14,6 @@ from configs.reward_sections import RewardSection
 from configs.rewards_file import RewardsFile
 from configs.schema import RunConfig
 from flows.rescoring.needed_scores import needed_scores
-from flows.rescoring.request import REWARDS_FILE
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from grpo_core.rewards.registry import build_reward
@@ -25,15 +24,14 @@ from tasks.reports.rewards_analysis.plots import draw_plots
 from tasks.reports.rewards_analysis.records import RewardAnalysis
 from tasks.reports.rewards_analysis.scores import read_scores, score_again
 from tasks.reports.rewards_analysis.watch_plot import draw_watch
-from tasks.reports.run_view import read_run
-from tasks.runs.config import stored_config
-from tasks.runs.iterations import RESCORED, STORED, read_iterations, read_range
+from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, WATCH_PLOT, rescoring_folder
 from tasks.runs.lookup import find_run
-from tasks.storage.artifacts.reader import ArtifactReader
-from tasks.storage.artifacts.sampling_round import SamplingRound
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tasks.runs.records import SamplingRound
+from tasks.runs.stored import STORED, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 
-FOLDER = "analysis"
 REPEATED = 32
 """Samples that are scored once more to see whether the same image gets the same score."""
 
@@ -96,15 +94,15 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
     plots = {**draw_plots(analysis), **watch}
     title = f"{store.run}: rewards" + (f" of the rescoring {request.rescored}" if request.rescored else "")
     page = analysis_page(analysis, plots, title)
-    store.write_file(f"{FOLDER}/report.html", page.encode())
-    store.write_file(f"{FOLDER}/report.json", json.dumps(analysis.summary(), indent=1).encode())
+    store.write_file(f"{ANALYSIS}/{REPORT_PAGE}", page.encode())
+    store.write_file(f"{ANALYSIS}/{REPORT_FILE}", json.dumps(analysis.summary(), indent=1).encode())
     for name, content in plots.items():
-        store.write_file(f"{FOLDER}/{name}", content)
+        store.write_file(f"{ANALYSIS}/{name}", content)
     if request.html is not None:
         write_page(request.html, page)
     summary = AnalysisSummary(
         run=store.run,
-        folder=store.path(FOLDER),
+        folder=store.path(ANALYSIS),
         watch=[str(sign) for sign in signs],
         not_repeated=not_repeated,
         analysis=analysis.summary(),
@@ -120,7 +118,7 @@ def _scored_rounds(
     stored = read_iterations(store, chosen, request.rescored or STORED)
     if request.rescored is None:
         return config.rewards, {each.number: each.rounds for each in stored}
-    content = store.read_file(f"{RESCORED}/{request.rescored}/{REWARDS_FILE}")
+    content = store.read_file(f"{rescoring_folder(request.rescored)}/{REWARDS_FILE}")
     if content is None:
         hint = "It does not say with which rewards it was made; run grpo rescore again."
         raise InputError("--rescored", request.rescored, hint)
@@ -160,7 +158,7 @@ def _score_again(
 
 def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
     """Signs of hacking by the run's own rule, and the image of it; nothing where no guardrail was scored."""
-    evaluated = [each for each in read_run(ArtifactReader(store)).evaluations if each.guardrails]
+    evaluated = [each for each in read_run(RunReader(store)).evaluations if each.guardrails]
     if not evaluated:
         return (), {}
     versions, rewards = [each.version for each in evaluated], [each.reward for each in evaluated]
@@ -170,4 +168,4 @@ def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, 
         signs = hacking_signs(versions, rewards, levels, hacking_rule(config.watch))
     except InputError as error:
         raise InputErrors([error]) from error
-    return signs, {"watch.png": draw_watch(versions, rewards, levels)}
+    return signs, {WATCH_PLOT: draw_watch(versions, rewards, levels)}

@@ -5,8 +5,9 @@ from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rew
 from flows.pipeline.run import Run
 from flows.training.guardrails import find_hacking_signs, report_hacking_signs
 from flows.training.history import TrainingHistory
+from tasks.runs.layout import GUARDRAILS, REWARDS
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 
 
 def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
@@ -14,11 +15,11 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     plan = run.evaluation_plan(policy.version)
     if plan is not None:
         rollouts = collect_rollouts(run, policy, plan)
-        rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
+        rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
         rounds = (SamplingRound(rollouts, rewards),)
         history.heldout[policy.version] = compute_advantages(run, rounds, plan.folder, plan.title)
         watched = run.config.watch
-        history.guardrails[policy.version] = score_rewards(run, rollouts, plan, watched.guardrails, "guardrails")
+        history.guardrails[policy.version] = score_rewards(run, rollouts, plan, watched.guardrails, GUARDRAILS)
         history.signs = find_hacking_signs(watched, history.heldout, history.guardrails)
         if watched.guardrails:
             report_hacking_signs(

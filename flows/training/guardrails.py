@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from configs.core_settings import hacking_rule
 from configs.reward_sections import WatchSection
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
-from tasks.metrics.names import SIGNS_FILE
 from tasks.progress import log
+from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-
-PLOT_FILE = "watch.png"
 
 Guardrails = Mapping[int, Mapping[str, ArtifactRef]]
 """Scores of the held-out samples, by policy version and label."""
@@ -54,5 +52,5 @@ def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], g
     # The plotting library takes a second to import, which a run without guardrails need not wait for.
     from tasks.reports.rewards_analysis.watch_plot import draw_watch
 
-    store.write_file(PLOT_FILE, draw_watch(*held_out_series(heldout, guardrails)))
-    return store.path(PLOT_FILE)
+    store.write_file(WATCH_PLOT, draw_watch(*held_out_series(heldout, guardrails)))
+    return store.path(WATCH_PLOT)

@@ -5,9 +5,9 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from flows.pipeline.run import Run
 from flows.training.history import TrainingHistory
 from flows.training.prefetch import ScoredRollouts
-from tasks.metrics.iteration import gather_metrics, has_metrics, write_metrics
 from tasks.progress import log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
 from tasks.storage.artifacts.reference import PolicyRef
 
 LOGGED_METRICS = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))

@@ -11,8 +11,9 @@ from flows.pipeline.run import Run
 from flows.training.history import TrainingHistory
 from tasks.execution.pool_run import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
 from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import REWARDS
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def sample_groups(
     for draw in range(1, section.max_rounds + 1):
         plan = run.plan(iteration, draw, count, statistics, plans)
         rollouts = collect_rollouts(run, policy, plan)
-        rewards = score_rewards(run, rollouts, plan, run.config.rewards, "rewards")
+        rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
         rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
         advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.advantages)
         count = wanted - int(advantages.metrics["groups_kept"])

@@ -23,8 +23,9 @@ from tasks.advantages.running_moments import moments_as_metrics, running_metrics
 from tasks.execution.caching import stage_task
 from tasks.progress import progress_of
 from tasks.rollouts.rows import padded
+from tasks.runs import layout
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
@@ -87,11 +88,11 @@ def compute_advantages_task(
             applies=samples.applies,
             running=running_moments(earlier, mix),
         )
-        digest = write_table(staged / "advantages.parquet", ADVANTAGES, _columns(samples, result, mix))
+        digest = write_table(staged / layout.ADVANTAGES_FILE, ADVANTAGES, _columns(samples, result, mix))
         report_progress(rows, rows)
         return store.commit(
             staged,
-            f"{folder}/advantages",
+            f"{folder}/{layout.ADVANTAGES}",
             digest=digest,
             schema_version=SCHEMA_VERSION,
             rows=rows,
@@ -158,7 +159,7 @@ def _read_round(
     files = sorted(rollouts.glob("*.parquet"))
     table = pl.read_parquet(files, columns=["sample_id", "group_id", "prompt_id", "dataset", "columns"])
     for section in mix:
-        scores = pl.read_parquet(rewards[section.label] / SCORES_FILE, columns=["sample_id", "value"])
+        scores = pl.read_parquet(rewards[section.label] / layout.SCORES_FILE, columns=["sample_id", "value"])
         table = table.join(
             scores.rename({"value": _column(section)}),
             on="sample_id",

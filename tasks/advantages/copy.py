@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.execution.caching import stage_task
+from tasks.runs.layout import ADVANTAGES
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store
 
@@ -28,7 +29,7 @@ def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
             shutil.copyfile(path, staged / path.name)
         return store.commit(
             staged,
-            f"{folder}/advantages",
+            f"{folder}/{ADVANTAGES}",
             digest=advantages.digest,
             schema_version=advantages.schema_version,
             rows=advantages.rows,

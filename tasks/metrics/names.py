@@ -1,10 +1,10 @@
-"""What the names of some figures and files begin with; imported by what must start fast, so it imports nothing."""
+"""Names and prefixes of metrics that more than one module uses."""
+
+HELDOUT, STEP_TIME = "heldout_reward", "step_time"
+"""Mean held-out reward of the policy that an iteration made; seconds of all its stages."""
+
+SECONDS, GUARDRAILS = "seconds/", "guardrails/"
+"""Prefixes: seconds by stage; mean of a guardrail over the held-out samples, by label."""
 
 RUNNING = "running/"
-"""Moments of a reward over all iterations so far, beside the figures of the advantages; not told to people."""
-
-GUARDRAILS = "guardrails/"
-"""Mean of a guardrail over the held-out samples."""
-
-SIGNS_FILE = "watch.json"
-"""In a run's folder: what the watch over guardrails told last."""
+"""Prefix of a reward's moments over all iterations so far, kept with the advantages and not shown to people."""

@@ -1,54 +1,74 @@
-"""Figures of one stage over the draws of an iteration."""
+"""Pool the metrics of an iteration's stages over its sampling rounds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 
+from tasks.metrics.names import RUNNING, SECONDS, STEP_TIME
 from tasks.storage.artifacts.reference import ArtifactRef
 
-_JOINED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
+_POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
     {"num_tokens": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
 )
 
 
-def pool_rounds(stages: Sequence[ArtifactRef]) -> dict[str, float]:
-    """The figures of all samples of all draws together.
+def stage_metrics(stages: Mapping[tuple[str, str], Sequence[ArtifactRef]]) -> dict[str, float]:
+    """Pool the metrics of each stage over the sampling rounds, and add the seconds of each stage and of all.
+
+    Args:
+        stages: in the order of the stages, by stage and reward label (empty for other stages), an artifact per round.
+    """
+    metrics: dict[str, float] = {}
+    for rounds in stages.values():
+        metrics |= {name: value for name, value in pool_rounds(rounds).items() if not name.startswith(RUNNING)}
+    seconds: dict[str, float] = {}
+    for stage in dict.fromkeys(stage for stage, _ in stages):
+        parts = [rounds for (name, _), rounds in stages.items() if name == stage]
+        # The rewards of a round are computed side by side, so the slowest counts.
+        seconds[stage] = sum(max(part.seconds for part in each if part) for each in zip_longest(*parts))
+    metrics |= {f"{SECONDS}{stage}": spent for stage, spent in seconds.items()}
+    return metrics | {STEP_TIME: sum(seconds.values())}
+
+
+def pool_rounds(rounds: Sequence[ArtifactRef]) -> dict[str, float]:
+    """Return the metrics of all samples of one stage's sampling rounds together.
 
     Counts are summed and extremes taken; means are weighted by the samples that they are of, and standard deviations
     (Bessel-corrected) pooled with their means.
     """
-    if len(stages) == 1:
-        return dict(stages[0].metrics)
+    if len(rounds) == 1:
+        return dict(rounds[0].metrics)
     metrics = {}
-    for name in dict.fromkeys(name for stage in stages for name in stage.metrics):
-        known = [stage for stage in stages if name in stage.metrics]
+    for name in dict.fromkeys(name for each in rounds for name in each.metrics):
+        known = [each for each in rounds if name in each.metrics]
         group, _, kind = name.rpartition("/")
-        if kind in _JOINED:
-            metrics[name] = _JOINED[kind]([stage.metrics[name] for stage in known])
+        if kind in _POOLED:
+            metrics[name] = _POOLED[kind]([each.metrics[name] for each in known])
         elif kind == "std":
-            metrics[name] = _pooled_std(stages, group)
+            metrics[name] = _pooled_std(rounds, group)
         else:
             metrics[name] = _mean(known, group, name)
     return metrics
 
 
-def _counted(stage: ArtifactRef, group: str) -> float:
-    """The samples that a figure of the group is of: those that the reward did not leave out."""
-    return stage.rows - stage.metrics.get(f"{group}/null", 0.0)
+def _counted(artifact: ArtifactRef, group: str) -> float:
+    """The number of samples that a metric of the group is over: those that the reward scored."""
+    return artifact.rows - artifact.metrics.get(f"{group}/null", 0.0)
 
 
-def _mean(stages: Sequence[ArtifactRef], group: str, name: str) -> float:
-    counts = [_counted(stage, group) for stage in stages]
-    return sum(stage.metrics[name] * count for stage, count in zip(stages, counts, strict=True)) / sum(counts)
+def _mean(rounds: Sequence[ArtifactRef], group: str, name: str) -> float:
+    counts = [_counted(each, group) for each in rounds]
+    return sum(each.metrics[name] * count for each, count in zip(rounds, counts, strict=True)) / sum(counts)
 
 
-def _pooled_std(stages: Sequence[ArtifactRef], group: str) -> float:
-    """Of draws of one sample too, which have a mean and no deviation of their own."""
-    known = [stage for stage in stages if f"{group}/mean" in stage.metrics]
+def _pooled_std(rounds: Sequence[ArtifactRef], group: str) -> float:
+    """Pool deviations; a round of one sample has a mean and no deviation."""
+    known = [each for each in rounds if f"{group}/mean" in each.metrics]
     mean = _mean(known, group, f"{group}/mean")
     squares = sum(
-        (_counted(stage, group) - 1) * stage.metrics.get(f"{group}/std", 0.0) ** 2
-        + _counted(stage, group) * (stage.metrics[f"{group}/mean"] - mean) ** 2
-        for stage in known
+        (_counted(each, group) - 1) * each.metrics.get(f"{group}/std", 0.0) ** 2
+        + _counted(each, group) * (each.metrics[f"{group}/mean"] - mean) ** 2
+        for each in known
     )
-    return math.sqrt(squares / (sum(_counted(stage, group) for stage in known) - 1))
+    return math.sqrt(squares / (sum(_counted(each, group) for each in known) - 1))

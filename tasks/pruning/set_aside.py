@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tasks.pruning.prunable import modified
+from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.lineage import lineage_of
-from tasks.storage.artifacts.reader import ArtifactReader
 from tasks.storage.artifacts.run_description import RUN_FILE
 from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
 
@@ -33,7 +33,7 @@ def folders_set_aside(store: ArtifactStore) -> list[SetAsideFolder]:
     """All of a run, in order."""
     present = lineage_of(store)
     found = []
-    for name in ArtifactReader(store).names(SET_ASIDE):
+    for name in RunReader(store).names(SET_ASIDE):
         folder = f"{SET_ASIDE}/{name}"
         files: dict[str, dict[str, int]] = store.filesystem.find(store.path(folder), detail=True)
         if not files:

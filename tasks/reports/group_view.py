@@ -12,10 +12,10 @@ from PIL import Image
 from grpo_core.rewards.image_files import decode_stored
 from tasks.reports.group_records import Groups, GroupView, SampleView
 from tasks.reports.images import shrunk
-from tasks.reports.run_records import Stages
 from tasks.reports.target_reader import TargetReader
-from tasks.storage.artifacts.reader import ArtifactReader
-from tasks.storage.artifacts.sampling_round import SCORES_FILE
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE
+from tasks.runs.reader import RunReader
+from tasks.runs.run_view import Stages
 
 LARGE, SMALL = 320, 96
 """Longest side in pixels of the best and worst image, and of the other siblings; smaller ones stay as they are."""
@@ -26,7 +26,7 @@ _TARGET, _TEXT = ["target_uri", "target_sha256"], "completion"
 Row = Mapping[str, Any]
 
 
-def read_groups(reader: ArtifactReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int) -> Groups:
+def read_groups(reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int) -> Groups:
     """Groups in the order drawn, as far as their stages are there; none without rollouts.
 
     Args:
@@ -36,7 +36,7 @@ def read_groups(reader: ArtifactReader, stages: Stages, fetched: Path, targets: 
         targets: reads the targets.
         limit: most groups that are read.
     """
-    folders = [reader.local_folder(reference, fetched) for reference in stages.get("rollouts", ())]
+    folders = [reader.local_folder(reference, fetched) for reference in stages.get(ROLLOUTS, ())]
     files = [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
     by_group: dict[str, list[Row]] = {}
     for row in _read_rows(files):
@@ -85,14 +85,14 @@ class SampleScores:
         return math.inf if reward is None else -reward
 
 
-def _read_thoughts(reader: ArtifactReader, stages: Stages, fetched: Path) -> SampleScores:
+def _read_thoughts(reader: RunReader, stages: Stages, fetched: Path) -> SampleScores:
     columns = ["sample_id", "group_id", "reward", "advantage", "dropped"]
     rows: list[Row] = []
-    for reference in stages.get("advantages", ()):
-        table = pq.ParquetFile(reader.local_folder(reference, fetched) / "advantages.parquet")
+    for reference in stages.get(ADVANTAGES, ()):
+        table = pq.ParquetFile(reader.local_folder(reference, fetched) / ADVANTAGES_FILE)
         rows += table.read(columns=columns).to_pylist()
     scores: dict[str, dict[str, float | None]] = {}
-    for reference in stages.get("rewards", ()):
+    for reference in stages.get(REWARDS, ()):
         path = reader.local_folder(reference, fetched) / SCORES_FILE
         table = pq.ParquetFile(path).read(columns=["sample_id", "value"])
         values = zip(table["sample_id"].to_pylist(), table["value"].to_pylist(), strict=True)

@@ -11,10 +11,9 @@ import polars as pl
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.images import SheetRow, contact_sheet, read_images
 from tasks.reports.passages import fenced
+from tasks.runs.layout import ADVANTAGES_FILE, CONTACT_SHEET, HELDOUT_TEXTS, ROLLOUTS, stage_folder
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-
-CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
 
 
 def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
@@ -86,14 +85,13 @@ class _Side:
 
 
 def _read_side(store: ArtifactStore, advantages: ArtifactRef, fetched: Path, columns: Sequence[str]) -> _Side:
-    place = advantages.folder.rsplit("/", 1)[0]
-    reference = store.find(f"{place}/rollouts")
+    reference = store.find(f"{stage_folder(advantages.folder)}/{ROLLOUTS}")
     assert reference is not None, "an evaluation keeps its rollouts"
     rollouts = store.local_files(reference, fetched / "rollouts")
     scored = store.local_files(advantages, fetched / "advantages")
     names = ["sample_id", "group_id", "prompt", *columns]
     table = pl.read_parquet(sorted(rollouts.glob("*.parquet")), columns=names).join(
-        pl.read_parquet(scored / "advantages.parquet", columns=["sample_id", "reward"]),
+        pl.read_parquet(scored / ADVANTAGES_FILE, columns=["sample_id", "reward"]),
         on="sample_id",
         maintain_order="left",
     )

@@ -12,9 +12,10 @@ from PIL import Image
 from tasks.reports.curve import curve_svg
 from tasks.reports.images import PRUNED, data_uri, read_images, thumbnail_uri
 from tasks.reports.passages import in_cell, shortened
-from tasks.reports.run_records import dataset_of
+from tasks.runs.layout import SCORES_FILE
+from tasks.runs.records import SamplingRound
+from tasks.runs.run_view import dataset_of
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 SHOWN, SHOWN_GROUPS = 4, 8

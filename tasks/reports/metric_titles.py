@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tasks.metrics.names import GUARDRAILS
-from tasks.reports.run_records import Noun, dataset_of
+from tasks.runs.run_view import Noun, dataset_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tasks.reports.group_view import SMALL
 from tasks.reports.images import data_uri, shrunk
 from tasks.reports.metric_titles import metric_title
 from tasks.reports.passages import ends
-from tasks.reports.run_records import IterationView, Noun, RunView
+from tasks.runs.run_view import IterationView, Noun, RunView
 
 CHARTED = (
     "reward_std_within_groups",

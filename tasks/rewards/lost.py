@@ -5,7 +5,7 @@ import json
 
 from grpo_core.errors import InputError
 from tasks.execution.shards import SHARDS
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
 
@@ -44,7 +44,7 @@ def _joined(folder: str) -> str:
 
 def _set_aside(store: ArtifactStore, table: str) -> tuple[str, str] | None:
     """Where the table was put last, and why; None where it alone never was."""
-    for name in sorted(ArtifactReader(store).names(SET_ASIDE), reverse=True):
+    for name in sorted(RunReader(store).names(SET_ASIDE), reverse=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             told = json.loads(store.read_file(f"{SET_ASIDE}/{name}/reason.json") or b"{}")
             if table in told["paths"] or store.manifest_path(table) in told["paths"]:

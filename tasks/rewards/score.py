@@ -24,8 +24,8 @@ from tasks.rewards.lost import refuse_lost_scores
 from tasks.rewards.process_pool import score_side_by_side
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
 from tasks.rewards.stored import provenance_json
+from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION

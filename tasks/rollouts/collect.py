@@ -19,6 +19,7 @@ from tasks.models.resident import ModelSpec, policy_at
 from tasks.progress import progress_of
 from tasks.rollouts.plan import RolloutPlan
 from tasks.rollouts.rows import SCHEMAS, rollout_columns
+from tasks.runs.layout import ROLLOUTS
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests
@@ -75,7 +76,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
                 _take(path, staged / f"part-{number:05d}.parquet")
         return store.commit(
             staged,
-            f"{plan.folder}/rollouts",
+            f"{plan.folder}/{ROLLOUTS}",
             digest=joint_digest(digests),
             schema_version=SCHEMA_VERSION,
             rows=sum(part.rows for part in parts),
@@ -151,7 +152,7 @@ def _collect(
         digest = writer.close()
         return store.commit(
             staged,
-            f"{plan.folder}/rollouts",
+            f"{plan.folder}/{ROLLOUTS}",
             digest=digest,
             schema_version=SCHEMA_VERSION,
             rows=writer.rows,

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from grpo_core.collect import GroupRequest
 from grpo_core.seeds import derive_seed
 from tasks.prompts.curriculum import DrawnPrompt
+from tasks.runs.layout import evaluation_folder, round_folder
 
 
 class GroupPlan(BaseModel):
@@ -84,9 +85,9 @@ def plan_round(
 ) -> RolloutPlan:
     """The groups of one draw of a training iteration; a later draw replaces groups that taught nothing."""
     first = draw == 1
-    folder, name = f"iteration_{iteration:06d}", f"i{iteration:06d}"
+    name = f"i{iteration:06d}"
     return RolloutPlan(
-        folder=folder if first else f"{folder}/round_{draw:02d}",
+        folder=round_folder(iteration, draw),
         title=f"iteration {iteration}" if first else f"iteration {iteration}, draw {draw}",
         seed=seed,
         group_size=group_size,
@@ -103,7 +104,7 @@ def plan_evaluation(
 ) -> RolloutPlan:
     """The held-out groups: the same names and seeds for every policy version, so that samples pair up."""
     return RolloutPlan(
-        folder=f"evaluations/{version:06d}",
+        folder=evaluation_folder(version),
         title=f"evaluation of policy {version}",
         seed=seed,
         group_size=samples_per_prompt,

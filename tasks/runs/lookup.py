@@ -1,34 +1,70 @@
-"""Find a run by name or path."""
+"""Find a run by name or path, and refuse one of another schema version."""
 
-from tasks.storage.artifacts.reader import ArtifactReader
-from tasks.storage.artifacts.store import ArtifactStore
-from grpo_core.errors import InputError
-from collections.abc import Iterator
-from pathlib import Path
-from tasks.runs.iterations import is_run
 import json
-from tasks.prompts.files import nearest_names
 import os
-from tasks.runs.schema_guard import refuse_newer
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from grpo_core.errors import InputError
+from tasks.prompts.files import nearest_names
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.run_description import RUN_FILE
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.checked_json import SEAL, load_checked
 from tasks.storage.filesystem.failures import translate_remote_errors
+from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 
 def find_run(name: str, root: str) -> ArtifactStore:
-    """The run of this name under the root, or in the folder of this path.
+    """Return the run of this name under the root, or in the folder of this path.
 
     Raises:
-        InputError: there is none, with the nearest names; or the folder is no run.
+        InputError: there is none, with the nearest names; the folder is not a run; or another schema version wrote it.
     """
     if not name.strip():
         raise InputError("RUN", name, "Name a run, or the path of its folder.")
-    found = next((store for store in _places(name, root) if _is_folder(store)), None)
+    found = next((store for store in _candidates(name, root) if _is_folder(store)), None)
     if found is None:
-        raise InputError("RUN", name, _which_runs(name, root))
-    if not is_run(ArtifactReader(found)):
-        reason = f"The folder {found.path()} is no run: it holds neither run.json nor an iteration."
-        raise InputError("RUN", name, f"{reason} {_which_runs(name, root)}")
-    refuse_newer(found)
+        raise InputError("RUN", name, _known_runs(name, root))
+    if not _is_run(found):
+        reason = f"The folder {found.path()} is no run: it has neither {RUN_FILE} nor an iteration."
+        raise InputError("RUN", name, f"{reason} {_known_runs(name, root)}")
+    require_schema(found)
     return found
+
+
+def require_schema(store: ArtifactStore) -> None:
+    """Refuse a run that an older or newer version of this program wrote; nothing in it is changed.
+
+    Raises:
+        InputError: with the schema version that run.json states.
+    """
+    content = store.read_file(RUN_FILE) or b"{}"
+    try:
+        described = json.loads(content)
+        if SEAL in described:
+            described = load_checked(content)
+        version = described.get("schema_version")
+    except (ValueError, TypeError, AttributeError):
+        # A damaged file says nothing of its version; its readers report the damage.
+        return
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        hint = (
+            f"This program reads version {SCHEMA_VERSION}, and nothing was changed. Start under a new run name, or use "
+            "the version that wrote it."
+        )
+        raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as people write them, `1 to 7, 9`; `none` without numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join(" to ".join(map(str, span)) for span in found) or "none"
 
 
 def _is_folder(store: ArtifactStore) -> bool:
@@ -36,7 +72,12 @@ def _is_folder(store: ArtifactStore) -> bool:
         return bool(store.filesystem.isdir(store.path()))
 
 
-def _places(name: str, root: str) -> Iterator[ArtifactStore]:
+def _is_run(store: ArtifactStore) -> bool:
+    reader = RunReader(store)
+    return RUN_FILE in reader.names() or bool(reader.iterations())
+
+
+def _candidates(name: str, root: str) -> Iterator[ArtifactStore]:
     if "/" not in name and name not in (".", "..", "~"):
         yield _store(root, name, "--root")
     if "://" in name:
@@ -51,15 +92,15 @@ def _store(root: str, run: str, place: str) -> ArtifactStore:
     try:
         return ArtifactStore(root, run)
     except InputError as error:
-        # Its value is the root without the credentials that it may hold.
+        # The error's value is the root without the credentials that the URL may contain.
         raise InputError(place, error.value, error.hint) from error
 
 
-def _which_runs(name: str, root: str) -> str:
+def _known_runs(name: str, root: str) -> str:
     store = _store(root, "", "--root")
     if not store.filesystem.isdir(store.root):
         return f"There is no folder {root} either; name the storage root with --root, or the path of the run's folder."
-    runs = [held for held in ArtifactReader(store).names() if is_run(ArtifactReader(_store(root, held, "--root")))]
+    runs = [each for each in RunReader(store).names() if _is_run(_store(root, each, "--root"))]
     if not runs:
-        return f"{root} holds no runs; name the storage root with --root, or the path of the run's folder."
+        return f"{root} has no runs; name the storage root with --root, or the path of the run's folder."
     return f"Runs in {root}: {nearest_names(name.rstrip('/').rsplit('/', 1)[-1], runs)}."

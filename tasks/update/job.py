@@ -24,7 +24,7 @@ from grpo_core.seeds import derive_seed
 from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ModelSpec, begin_update, policy_at, reference_in_between
-from tasks.storage.artifacts.checkpoint_files import OPTIMIZER_FILE, STATE_FILE
+from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.tables.parquet import write_table

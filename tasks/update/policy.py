@@ -13,6 +13,7 @@ from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halved_once
 from tasks.models.resident import ModelSpec, commit_weights
 from tasks.progress import progress_of
+from tasks.runs.layout import policy_folder
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.schemas import SCHEMA_VERSION
@@ -78,7 +79,7 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
         outcome = _carry_out(job, store, staged, progress_of(f"{title}: {STAGE}", job.advantages.rows))
         checkpoint = store.commit(
             staged,
-            f"policies/{job.version:06d}",
+            policy_folder(job.version),
             digest=outcome.checkpoint_digest,
             schema_version=SCHEMA_VERSION,
             rows=outcome.rows,

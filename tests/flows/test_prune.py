@@ -14,7 +14,7 @@ from flows.command_line.main import application
 from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, IMAGES, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from tasks.runs.iterations import held_versions
+from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.run_description import read_config_file, read_description, write_description
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows import pruned_runs
@@ -47,7 +47,7 @@ class TestPruned:
         done = pruned(runs, **requested)
         assert (done.dry_run, done.model_dump(exclude={"dry_run"})) == (False, told.model_dump(exclude={"dry_run"}))
         stays = {4, best(runs)}
-        assert held_versions(ArtifactStore(str(runs.root), RUN)) == sorted(stays)
+        assert stored_versions(ArtifactStore(str(runs.root), RUN)) == sorted(stays)
         assert removed(done) == {VERSIONS: 4 - len(stays), IMAGES: 3, **({EVALUATIONS: 1} if best(runs) == 4 else {})}
         assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [0, 0, 0, 4]
         assert kept(done, VERSIONS) == ({} if best(runs) == 4 else {"2": "it has the best held-out reward"})
@@ -69,7 +69,7 @@ class TestPruned:
 
     def test_every_second_version_and_the_last_two(self, runs: Runs) -> None:
         done = pruned(runs, policies_every=2)
-        assert held_versions(ArtifactStore(str(runs.root), RUN)) == [2, 3, 4]
+        assert stored_versions(ArtifactStore(str(runs.root), RUN)) == [2, 3, 4]
         assert (removed(done), kept(done, VERSIONS)) == ({VERSIONS: 1}, {})
         assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))
 
@@ -94,7 +94,7 @@ class TestPruned:
                 exclude={"runs": {0: {"folder"}}}
             )
             store = ArtifactStore("memory://prune", RUN)
-            assert held_versions(store) == held_versions(ArtifactStore(str(runs.root), RUN))
+            assert stored_versions(store) == stored_versions(ArtifactStore(str(runs.root), RUN))
             place = f"{RUN}/{iteration(1)}/rollouts/part-00000.parquet"
             assert memory.cat_file(f"/prune/{place}") == (runs.root / place).read_bytes()
         finally:
@@ -140,7 +140,7 @@ class TestNeeded:
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
         done = pruned(runs, policies_last=1)
         assert "it is damaged" in kept(done, VERSIONS)["4"]
-        assert 3 in held_versions(ArtifactStore(str(runs.root), RUN))
+        assert 3 in stored_versions(ArtifactStore(str(runs.root), RUN))
 
     def test_images_that_are_to_be_scored(self, runs: Runs) -> None:
         runs.path(iteration(1), "rewards", "ssim.manifest.json", run=RUN).unlink()
@@ -160,7 +160,7 @@ class TestNeeded:
         (runs.root / "notes.txt").write_text("a person's own")
         told = kept(pruned(runs, policies_last=2), VERSIONS)
         assert ("1" in told) == needed
-        assert (1 in held_versions(ArtifactStore(str(runs.root), RUN))) == needed
+        assert (1 in stored_versions(ArtifactStore(str(runs.root), RUN))) == needed
         if needed:
             assert told["1"] == "the replay slower starts from it and is not finished"
 
@@ -189,7 +189,6 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
 def test_texts_have_no_images(empty: Runs) -> None:
     store = ArtifactStore(str(empty.root), "text")
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
-    store.write_file("config.yaml", yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode())
-    store.write_file("run.json", b"{}")
+    write_description(store, {}, yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode())
     summary = prune(PruneRequest(("text",), root=str(empty.root), images_older_than="0i"))
     assert summary.runs[0].notes == ["its rollouts are texts, which have no images"]

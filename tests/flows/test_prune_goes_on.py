@@ -15,7 +15,7 @@ from flows.pruning.request import PruneRequest
 from flows.replay.replay import replay
 from flows.replay.request import ReplayRequest, plan_replay
 from tasks.progress import listen
-from tasks.runs.iterations import held_versions
+from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows import pruned_runs
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start
@@ -49,7 +49,7 @@ class TestTheSameAsIfNothingHadGone:
             return runs.start("other", run__iterations=2, **EVALUATED)
 
         contextvars.copy_context().run(body)
-        assert held_versions(ArtifactStore(str(runs.root), "other")) == [1, 2]
+        assert stored_versions(ArtifactStore(str(runs.root), "other")) == [1, 2]
         assert [images(runs, iteration(number), "other") for number in (1, 2)] == [4, 4]
         digests = [
             json.loads(runs_.path("policies", "000002", "training_state.json", run=run).read_text())["policy_digest"]
@@ -136,7 +136,7 @@ def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         here = pruned(runs, **requested)
         for summary in (told, there):
             assert (removed(summary), summary.runs[0].kept) == (removed(here), here.runs[0].kept)
-        assert held_versions(store) == held_versions(ArtifactStore(str(runs.root), RUN))
+        assert stored_versions(store) == stored_versions(ArtifactStore(str(runs.root), RUN))
         for path in runs.root.rglob("*.parquet"):
             assert store.filesystem.cat_file(f"{bucket}/runs/{path.relative_to(runs.root)}") == path.read_bytes()
         assert removed(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **requested))) == {}

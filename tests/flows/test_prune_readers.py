@@ -58,7 +58,7 @@ class TestReadersOfWhatIsGone:
     def test_a_removed_version_is_told_with_what_is_there(self, gone: Runs) -> None:
         told = (
             "--policy: got 1. Its files were removed by `grpo prune --policies-every 2 --policies-last 2`; pruned "
-            "holds versions 2 to 4. Choose one of these; 0 is the model as it was given."
+            "has policy versions 2 to 4. Choose one of these; 0 is the model as given."
         )
         result = CliRunner().invoke(application, ["evaluate", RUN, "--policy", "1", "--root", str(gone.root)])
         assert (result.exit_code, result.stderr.strip()) == (2, f"error: {told}")

@@ -27,8 +27,9 @@ from tasks.prompts.targets import TargetReference
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
+from tasks.runs.layout import SCORES_FILE
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.policy import update_policy_task
 from tests.tiny_policy import MODEL

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from tasks.pruning.set_aside import folders_set_aside, remove_folder
 from tasks.reports.images import SheetRow, contact_sheet
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.checked_json import dump_checked
 from tasks.storage.tables.parquet import TableWriter, part_digests
 from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
 
@@ -152,17 +152,17 @@ def test_a_contact_sheet_says_where_a_image_was() -> None:
 
 class TestSetAside:
     def test_age_size_and_whether_the_run_may_take_it_back(self, store: ArtifactStore) -> None:
-        store.write_file("run.json", json.dumps({"lineage": "a"}).encode())
+        store.write_file("run.json", dump_checked({"lineage": "a"}))
         store.write_file("policies/x", b"12345")
         store.set_aside(["run.json", "policies"], reason="the configuration changed")
-        store.write_file("run.json", json.dumps({"lineage": "b"}).encode())
+        store.write_file("run.json", dump_checked({"lineage": "b"}))
         store.write_file("damaged", b"1")
         store.set_aside(["damaged"], reason="it is damaged")
         first, second = folders_set_aside(store)
         assert (first.returns, second.returns) == (False, False)
         assert first.size > second.size > 1
         assert datetime.now(UTC) - first.since < timedelta(minutes=5)
-        store.write_file("run.json", json.dumps({"lineage": "a"}).encode())
+        store.write_file("run.json", dump_checked({"lineage": "a"}))
         assert [each.returns for each in folders_set_aside(store)] == [True, False]
         remove_folder(store, second.folder)
         assert folders_set_aside(store) == [folders_set_aside(store)[0]]

@@ -10,8 +10,9 @@ from PIL import Image
 
 from tasks.reports.images import read_images
 from tasks.reports.rescoring.compare import AFTER, BEFORE
+from tasks.runs.layout import SCORES_FILE
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 

@@ -9,7 +9,8 @@ import polars as pl
 from configs.reward_sections import RewardSection
 from grpo_core.rewards.registry import build_reward
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
+from tasks.runs.layout import SCORES_FILE
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 _OF_SCORES = ("sample_id", "value", "raw", "failure", "seconds")

@@ -2,7 +2,8 @@
 
 import contextlib
 
-from tasks.storage.artifacts.run_description import RUN_FILE, load_description
+from tasks.storage.artifacts.run_description import RUN_FILE
+from tasks.storage.filesystem.checked_json import load_checked
 from tasks.storage.filesystem.run_folder import RunFolder
 
 LINEAGE = "lineage"
@@ -18,7 +19,7 @@ def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str 
         file: the description, within the run.
     """
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        described = load_description(store.read_file(file) or b"{}")
+        described = load_checked(store.read_file(file) or b"{}")
         lineage: str = described[LINEAGE]
         return f"{lineage} {described['evaluation']}" if folder.startswith(_EVALUATIONS) else lineage
     return None

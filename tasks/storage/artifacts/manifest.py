@@ -9,7 +9,6 @@ from tasks.storage.artifacts.names import stays_inside
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 
-"""The schema version whose manifests had no seal; whoever opens one says that it cannot be read any more."""
 FILES, FORMER, PRUNED, LEAVING = "files", "previous", "pruned", "leaving"
 _BESIDE_THE_REFERENCE = (FILES, FORMER, PRUNED, LEAVING)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

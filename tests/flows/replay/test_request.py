@@ -53,7 +53,7 @@ class TestBadInput:
         finished.path("iteration_000002/advantages.manifest.json").unlink()
         summary, _ = run_replay(finished)
         assert summary.source_iterations == [1]
-        with pytest.raises(InputErrors, match="no whole iteration 2; whole are 1 to 1"):
+        with pytest.raises(InputErrors, match="no complete iteration 2"):
             plan_replay(ReplayRequest("run", str(finished.root), iterations="1-2"))
 
     @pytest.mark.parametrize("text", ["0", "2-1", "a", "1-", "1,2", ""])
@@ -65,10 +65,10 @@ class TestBadInput:
         ("overrides", "options", "place", "hint"),
         [
             ((), {"advantages": "storde"}, "--advantages", "Nearest: stored"),
-            ((), {"policy": 9}, "--policy", "run holds versions 1, 2"),
+            ((), {"policy": 9}, "--policy", "1 to 2"),
             ((), {"policy": -1}, "--policy", "0 or more"),
             ((), {"max_staleness": -1}, "--max-staleness", "0 or more"),
-            ((), {"iterations": "2-3"}, "--iterations", "no whole iteration 3; whole are 1 to 2"),
+            ((), {"iterations": "2-3"}, "--iterations", "no complete iteration 3"),
             ((), {"name": "run"}, "--run", "never changed"),
             (("data.limit=3",), {}, "--set", "stored rollouts"),
             (("storage.root=elsewhere",), {}, "--set", "--root"),

@@ -181,7 +181,7 @@ def test_running_moments_go_from_iteration_to_iteration(finished: Runs) -> None:
         ((SSIM,), {"name": "../up"}, "It becomes a folder"),
         ((SSIM,), {"sources": ("run", "run")}, "A run stands twice"),
         ((SSIM,), {"sources": ("rum",)}, "rum"),
-        ((SSIM,), {"iterations": "2-9"}, "no whole iteration 3"),
+        ((SSIM,), {"iterations": "2-9"}, "no complete iteration 3"),
         ((SSIM,), {"iterations": "two"}, "Write the first and the last"),
         ((SSIM,), {"advantages": {"kl_coef": 0.1}}, "hold no log-probs of the reference"),
         ((SSIM,), {"html": Path("report.pdf")}, "ends in .html"),

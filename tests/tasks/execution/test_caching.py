@@ -20,8 +20,8 @@ from tasks.prompts.read import Prompt
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import plan_round
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.update.policy import update_policy_task
 
 PROMPTS = tuple(

@@ -14,8 +14,8 @@ from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_fil
 from tasks.execution.faults import Fault, RemoteStageError
 from tasks.execution.pool import leave_outcome, read_outcome
 from tasks.execution.stages import stage_named
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.execution.test_shards import rollout_arguments
 from tests.tasks.update_jobs import TEXTS, UPDATE

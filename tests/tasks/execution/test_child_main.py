@@ -15,8 +15,8 @@ from tasks.execution.call import StageCall, call_of
 from tasks.execution.child_process import StageProcess
 from tasks.execution.faults import LostStageError, StageTimeoutError
 from tasks.execution.stages import stage_named
+from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.execution.test_child_process import Heard, child_of, half_written, requested
 from tests.tasks.update_jobs import IMAGES

@@ -15,8 +15,8 @@ from tasks.execution.stages import Part, stage_named
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.update_jobs import IMAGES
 

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE
+from tasks.storage.artifacts.run_description import write_description
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import TableWriter, write_table
 from tasks.storage.tables.schemas import (
@@ -72,8 +73,9 @@ class RunMaker:
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
         policy = "policy:\n  kind: causal_lm\n" if self.texts else ""
-        self.store.write_file("config.yaml", f"run:\n  name: {name}\n  iterations: {planned}\n{policy}".encode())
-        self.store.write_file("run.json", json.dumps({"name": name, "model_digest": "base" * 16}).encode())
+        config = f"run:\n  name: {name}\n  iterations: {planned}\n{policy}".encode()
+        described = {"name": name, "model_digest": "base" * 16, "schema_version": SCHEMA_VERSION}
+        write_description(self.store, described, config)
 
     @property
     def folder(self) -> Path:

@@ -5,14 +5,14 @@ from PIL import Image
 
 from tasks.reports.group_records import Groups, GroupView
 from tasks.reports.group_view import LARGE, read_groups
-from tasks.reports.run_view import read_run
 from tasks.reports.target_reader import TargetReader
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour, completion, whole_run
 
 
 def read(maker: RunMaker, targets: TargetReader | None = None, limit: int = 10) -> Groups:
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     shown = read_run(reader).shown
     assert shown is not None
     return read_groups(reader, shown.stages, maker.folder, targets or TargetReader(LARGE), limit=limit)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tests.tasks.reports.made_runs import RunMaker
 
 EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"

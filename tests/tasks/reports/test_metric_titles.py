@@ -2,8 +2,8 @@ from pathlib import Path
 
 from tasks.reports.metric_titles import _TITLES, metric_title
 from tasks.reports.page import CHARTED
-from tasks.reports.run_view import read_run
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import whole_run
 
 
@@ -20,7 +20,7 @@ def test_a_name_that_is_not_known_stands_for_itself() -> None:
 
 
 def test_every_figure_of_a_run_has_a_title_in_words(tmp_path: Path) -> None:
-    shown = read_run(ArtifactReader(whole_run(tmp_path).store)).shown
+    shown = read_run(RunReader(whole_run(tmp_path).store)).shown
     assert shown is not None
     for name in {*shown.metrics, *CHARTED}:
         title = metric_title(name)

@@ -9,9 +9,9 @@ from PIL import Image
 
 from tasks.reports.group_view import LARGE, read_groups
 from tasks.reports.page import image_uri, pair_heldout, progress, render_page
-from tasks.reports.run_view import read_run
 from tasks.reports.target_reader import TargetReader
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 EVIL = """<script>alert("1")</script> " onload='x' {{ 7*7 }} </title></pre> &amp; \u202e"""
@@ -48,7 +48,7 @@ class Page(HTMLParser):
 
 
 def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
-    reader, targets = ArtifactReader(maker.store), TargetReader(LARGE)
+    reader, targets = RunReader(maker.store), TargetReader(LARGE)
     run = read_run(reader)
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
     heldout = None
@@ -151,9 +151,9 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     maker.iteration(1)
     maker.rollouts("iteration_000002", "i000002")
     maker.rewards("iteration_000002", "i000002")
-    told = progress(read_run(ArtifactReader(maker.store)))
+    told = progress(read_run(RunReader(maker.store)))
     assert told == "unfinished, or still running: 1 of 3 iterations; iteration 2 has rollouts, rewards"
-    assert progress(read_run(ArtifactReader(whole_run(tmp_path, "b").store))) == "finished: 2 iterations"
+    assert progress(read_run(RunReader(whole_run(tmp_path, "b").store))) == "finished: 2 iterations"
 
 
 @pytest.mark.parametrize(("side", "kind"), [(64, "png"), (300, "jpeg")])
@@ -209,6 +209,4 @@ def test_a_run_that_is_drawing_again_says_so(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.draw("iteration_000001", 1, "i000001", ["i000001"])
     maker.rollouts("iteration_000001/round_02", "i000001.d02")
-    assert progress(read_run(ArtifactReader(maker.store))).endswith(
-        "iteration 1, draw 2, has rollouts, rewards, advantages"
-    )
+    assert progress(read_run(RunReader(maker.store))).endswith("iteration 1, draw 2, has rollouts, rewards, advantages")

@@ -20,8 +20,9 @@ from tasks.advantages.compute import compute_advantages_task
 from tasks.rewards.process_pool import close_scoring_processes
 from tasks.rewards.score import score_reward_task
 from tasks.rewards.stored import choose_scores, provenance_json
+from tasks.runs.layout import SCORES_FILE
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE, SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker
 

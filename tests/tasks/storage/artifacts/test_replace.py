@@ -14,6 +14,7 @@ from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.replace import PrunedArtifactError
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.checked_json import dump_checked
 from tests.tasks.storage.made_artifacts import FILES, FOLDER, REPOSITORY, commit, reasons
 
 PRUNED = {"removed": "images", "older_than_days": 30}
@@ -119,7 +120,7 @@ def test_what_was_pruned_comes_back_from_where_it_was_set_aside_to_the_same_line
     kept = store.replace_artifact(previous, None, pruned={**PRUNED, "lineage": pruned})
     store.set_aside([f"{FOLDER}.manifest.json", FOLDER], reason="the configuration changed")
     if present is not None:
-        store.write_file("run.json", json.dumps({"lineage": present, "evaluation": "e"}).encode())
+        store.write_file("run.json", dump_checked({"lineage": present, "evaluation": "e"}))
     if not comes:
         # A stage of another configuration may need what it lacks.
         with pytest.raises(StaleReferenceError):
@@ -143,10 +144,10 @@ def test_pruned_evaluations_come_back_for_the_same_held_out_prompts_alone(store:
     previous = commit(store, folder)
     store.replace_artifact(previous, None, pruned={**PRUNED, "lineage": "a e"})
     store.set_aside([f"{folder}.manifest.json", folder], reason="the held-out prompts changed")
-    store.write_file("run.json", b'{"lineage": "a", "evaluation": "f"}')
+    store.write_file("run.json", dump_checked({"lineage": "a", "evaluation": "f"}))
     with pytest.raises(StaleReferenceError):
         store.restore_artifact(previous)
-    store.write_file("run.json", b'{"lineage": "a", "evaluation": "e"}')
+    store.write_file("run.json", dump_checked({"lineage": "a", "evaluation": "e"}))
     assert store.restore_artifact(previous) == previous
 
 

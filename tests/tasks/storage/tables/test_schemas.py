@@ -103,13 +103,13 @@ PINNED = {
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_columns_are_those_of_schema_version_3(name: str, tmp_path: Path) -> None:
-    assert schemas.SCHEMA_VERSION == 3
+def test_columns_are_those_of_schema_version_4(name: str, tmp_path: Path) -> None:
+    assert schemas.SCHEMA_VERSION == 4
     schema: pa.Schema = getattr(schemas, name)
     pq.write_table(schema.empty_table(), tmp_path / "table.parquet")
     written = pq.read_schema(tmp_path / "table.parquet")
     assert [(field.name, str(field.type)) for field in written] == PINNED[name]
-    assert written.metadata[b"grpo.schema_version"] == b"3"
+    assert written.metadata[b"grpo.schema_version"] == b"4"
 
 
 def test_every_table_is_pinned() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tasks.metrics.iteration import gather_metrics, write_metrics
+from tasks.runs.metrics_table import gather_metrics, write_metrics
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
 

@@ -3,14 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from tasks.reports.run_records import STAGES, RunView
-from tasks.reports.run_view import read_run
-from tasks.storage.artifacts.reader import ArtifactReader
+from tasks.runs.layout import STAGES
+from tasks.runs.run_view import RunView
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, flip_last_byte, whole_run
 
 
 def read(maker: RunMaker, shown: int | None = None) -> RunView:
-    return read_run(ArtifactReader(maker.store), shown)
+    return read_run(RunReader(maker.store), shown)
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

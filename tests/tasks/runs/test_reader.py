@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.storage.artifacts import reader as artifact_reader
-from tasks.storage.artifacts.reader import ArtifactReader, Damage
+from tasks.runs import reader as artifact_reader
+from tasks.runs.reader import RunReader, Damage
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
 
@@ -16,7 +16,7 @@ def maker(tmp_path: Path) -> RunMaker:
 
 
 def test_finds_and_verifies_what_the_store_committed(maker: RunMaker) -> None:
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     found = reader.find("iteration_000001/rewards/ssim")
     assert found is not None
     assert found.reference == maker.store.find("iteration_000001/rewards/ssim")
@@ -28,7 +28,7 @@ def test_finds_and_verifies_what_the_store_committed(maker: RunMaker) -> None:
 def test_artifacts_of_a_folder_are_those_with_a_manifest(maker: RunMaker) -> None:
     maker.reward("ssim", "iteration_000002", "i000002")
     (maker.folder / "iteration_000001/rewards/psnr").mkdir()  # moved to its place, its manifest not yet written
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     assert reader.artifact_names("iteration_000001/rewards") == ["ssim"]
     assert reader.artifact_names("iteration_000003/rewards") == []
 
@@ -36,20 +36,20 @@ def test_artifacts_of_a_folder_are_those_with_a_manifest(maker: RunMaker) -> Non
 def test_a_flipped_byte_is_told_and_left_where_it_is(maker: RunMaker) -> None:
     flip_last_byte(maker.folder / "iteration_000001/rewards/ssim/scores.parquet")
     before = contents(maker.folder)
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     found = reader.find("iteration_000001/rewards/ssim")
     assert found is not None
     assert not reader.verify(found)
     assert not reader.verify_within_budget(found)
     (damage,) = reader.damages
     assert damage.place == "iteration_000001/rewards/ssim/scores.parquet"
-    assert found.files["scores.parquet"][:12] in damage.reason
+    assert found.manifest.files["scores.parquet"][:12] in damage.reason
     assert contents(maker.folder) == before
 
 
 def test_a_missing_file_is_told(maker: RunMaker) -> None:
     (maker.folder / "iteration_000001/rewards/ssim/scores.parquet").unlink()
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     assert reader.find("iteration_000001/rewards/ssim") is None
     assert reader.damages == [Damage("iteration_000001/rewards/ssim/scores.parquet", "it is missing")]
 
@@ -57,7 +57,7 @@ def test_a_missing_file_is_told(maker: RunMaker) -> None:
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"files": {}}', b'{"files": 3}', b"\xff\xfe", b'{"digest": "x"'])
 def test_what_is_no_manifest_is_told(maker: RunMaker, content: bytes) -> None:
     (maker.folder / "iteration_000001/rewards/ssim.manifest.json").write_bytes(content)
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     assert reader.find("iteration_000001/rewards/ssim") is None
     assert [damage.place for damage in reader.damages] == ["iteration_000001/rewards/ssim.manifest.json"]
 
@@ -65,7 +65,7 @@ def test_what_is_no_manifest_is_told(maker: RunMaker, content: bytes) -> None:
 def test_another_schema_version_is_told(maker: RunMaker) -> None:
     manifest = maker.folder / "iteration_000001/rewards/ssim.manifest.json"
     manifest.write_bytes(dump_checked(load_checked(manifest.read_bytes()) | {"schema_version": 99}))
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     assert reader.find("iteration_000001/rewards/ssim") is None
     assert "99" in reader.damages[0].reason
 
@@ -73,7 +73,7 @@ def test_another_schema_version_is_told(maker: RunMaker) -> None:
 def test_beyond_the_budget_nothing_is_read_but_counted(maker: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     flip_last_byte(maker.folder / "iteration_000001/rewards/ssim/scores.parquet")
     monkeypatch.setattr(artifact_reader, "VERIFIED_BYTES", 10)
-    reader = ArtifactReader(maker.store)
+    reader = RunReader(maker.store)
     found = reader.find("iteration_000001/rewards/ssim")
     assert found is not None
     assert reader.verify_within_budget(found)

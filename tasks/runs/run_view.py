@@ -1,19 +1,17 @@
-"""What a run is, once read: frozen records of its iterations, its evaluations and what was set aside."""
+"""Frozen records of a run as reports show it: its iterations, its evaluations, and what was set aside."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tasks.storage.artifacts.reader import Damage
+from tasks.runs.layout import ADVANTAGES, ROLLOUTS, STAGES
+from tasks.runs.reader import Damage
 from tasks.storage.artifacts.reference import ArtifactRef
 
 Noun = Literal["image", "completion"]
 
-STAGES = ("rollouts", "rewards", "advantages", "update")
-"""An iteration's stages in their order; the last one's artifact is the policy that it makes."""
-
 Stages = Mapping[str, tuple[ArtifactRef, ...]]
-"""Whole artifacts by stage: one of rollouts a draw, one of rewards a draw and label, one of the others."""
+"""Valid artifacts by stage: of rollouts one per sampling round, of rewards one per round and label, of others one."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +19,10 @@ class IterationView:
     """One training iteration, as far as it went.
 
     Attributes:
-        iteration: its number.
-        stages: whole artifacts by stage; one that is absent or damaged is not in it.
-        metrics: figures of these stages, and the seconds of each.
-        heldout: held-out reward of the policy that it made, where that was evaluated.
+        iteration: number, from 1.
+        stages: valid artifacts by stage; without missing and damaged ones.
+        metrics: of these stages, with the seconds of each.
+        heldout: held-out reward of the policy that the iteration made; None where that was not evaluated.
     """
 
     iteration: int
@@ -39,18 +37,18 @@ class IterationView:
 
     @property
     def rounds(self) -> int:
-        """Collections of rollouts, begun or done."""
-        return len(self.stages.get("rollouts", ()))
+        """Number of sampling rounds that have rollouts."""
+        return len(self.stages.get(ROLLOUTS, ()))
 
 
 @dataclass(frozen=True)
 class EvaluationView:
-    """The held-out prompts drawn with one policy version.
+    """The held-out prompts, sampled by one policy version.
 
     Attributes:
         version: of the policy.
-        stages: whole artifacts by stage.
-        guardrails: mean of each guardrail that scored the same samples, by label.
+        stages: valid artifacts by stage.
+        guardrails: mean score of each guardrail over the same samples, by label.
     """
 
     version: int
@@ -59,28 +57,28 @@ class EvaluationView:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Figures of its rewards; empty where it was not scored."""
-        return self.stages["advantages"][0].metrics if "advantages" in self.stages else {}
+        """Metrics of the rewards; empty without advantages."""
+        return self.stages[ADVANTAGES][0].metrics if ADVANTAGES in self.stages else {}
 
     @property
     def seconds(self) -> float:
-        """Of its stages; its rewards are computed side by side, so the slowest counts."""
+        """Seconds of all stages; rewards are computed side by side, so the slowest counts."""
         return sum(max(part.seconds for part in parts) for parts in self.stages.values())
 
     @property
     def reward(self) -> float | None:
-        """Mean held-out reward, if it was scored."""
+        """Mean held-out reward; None where no sample has one."""
         return self.metrics.get("reward")
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """What a later start moved out of the way.
+    """Files that a later start of the run moved out of the way.
 
     Attributes:
         place: folder within the run.
-        reason: why.
-        paths: what was moved.
+        reason: why they were moved.
+        paths: where they were, within the run.
     """
 
     place: str
@@ -94,17 +92,17 @@ class RunView:
 
     Attributes:
         name: of the run.
-        folder: where it is kept.
-        config_text: config.yaml as it is written; None without a readable one.
-        config: the same, read.
-        iterations: in order; only those that have at least one whole stage.
-        shown: the iteration that was asked for.
+        folder: path or URL.
+        config_text: content of config.yaml; None without a readable one.
+        config: its keys and values.
+        iterations: in order; only those that have at least one valid stage.
+        shown: the requested iteration; None where it has no valid stage.
         evaluations: in order of the policy version.
-        policy_version: updates made; 0 is the model as it was given.
-        policy_digest: of that policy's weights; None where no whole file says it.
+        policy_version: number of updates; 0 is the model as given.
+        policy_digest: of that policy's weights; None where no valid file states it.
         set_aside: in order.
-        damages: files that are not what they were.
-        unverified: artifacts too large to verify that are not shown.
+        damages: files that differ from what was written.
+        unverified: number of artifacts that are not shown and were too large to verify.
     """
 
     name: str
@@ -122,31 +120,31 @@ class RunView:
 
     @property
     def planned(self) -> int | None:
-        """Iterations that the configuration asks for."""
+        """Number of iterations in the configuration; None without a readable one."""
         section = self.config.get("run")
         planned = section.get("iterations") if isinstance(section, Mapping) else None
         return planned if isinstance(planned, int) else None
 
     @property
     def noun(self) -> Noun:
-        """What people call one of its samples."""
+        """What one of its samples is called."""
         section = self.config.get("policy")
         kind = section.get("kind") if isinstance(section, Mapping) else None
         return "completion" if kind == "causal_lm" else "image"
 
     @property
     def finished(self) -> bool:
-        """Whether every iteration that the configuration asks for is made."""
+        """Whether every configured iteration is done."""
         return self.planned is not None and self.policy_version >= self.planned
 
     @property
     def evaluated(self) -> tuple[EvaluationView, ...]:
         """The evaluations that have a reward."""
-        return tuple(evaluation for evaluation in self.evaluations if evaluation.reward is not None)
+        return tuple(each for each in self.evaluations if each.reward is not None)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Measured seconds by stage over all iterations, of the evaluations, and in all."""
+        """Measured seconds by stage over all iterations, of the evaluations, and in total."""
         by_stage = {
             stage: sum(view.metrics.get(f"seconds/{stage}", 0.0) for view in self.iterations) for stage in STAGES
         }
@@ -158,12 +156,12 @@ class RunView:
         return [(float(view.iteration), view.metrics[metric]) for view in self.iterations if metric in view.metrics]
 
     def heldout_series(self, metric: str = "reward") -> list[tuple[float, float]]:
-        """(policy version, held-out reward or another figure of it); version 0 is before training."""
+        """(policy version, value) of a metric of the evaluations; version 0 is before training."""
         return [(float(view.version), view.metrics[metric]) for view in self.evaluations if metric in view.metrics]
 
     @property
     def guardrail_series(self) -> dict[str, list[tuple[float, float]]]:
-        """(policy version, mean of the held-out samples) of each guardrail, by label."""
+        """(policy version, mean over the held-out samples) of each guardrail, by label."""
         labels = dict.fromkeys(label for view in self.evaluations for label in view.guardrails)
         return {
             label: [
@@ -174,7 +172,7 @@ class RunView:
 
     @property
     def dataset_rewards(self) -> dict[str, str]:
-        """Name of the reward's figure by dataset, sorted; empty where there is one dataset alone."""
+        """Name of the reward's metric by dataset, sorted; empty with a single dataset."""
         seen = [*(view.metrics for view in self.iterations), *(view.metrics for view in self.evaluations)]
         names = {name for metrics in seen for name in metrics}
         found = {dataset: name for name in names if (dataset := dataset_of(name)) is not None}
@@ -182,7 +180,7 @@ class RunView:
 
 
 def dataset_of(metric: str) -> str | None:
-    """The dataset whose reward this figure is; None for any other figure."""
+    """Return the dataset whose mean reward this metric is; None for any other metric."""
     if metric.startswith("datasets/") and metric.endswith("/reward"):
         return metric.removeprefix("datasets/").removesuffix("/reward")
     return None

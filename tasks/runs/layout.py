@@ -1,0 +1,89 @@
+"""The names in a run folder: paths for what writes there, parsers for what reads. No other module spells them.
+
+    iteration_000001/rollouts, rewards/<label>, advantages     stages of an iteration; artifacts
+    iteration_000001/round_02/...                              the same of its second sampling round
+    iteration_000001/metrics.parquet
+    policies/000001                                            what an update made; an artifact
+    evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
+    evaluations_of/<prompts>/000001/...                        the same of other prompts or settings
+    rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
+"""
+
+import re
+
+ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "advantages", "update", "guardrails"
+STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
+"""An iteration's stages in their order; the artifact of the update is a policy."""
+
+SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
+STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
+POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"
+RESCORED, ANALYSIS = "rescored", "analysis"
+LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")
+"""Patterns of the folders that commands lock without locking the run."""
+
+REWARDS_FILE = "rewards.yaml"
+"""In a rescoring's folder: the rewards that it was made with, as JSON, which is YAML too."""
+
+REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
+CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
+SIGNS_FILE, WATCH_PLOT = "watch.json", "watch.png"
+
+_ITERATION, _ROUND = re.compile(r"iteration_(\d{6,})"), re.compile(r"round_(\d{2,})")
+
+
+def iteration_folder(iteration: int) -> str:
+    """Return the folder of an iteration and of its first sampling round."""
+    return f"iteration_{iteration:06d}"
+
+
+def round_folder(iteration: int, sampling_round: int) -> str:
+    """Return the folder of a sampling round, from 1; the first is the iteration's own."""
+    folder = iteration_folder(iteration)
+    return folder if sampling_round == 1 else f"{folder}/round_{sampling_round:02d}"
+
+
+def metrics_file(iteration: int) -> str:
+    """Return the table of an iteration's metrics."""
+    return f"{iteration_folder(iteration)}/metrics.parquet"
+
+
+def policy_folder(version: int) -> str:
+    """Return the artifact of a policy version."""
+    return f"{POLICIES}/{version:06d}"
+
+
+def evaluation_folder(version: int, others: str | None = None) -> str:
+    """Return the folder of a policy version's evaluation.
+
+    Args:
+        version: of the policy.
+        others: name of other prompts or settings than the run's; None for the run's own.
+    """
+    return f"{EVALUATIONS if others is None else f'{OTHER_EVALUATIONS}/{others}'}/{version:06d}"
+
+
+def rescoring_folder(name: str, folder: str = "") -> str:
+    """Return a rescoring's folder, or within it the counterpart of a folder of the run."""
+    return f"{RESCORED}/{name}/{folder}".rstrip("/")
+
+
+def stage_folder(artifact: str) -> str:
+    """Return the folder that an artifact's stage shares with the other stages of its sampling round."""
+    return artifact.rsplit("/", 1)[0]
+
+
+def parse_iteration(name: str) -> int | None:
+    """Return the number of an iteration's folder; None for any other name."""
+    found = _ITERATION.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def is_later_round(name: str) -> bool:
+    """Tell whether a name in an iteration's folder is that of a sampling round after the first."""
+    return _ROUND.fullmatch(name) is not None
+
+
+def is_result(name: str) -> bool:
+    """Tell whether a name in a run folder is one that the run's policies made, not a file that a person put there."""
+    return parse_iteration(name) is not None or name in (POLICIES, EVALUATIONS, OTHER_EVALUATIONS, RESCORED)

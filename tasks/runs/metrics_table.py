@@ -1,0 +1,86 @@
+"""The table of an iteration's metrics, gathered from its stages."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tasks.metrics.names import GUARDRAILS, HELDOUT, SECONDS
+from tasks.metrics.pooled import stage_metrics
+from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES, UPDATE, metrics_file
+from tasks.runs.records import SamplingRound
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.parquet import joint_digest, part_digests, read_table, write_table
+from tasks.storage.tables.schemas import METRICS
+
+
+def gather_metrics(
+    rounds: Sequence[SamplingRound],
+    advantages: ArtifactRef,
+    update: ArtifactRef,
+    heldout: ArtifactRef | None,
+    guardrails: Mapping[str, ArtifactRef] | None = None,
+) -> dict[str, float]:
+    """Return the metrics of all stages of an iteration, with the seconds that each took when it ran.
+
+    Args:
+        rounds: rollouts and rewards; empty for a replay, which has none of its own.
+        advantages: of the samples of all rounds.
+        update: the checkpoint.
+        heldout: advantages of the evaluation of the policy that the iteration made; None without an evaluation.
+        guardrails: scores of the same evaluation by label.
+    """
+    stages: dict[tuple[str, str], list[ArtifactRef]] = {}
+    for each in rounds:
+        stages.setdefault((ROLLOUTS, ""), []).append(each.rollouts)
+        for label, scores in each.rewards.items():
+            stages.setdefault((REWARDS, label), []).append(scores)
+    stages |= {(ADVANTAGES, ""): [advantages], (UPDATE, ""): [update]}
+    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages)
+    if heldout is not None and "reward" in heldout.metrics:
+        metrics[HELDOUT] = heldout.metrics["reward"]
+    for label, scores in (guardrails or {}).items():
+        if f"rewards/{label}/mean" in scores.metrics:
+            metrics[f"{GUARDRAILS}{label}"] = scores.metrics[f"rewards/{label}/mean"]
+    return metrics
+
+
+def has_metrics(store: ArtifactStore, iteration: int) -> bool:
+    """Whether the iteration's table has been written."""
+    return bool(store.filesystem.exists(store.path(metrics_file(iteration))))
+
+
+def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Write the iteration's table, a row per metric; held-out metrics of an earlier start are kept."""
+    content = store.read_file(metrics_file(iteration))
+    earlier = {} if content is None else _read_table(content)
+    kept = {name: value for name, value in earlier.items() if name == HELDOUT or name.startswith(GUARDRAILS)}
+    metrics = {**kept, **metrics}
+    names = sorted(metrics)
+    columns: dict[str, list[Any]] = {
+        "iteration": [iteration] * len(names),
+        "metric": names,
+        "value": [metrics[name] for name in names],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.parquet"
+        write_table(path, METRICS, columns)
+        store.write_file(metrics_file(iteration), path.read_bytes())
+
+
+def _read_table(content: bytes) -> dict[str, float]:
+    """Values of a table; empty where it is damaged: it is gathered again from the stages, which were verified."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.parquet"
+        path.write_bytes(content)
+        try:
+            stated = joint_digest(part_digests(path))
+            columns = read_table(path.parent, METRICS).to_pydict()
+            # It has no manifest: written again, its values must have the digest that the file states.
+            valid = write_table(path, METRICS, columns) == stated
+        except (pa.ArrowException, OSError, ValueError):
+            return {}
+    return dict(zip(columns["metric"], columns["value"], strict=True)) if valid else {}

@@ -1,0 +1,244 @@
+"""Read a run folder into frozen records, whether the run is finished, stopped half-way, or still running."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from tasks.metrics.names import HELDOUT, SECONDS, STEP_TIME
+from tasks.metrics.pooled import stage_metrics
+from tasks.runs.layout import (
+    ADVANTAGES,
+    GUARDRAILS,
+    REWARDS,
+    ROLLOUTS,
+    STAGES,
+    STATE_FILE,
+    UPDATE,
+    evaluation_folder,
+    iteration_folder,
+    metrics_file,
+    policy_folder,
+)
+from tasks.runs.reader import RunReader, StoredArtifact
+from tasks.runs.run_view import EvaluationView, IterationView, RunView, SetAside, Stages
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE
+from tasks.storage.artifacts.store import SET_ASIDE
+from tasks.storage.filesystem.checked_json import load_checked
+
+Found = dict[str, dict[tuple[int, str], StoredArtifact]]
+"""By stage, by sampling round from 1 and reward label; of the advantages the last round's, which cover all rounds."""
+
+
+def read_run(reader: RunReader, shown: int | None = None) -> RunView:
+    """Read a run. All that is shown is verified, the rest as far as a second or so of reading allows.
+
+    Args:
+        reader: the run's.
+        shown: iteration to show; None for the last one whose samples have rewards.
+    """
+    iterations = {number: _find_stages(reader, iteration_folder(number)) for number in reader.iterations()}
+    for version in reader.policies():
+        if found := reader.find(policy_folder(version)):
+            iterations.setdefault(version, {})[UPDATE] = {(1, ""): found}
+    policies = {number: stages[UPDATE][1, ""] for number, stages in iterations.items() if UPDATE in stages}
+    evaluations = {version: _find_stages(reader, evaluation_folder(version)) for version in reader.evaluations()}
+    chosen = _last_scored(iterations) if shown is None else shown
+    scored = [version for version, stages in evaluations.items() if ADVANTAGES in stages]
+    _drop_damaged(reader, [iterations.get(chosen or 0, {})], always=True)
+    _drop_damaged(reader, [evaluations[version] for version in {*scored[:1], *scored[-1:]}], always=True)
+    _drop_damaged(reader, [*iterations.values(), *evaluations.values()], always=False)
+    kept = {version: found for version, found in policies.items() if UPDATE in iterations[version]}
+    described = _read_description(reader)
+    version, digest = _last_policy(reader, kept) or (0, _base_digest(reader, described))
+    heldout = tuple(
+        EvaluationView(number, _references(stages), _read_guardrails(reader, number))
+        for number, stages in evaluations.items()
+    )
+    rewards = {view.version: view.reward for view in heldout}
+    views = tuple(
+        _iteration_view(reader, number, stages, rewards.get(number))
+        for number, stages in sorted(iterations.items())
+        if stages
+    )
+    config_text, config = _read_config(reader, (described or {}).get(CONFIG_SHA256))
+    return RunView(
+        name=reader.store.run,
+        folder=reader.store.path(),
+        config_text=config_text,
+        config=config,
+        iterations=views,
+        shown=next((view for view in views if view.iteration == chosen), None),
+        evaluations=heldout,
+        policy_version=version,
+        policy_digest=digest,
+        set_aside=_read_set_aside(reader),
+        damages=tuple(reader.damages),
+        unverified=reader.unverified,
+    )
+
+
+def _find_stages(reader: RunReader, folder: str) -> Found:
+    stages: Found = {}
+    for number, each in enumerate(reader.rounds(folder), start=1):
+        if found := reader.find(f"{each}/{ROLLOUTS}"):
+            stages.setdefault(ROLLOUTS, {})[number, ""] = found
+        for label in reader.artifact_names(f"{each}/{REWARDS}"):
+            if found := reader.find(f"{each}/{REWARDS}/{label}"):
+                stages.setdefault(REWARDS, {})[number, label] = found
+    scored = reader.scored_rounds(folder)
+    if scored and (found := reader.find(f"{scored[-1]}/{ADVANTAGES}")):
+        stages[ADVANTAGES] = {(len(scored), ""): found}
+    return stages
+
+
+def _read_guardrails(reader: RunReader, version: int) -> dict[str, float]:
+    folder, means = f"{evaluation_folder(version)}/{GUARDRAILS}", {}
+    for label in reader.artifact_names(folder):
+        found = reader.find(f"{folder}/{label}")
+        if found is not None and f"rewards/{label}/mean" in found.reference.metrics:
+            means[label] = found.reference.metrics[f"rewards/{label}/mean"]
+    return means
+
+
+def _references(stages: Found) -> Stages:
+    return {stage: tuple(part.reference for part in stages[stage].values()) for stage in STAGES if stages.get(stage)}
+
+
+def _last_scored(iterations: Mapping[int, Found]) -> int | None:
+    """The last iteration with rewards; without one, the last with anything."""
+    begun = [number for number in sorted(iterations) if iterations[number]]
+    rated = [number for number in begun if ADVANTAGES in iterations[number]]
+    return next(reversed(rated or begun), None)
+
+
+def _drop_damaged(reader: RunReader, groups: Sequence[Found], *, always: bool) -> None:
+    """Drop what does not verify; a checkpoint's weights are large and never shown, so they wait for the budget."""
+    for stages in groups:
+        for stage, parts in list(stages.items()):
+            if always and stage == UPDATE:
+                continue
+            for part, artifact in list(parts.items()):
+                if not (reader.verify(artifact) if always else reader.verify_within_budget(artifact)):
+                    del parts[part]
+            if not parts:
+                del stages[stage]
+
+
+def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> tuple[int, str | None] | None:
+    """Version and digest of the last valid policy; None without one."""
+    for version in sorted(policies, reverse=True):
+        if STATE_FILE in policies[version].manifest.files and reader.verify(policies[version], [STATE_FILE]):
+            return version, _read_json(reader, f"{policy_folder(version)}/{STATE_FILE}").get("policy_digest")
+    return None
+
+
+def _base_digest(reader: RunReader, described: Mapping[str, Any] | None) -> str | None:
+    """Digest of the model as given."""
+    if described is None:
+        reader.report_damage(RUN_FILE, "it is missing")
+    return (described or {}).get("model_digest")
+
+
+def _iteration_view(reader: RunReader, number: int, stages: Found, heldout: float | None) -> IterationView:
+    metrics = stage_metrics(_covered_rounds(stages))
+    _compare_with_table(reader, number, metrics)
+    if heldout is not None:
+        metrics[HELDOUT] = heldout
+    return IterationView(number, _references(stages), metrics, heldout)
+
+
+def _covered_rounds(stages: Found) -> dict[tuple[str, str], list[ArtifactRef]]:
+    """By stage and label, the artifacts that have metrics of the whole iteration.
+
+    Rounds that the advantages do not cover are left out, and so are rollouts or a reward with a damaged round.
+    """
+    series: dict[tuple[str, str], dict[int, ArtifactRef]] = {}
+    for stage in STAGES:
+        for (sampling_round, label), artifact in sorted(stages.get(stage, {}).items(), key=lambda item: item[0]):
+            series.setdefault((stage, label), {})[sampling_round] = artifact.reference
+    for scored in series.get((ADVANTAGES, ""), {}).values():
+        covered = range(1, 1 + int(scored.metrics.get("rounds", 1)))
+        for key in [key for key in series if key[0] in (ROLLOUTS, REWARDS)]:
+            parts = series.pop(key)
+            if all(each in parts for each in covered):
+                series[key] = {each: parts[each] for each in covered}
+    ordered = sorted(series.items(), key=lambda item: STAGES.index(item[0][0]))
+    return {key: list(parts.values()) for key, parts in ordered}
+
+
+def _compare_with_table(reader: RunReader, number: int, metrics: Mapping[str, float]) -> None:
+    """Compare with the table of metrics, which has no manifest of its own: it must repeat what the stages state."""
+    name = metrics_file(number)
+    content = reader.read_bytes(name)
+    if content is None:
+        return
+    try:
+        rows = pq.ParquetFile(pa.BufferReader(content)).read(columns=["metric", "value"]).to_pydict()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reader.report_damage(name, f"it is not a valid Parquet file ({type(error).__name__}); the stages' are shown")
+        return
+    written = dict(zip(rows["metric"], rows["value"], strict=True))
+    compared = {metric for metric in metrics if metric != STEP_TIME and not metric.startswith(SECONDS)}
+    differing = sorted(metric for metric in compared if written.get(metric) != metrics[metric])
+    if differing:
+        reader.report_damage(name, f"{', '.join(differing[:3])} differ from the stages' metrics, which are shown")
+
+
+def _read_description(reader: RunReader) -> Mapping[str, Any] | None:
+    """Content of run.json; empty where it is damaged, None where it is missing."""
+    content = reader.read_bytes(RUN_FILE)
+    try:
+        return None if content is None else load_checked(content)
+    except ValueError as error:
+        reader.report_damage(RUN_FILE, str(error))
+        return {}
+
+
+def _read_config(reader: RunReader, sha256: str | None) -> tuple[str | None, Mapping[str, Any]]:
+    """Text and values of config.yaml."""
+    content = reader.read_bytes(CONFIG_FILE)
+    if content is None:
+        reader.report_damage(CONFIG_FILE, "it is missing")
+        return None, {}
+    try:
+        text = content.decode()
+        values = yaml.safe_load(text)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        reader.report_damage(CONFIG_FILE, f"it is not YAML ({type(error).__name__})")
+        return None, {}
+    if not isinstance(values, Mapping):
+        reader.report_damage(CONFIG_FILE, "it has no sections")
+        return text, {}
+    if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+        reader.report_damage(CONFIG_FILE, "it is not what the run wrote")
+    return text, values
+
+
+def _read_json(reader: RunReader, name: str) -> Mapping[str, Any]:
+    content = reader.read_bytes(name)
+    if content is None:
+        reader.report_damage(name, "it is missing")
+        return {}
+    try:
+        values = json.loads(content)
+    except ValueError:
+        reader.report_damage(name, "it is not JSON")
+        return {}
+    return values if isinstance(values, Mapping) else {}
+
+
+def _read_set_aside(reader: RunReader) -> tuple[SetAside, ...]:
+    found = []
+    for name in reader.names(SET_ASIDE):
+        note = _read_json(reader, f"{SET_ASIDE}/{name}/reason.json")
+        paths = note.get("paths")
+        reason = str(note.get("reason", "no reason is written"))
+        moved = tuple(str(path) for path in paths) if isinstance(paths, list) else ()
+        found.append(SetAside(f"{SET_ASIDE}/{name}", reason, moved))
+    return tuple(found)

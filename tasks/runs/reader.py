@@ -1,0 +1,179 @@
+"""Read and verify a run's folder without changing it; damage is reported and left where it is."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, is_later_round, parse_iteration
+from tasks.storage.artifacts.manifest import Manifest, read_manifest
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.filesystem.files import is_local, sha256_of
+from tasks.storage.tables.schemas import SCHEMA_VERSION
+
+VERIFIED_BYTES = 512 * 2**20
+"""How many bytes of artifacts that are not shown are verified: about a second of sha256."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that differs from what was written.
+
+    Attributes:
+        place: the file, or the folder of an artifact, within the run.
+        reason: what is wrong with it.
+    """
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StoredArtifact:
+    """An artifact whose manifest is valid and whose files exist.
+
+    Attributes:
+        reference: stands for the artifact.
+        manifest: names the files with their sha256.
+    """
+
+    reference: ArtifactRef
+    manifest: Manifest
+
+
+class RunReader:
+    """Reads one run and collects the damage that it meets. Unlike the store it moves nothing.
+
+    Attributes:
+        damages: damage found so far, each file once.
+        pruned: by artifact folder, what `grpo prune` removed from the artifacts found so far.
+        unverified: number of artifacts that were too large to verify.
+    """
+
+    def __init__(self, store: ArtifactStore) -> None:
+        """Point at a run that exists."""
+        self.store = store
+        self.damages: list[Damage] = []
+        self.pruned: dict[str, Mapping[str, Any]] = {}
+        self.unverified = 0
+        self._verified: set[str] = set()
+        # Verifying a remote artifact means fetching it; there, only what is shown is worth that.
+        self._budget = VERIFIED_BYTES if is_local(store.filesystem) else 0
+
+    def names(self, folder: str = "") -> list[str]:
+        """Sorted names in a folder of the run; empty where there is no such folder."""
+        try:
+            found = self.store.filesystem.ls(self.store.path(folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def artifact_names(self, folder: str) -> list[str]:
+        """Sorted names of the artifacts in a folder of the run."""
+        found = self.names(folder)
+        return [name.removesuffix(MANIFEST_ENDING) for name in found if name.endswith(MANIFEST_ENDING)]
+
+    def iterations(self) -> list[int]:
+        """Iterations that have a folder, in order."""
+        return sorted(number for name in self.names() if (number := parse_iteration(name)) is not None)
+
+    def policies(self) -> list[int]:
+        """Policy versions that have a manifest, pruned ones included, in order."""
+        return sorted(int(name) for name in self.artifact_names(POLICIES) if name.isdigit())
+
+    def evaluations(self, folder: str = EVALUATIONS) -> list[int]:
+        """Policy versions that have an evaluation in this folder, in order."""
+        return sorted(int(name) for name in self.names(folder) if name.isdigit())
+
+    def rounds(self, folder: str) -> list[str]:
+        """Folders of the sampling rounds of an iteration's folder, in order; the first round is the folder itself."""
+        return [folder, *(f"{folder}/{name}" for name in self.names(folder) if is_later_round(name))]
+
+    def scored_rounds(self, folder: str) -> list[str]:
+        """Folders of the sampling rounds that the last advantages cover; empty without advantages."""
+        folders = self.rounds(folder)
+        scored = [index for index, each in enumerate(folders) if ADVANTAGES in self.artifact_names(each)]
+        return folders[: scored[-1] + 1] if scored else []
+
+    def read_bytes(self, name: str) -> bytes | None:
+        """Content of a small file of the run; None where there is none."""
+        try:
+            content: bytes = self.store.filesystem.cat_file(self.store.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self.report_damage(name, f"it cannot be read ({error})")
+            return None
+        return content
+
+    def report_damage(self, place: str, reason: str) -> None:
+        """Add a damage to the list."""
+        damage = Damage(place, reason)
+        if damage not in self.damages:
+            self.damages.append(damage)
+
+    def find(self, folder: str) -> StoredArtifact | None:
+        """The artifact in this folder if its manifest is valid and every file that it names exists."""
+        name = f"{folder}{MANIFEST_ENDING}"
+        content = self.read_bytes(name)
+        if content is None:
+            return None
+        try:
+            manifest = read_manifest(content)
+            reference = manifest.reference(f"{self.store.run}/{folder}")
+        except (ValueError, TypeError) as error:
+            self.report_damage(name, f"it is not a manifest, or was changed ({type(error).__name__})")
+            return None
+        if reference.schema_version != SCHEMA_VERSION:
+            reason = f"schema version {reference.schema_version}; this program reads {SCHEMA_VERSION}"
+            self.report_damage(folder, reason)
+            return None
+        if manifest.pruned is not None:
+            self.pruned[folder] = manifest.pruned
+        missing = [
+            file for file in manifest.files if not self.store.filesystem.exists(self.store.path(f"{folder}/{file}"))
+        ]
+        for file in missing:
+            self.report_damage(f"{folder}/{file}", "it is missing")
+        return None if missing else StoredArtifact(reference, manifest)
+
+    def verify(self, artifact: StoredArtifact, only: Iterable[str] | None = None) -> bool:
+        """Whether the files, or `only` these of them, have the sha256 that the manifest states."""
+        folder, manifest = artifact.reference.folder, artifact.manifest
+        valid = True
+        for name in manifest.files if only is None else only:
+            try:
+                found = sha256_of(self.store.filesystem, self.store.path(f"{folder}/{name}"))
+            except OSError as error:
+                self.report_damage(f"{folder}/{name}", f"it cannot be read ({error})")
+                valid = False
+                continue
+            if found not in manifest.accepted(name):
+                self.report_damage(f"{folder}/{name}", f"it has sha256 {found[:12]}, not {manifest.files[name][:12]}")
+                valid = False
+        if valid and only is None:
+            self._verified.add(folder)
+        return valid
+
+    def verify_within_budget(self, artifact: StoredArtifact) -> bool:
+        """Verify while the budget lasts; an artifact beyond it counts as valid and as unverified."""
+        folder = artifact.reference.folder
+        if folder in self._verified:
+            return True
+        paths = [self.store.path(f"{folder}/{name}") for name in artifact.manifest.files]
+        size = sum(self.store.filesystem.size(path) or 0 for path in paths)
+        if size > self._budget:
+            self.unverified += 1
+            return True
+        self._budget -= size
+        return self.verify(artifact)
+
+    def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
+        """The artifact's folder on this machine; a remote one is copied below `fetched` first."""
+        if is_local(self.store.filesystem):
+            return Path(self.store.path(reference.folder))
+        target = fetched / reference.folder
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.store.filesystem.get(f"{self.store.path(reference.folder)}/", f"{target}/", recursive=True)
+        return target

@@ -1,0 +1,257 @@
+"""Read what a run has stored that flows use again: configuration, iterations, evaluations, policies. All verified."""
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from configs.loader import read_config, read_mapping
+from configs.schema import RunConfig
+from grpo_core.errors import InputError, InputErrors
+from tasks.models.files import REFERENCE_FOLDER, weights_digest
+from tasks.prompts.files import nearest_names
+from tasks.runs.layout import (
+    ADVANTAGES,
+    GUARDRAILS,
+    RESCORED,
+    REWARDS,
+    ROLLOUTS,
+    STATE_FILE,
+    iteration_folder,
+    policy_folder,
+    rescoring_folder,
+)
+from tasks.runs.lookup import spans
+from tasks.runs.reader import RunReader
+from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.run_description import read_config_file
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.schemas import SCHEMA_VERSION
+
+STORED, RECOMPUTED = "stored", "recomputed"
+"""Names of advantages beside those of rescorings: the run's own, and new ones from its stored rewards."""
+
+
+def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration that a run was made with; of a replay, without its replay section.
+
+    Args:
+        store: the run.
+        overrides: changes as `section.key=value`.
+
+    Raises:
+        InputError, InputErrors: config.yaml is missing, damaged, or not a configuration.
+    """
+    content = read_config_file(store)
+    with tempfile.TemporaryDirectory() as fetched:
+        path = Path(fetched) / f"{store.run}.yaml"
+        path.write_bytes(content)
+        values = read_mapping(path, "RUN", example="configs/tiny.yaml", keys="run, policy")
+        values.pop("replay", None)
+        path.write_text(json.dumps(values))
+        return read_config(path, overrides)
+
+
+def read_range(text: str) -> tuple[int, int]:
+    """Return the first and the last iteration of `A-B` or `A`.
+
+    Raises:
+        InputError: the text is neither.
+    """
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text.strip())
+    if found:
+        first, last = int(found[1]), int(found[2] or found[1])
+        if 1 <= first <= last:
+            return first, last
+    raise InputError("--iterations", text, "Write the first and the last, as in 3-10, or one number; they start at 1.")
+
+
+def read_iterations(
+    store: ArtifactStore, chosen: tuple[int, int] | None, advantages: str
+) -> tuple[StoredIteration, ...]:
+    """Read the iterations of a run that a policy can be trained on, in order.
+
+    Args:
+        store: the run; nothing in it is changed.
+        chosen: first and last; None for all that have advantages.
+        advantages: `stored`, `recomputed`, or the name of a rescoring.
+
+    Raises:
+        InputErrors: an iteration is missing or damaged, or there are no such advantages.
+    """
+    reader = RunReader(store)
+    known = [STORED, RECOMPUTED, *reader.names(RESCORED)]
+    if advantages not in known:
+        hint = f"{store.run} has {', '.join(known)}. Nearest: {nearest_names(advantages, known)}."
+        raise InputErrors([InputError("--advantages", advantages, hint)])
+    complete = _complete_iterations(reader)
+    first, last = chosen or (complete[0], complete[-1])
+    numbers = range(first, last + 1)
+    if missing := [number for number in numbers if number not in complete]:
+        hint = f"{store.run} has no complete iteration {missing[0]}; complete are {spans(complete)}. Choose among these."
+        raise InputErrors([InputError("--iterations", f"{first}-{last}", hint)])
+    problems, iterations = [], []
+    for number in numbers:
+        try:
+            iterations.append(_read_iteration(reader, number, advantages))
+        except InputError as error:
+            problems.append(error)
+    if problems:
+        raise InputErrors(problems)
+    return tuple(iterations)
+
+
+def first_iteration(store: ArtifactStore) -> int:
+    """Return the first iteration of a run that has advantages.
+
+    Raises:
+        InputErrors: there is none.
+    """
+    return _complete_iterations(RunReader(store))[0]
+
+
+def _complete_iterations(reader: RunReader) -> list[int]:
+    complete = [number for number in reader.iterations() if reader.scored_rounds(iteration_folder(number))]
+    if not complete:
+        hint = "It has no iteration with stored rollouts and advantages; train it first, or name another run."
+        raise InputErrors([InputError("RUN", reader.store.run, hint)])
+    return complete
+
+
+def _read_iteration(reader: RunReader, number: int, advantages: str) -> StoredIteration:
+    folders = reader.scored_rounds(iteration_folder(number))
+    rounds = []
+    for folder in folders:
+        labels = reader.artifact_names(f"{folder}/{REWARDS}")
+        rewards = {label: _require(reader.store, f"{folder}/{REWARDS}/{label}") for label in labels}
+        rounds.append(SamplingRound(_require(reader.store, f"{folder}/{ROLLOUTS}"), rewards))
+    own = advantages in (STORED, RECOMPUTED)
+    scored = folders[-1] if own else rescoring_folder(advantages, iteration_folder(number))
+    return StoredIteration(
+        number=number,
+        rounds=tuple(rounds),
+        advantages=_require(reader.store, f"{scored}/{ADVANTAGES}"),
+        samplers=read_samplers(reader.store, [each.rollouts for each in rounds]),
+    )
+
+
+def _require(store: ArtifactStore, folder: str) -> ArtifactRef:
+    found, place = store.find(folder), f"{store.run}/{folder}"
+    if found is None:
+        raise InputError(place, None, "It is missing, or one of its files was changed; choose other --iterations.")
+    if found.schema_version != SCHEMA_VERSION:
+        hint = f"This program reads version {SCHEMA_VERSION}; choose other --iterations."
+        raise InputError(place, f"schema version {found.schema_version}", hint)
+    return found
+
+
+def read_samplers(store: ArtifactStore, rollouts: Sequence[ArtifactRef]) -> frozenset[tuple[int, str]]:
+    """Return version and digest of the policies that sampled the rows of these rollouts."""
+    found: set[tuple[int, str]] = set()
+    for reference in rollouts:
+        for path in sorted(store.filesystem.glob(f"{store.root}/{reference.uri}/*.parquet")):
+            with store.filesystem.open(path) as file:
+                rows = pq.ParquetFile(file).read(columns=["policy_version", "policy_digest"]).to_pydict()
+            found |= set(zip(rows["policy_version"], rows["policy_digest"], strict=True))
+    return frozenset(found)
+
+
+def find_evaluation(
+    store: ArtifactStore, folder: str, config: RunConfig, policy: PolicyRef | None = None
+) -> StoredEvaluation | None:
+    """Find the evaluation in this folder of the run; None unless all its stages are valid.
+
+    Args:
+        store: the run.
+        folder: of the evaluation.
+        config: names the rewards and guardrails that the evaluation must have.
+        policy: that must have sampled it; None for any.
+    """
+    rewards = {section.label: f"{REWARDS}/{section.label}" for section in config.rewards}
+    guardrails = {section.label: f"{GUARDRAILS}/{section.label}" for section in config.watch.guardrails}
+    valid: dict[str, ArtifactRef] = {}
+    for stage in (ROLLOUTS, ADVANTAGES, *rewards.values(), *guardrails.values()):
+        found = store.find(f"{folder}/{stage}")
+        if found is None:
+            return None
+        valid[stage] = found
+    # Another version may have stood in this folder before.
+    if policy is not None and read_samplers(store, [valid[ROLLOUTS]]) != {(policy.version, policy.digest)}:
+        return None
+    return StoredEvaluation(
+        rollouts=valid[ROLLOUTS],
+        advantages=valid[ADVANTAGES],
+        rewards={label: valid[stage] for label, stage in rewards.items()},
+        guardrails={label: valid[stage] for label, stage in guardrails.items()},
+    )
+
+
+def stored_versions(store: ArtifactStore) -> list[int]:
+    """Return the policy versions that have a manifest and were not pruned, in order."""
+    return [version for version in RunReader(store).policies() if _pruned(store, version) is None]
+
+
+def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
+    """Who removed the files of a version and when; None for a version that has them."""
+    manifest = store.manifest_at(store.path(policy_folder(version)))
+    return manifest.pruned if manifest is not None and not manifest.files else None
+
+
+def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
+    """Return a version of the policy, and a note for every damaged version that was skipped.
+
+    Args:
+        store: the run; nothing in it is changed.
+        version: 0 for the model as given; None for the last valid one.
+        model_digest: of that model.
+
+    Raises:
+        InputErrors: there is no such version, or it is damaged.
+    """
+    if version:
+        return read_policy(store, version), ()
+    notes: list[str] = []
+    for each in reversed(stored_versions(store) if version is None else []):
+        found = _find_policy(store, each)
+        if isinstance(found, PolicyRef):
+            return found, tuple(notes)
+        notes.append(f"{store.run}: version {each} is skipped: {found}")
+    return PolicyRef(version=0, digest=model_digest), tuple(notes)
+
+
+def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
+    """Return a version of the policy with its optimizer, to continue from.
+
+    Raises:
+        InputErrors: there is no such version, or it is damaged; with the versions that there are.
+    """
+    stored = stored_versions(store)
+    found = _find_policy(store, version) if version in stored else None
+    if isinstance(found, PolicyRef):
+        return found
+    if found is not None:
+        hint = f"{found}. Choose another version, or start the run again: damaged files are made again."
+    else:
+        pruned = _pruned(store, version)
+        gone = f"Its files were removed by `{pruned.get('by', 'grpo prune')}`; " if pruned is not None else ""
+        hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
+    raise InputErrors([InputError("--policy", version, hint)])
+
+
+def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
+    """The version, or what is wrong with its files."""
+    reader = RunReader(store)
+    found = reader.find(policy_folder(version))
+    if found is None or not reader.verify(found):
+        return "; ".join(f"{each.place}: {each.reason}" for each in reader.damages)
+    with tempfile.TemporaryDirectory() as fetched:
+        folder = reader.local_folder(found.reference, Path(fetched))
+        digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
+        reference = folder / REFERENCE_FOLDER
+        reference_digest = weights_digest(reference) if reference.is_dir() else None
+    return PolicyRef(version=version, digest=digest, checkpoint=found.reference, reference_digest=reference_digest)
