@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
 from grpo_core.policies.protocol import Policy
-from grpo_core.records import Output, SampledTokens, TokenBatch
+from grpo_core.records import Output, SampledTokens, TokenBatch, TrainingRows, pad_to_longest
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,25 @@ def collect_rollouts(
                 ref_logprobs=reference,
                 outputs=tuple(policy.render(tokens, noise_seeds=request.noise_seeds)),
             )
+
+
+def join_groups(groups: Sequence[RolloutGroup], advantages: Float[Tensor, "groups siblings"]) -> TrainingRows:
+    """Return the samples of all groups with their advantages, ready for `update_policy` with the weights that sampled.
+
+    Args:
+        groups: of one size.
+        advantages: NaN for a sample that is left out.
+    """
+    samples = sum(len(group.tokens) for group in groups)
+    rows = TrainingRows(
+        sample_ids=tuple(sample_id for group in groups for sample_id in group.request.sample_ids),
+        tokens=TokenBatch.join([group.tokens for group in groups]),
+        rollout_logprobs=pad_to_longest([group.rollout_logprobs for group in groups]),
+        advantages=advantages.flatten().float(),
+        finished=torch.cat([group.finished for group in groups]),
+        on_policy=torch.ones(samples, dtype=torch.bool),
+    )
+    return rows.select(rows.advantages.isfinite().nonzero().flatten().tolist())
 
 
 def _require_finite(sampled: SampledTokens, sample_ids: Sequence[str]) -> None:

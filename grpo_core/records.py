@@ -30,6 +30,13 @@ Modality = Literal["image", "text"]
 """Which of the two."""
 
 
+def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate [rows, time] tensors of unequal lengths along their rows, with zeros on the right."""
+    time = max((part.shape[1] for part in parts), default=0)
+    padded = [torch.nn.functional.pad(part, (0, time - part.shape[1])) for part in parts]
+    return torch.cat(padded) if padded else torch.zeros(0, 0)
+
+
 @dataclass(frozen=True)
 class TokenSupport:
     """The ids that a truncated sampler could draw at each token; log-probs are over these alone.
@@ -90,6 +97,24 @@ class TokenBatch:
             loss_mask=self.loss_mask[index],
             temperature=self.temperature,
             support=None if self.support is None else self.support.select(rows),
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence["TokenBatch"]) -> "TokenBatch":
+        """Return the rows of all batches, padded on the right to one length.
+
+        Args:
+            batches: at least one; all of one temperature, and all with or all without a support.
+        """
+        assert len({(batch.temperature, batch.support is None) for batch in batches}) == 1, "sampled alike"
+        supports = [batch.support for batch in batches if batch.support is not None]
+        counts = pad_to_longest([support.counts for support in supports])
+        return cls(
+            prompts=tuple(prompt for batch in batches for prompt in batch.prompts),
+            token_ids=pad_to_longest([batch.token_ids for batch in batches]),
+            loss_mask=pad_to_longest([batch.loss_mask for batch in batches]),
+            temperature=batches[0].temperature,
+            support=TokenSupport(torch.cat([support.ids for support in supports]), counts) if supports else None,
         )
 
     def trimmed(self) -> "TokenBatch":

@@ -49,7 +49,8 @@ def update_policy(
         return UpdateResult({}, ())
     if not bool(rows.on_policy.all()) and settings.loss.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
-    per_epoch = list(minibatches(len(rows), settings.minibatch_size, 1, seed))
+    minibatch_size = settings.minibatch_size or len(rows)
+    per_epoch = list(minibatches(len(rows), minibatch_size, 1, seed))
     ticks = _Ticks(_all_passes(rows, settings, process_group, per_epoch), on_progress)
     policy.prepare_for_update()
     rows = with_recomputed(policy, rows, settings, process_group, ticks.tick)
@@ -58,9 +59,13 @@ def update_policy(
     if not rollout_tokens:
         return UpdateResult(before, ())
     steps = []
-    for indices in minibatches(len(rows), settings.minibatch_size, settings.epochs, seed):
+    for indices in minibatches(len(rows), minibatch_size, settings.epochs, seed):
         minibatch = make_minibatch(
-            rows.select(indices), settings, rollout_rows=len(rows), rollout_tokens=rollout_tokens
+            rows.select(indices),
+            settings,
+            rollout_rows=len(rows),
+            rollout_tokens=rollout_tokens,
+            max_length=policy.max_length,
         )
         steps.append(optimizer_step(policy, optimizer, minibatch, settings, process_group, ticks.tick))
     return UpdateResult(before, tuple(steps))

@@ -52,15 +52,16 @@ def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor,
 
 
 def make_minibatch(
-    rows: TrainingRows, settings: UpdateSettings, *, rollout_rows: int, rollout_tokens: int
+    rows: TrainingRows, settings: UpdateSettings, *, rollout_rows: int, rollout_tokens: int, max_length: int
 ) -> Minibatch:
-    """Masks and denominators of a minibatch.
+    """Compute the masks and denominators of a minibatch.
 
     Args:
         rows: those of the minibatch.
         settings: of the update.
         rollout_rows: rows of the update.
         rollout_tokens: their trained tokens.
+        max_length: tokens that a row can have.
     """
     trained = trained_tokens(rows, settings)
     entropy_mask = None
@@ -75,7 +76,7 @@ def make_minibatch(
         entropy_tokens=int(counted.sum()),
         rollout_rows=rollout_rows,
         rollout_tokens=rollout_tokens,
-        max_completion_length=settings.max_length,
+        max_completion_length=max_length,
     )
     return Minibatch(rows, trained, entropy_mask, denominators)
 

@@ -159,7 +159,7 @@ def carry_out(
             learner,
             optimizer,
             stored.rows,
-            update_settings(job.update, len(stored.rows), stored.max_length, job.model.section),
+            update_settings(job.update, job.model.section),
             seed=derive_seed(job.seed, job.version, "minibatches"),
             process_group=process_group,
             on_progress=on_progress,

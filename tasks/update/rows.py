@@ -23,14 +23,12 @@ class StoredRows:
     Attributes:
         rows: samples with an advantage, within the staleness.
         settings: how they were sampled, the policy's own record.
-        max_length: tokens that a row could have had.
         staleness: versions between each row's policy and the one that is trained.
         too_stale: rows left out because of it.
     """
 
     rows: TrainingRows
     settings: Any
-    max_length: int
     staleness: tuple[int, ...]
     too_stale: int
 
@@ -97,7 +95,6 @@ def read_training_rows(
     return StoredRows(
         rows=_rows(kept, policy) if len(kept) else _rows(table.head(1).fill_null(0.0), policy).select([]),
         settings=family.settings(first),
-        max_length=first["max_length"],
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),
         too_stale=len(too_stale),
     )

@@ -99,7 +99,7 @@ class PlainLoop:
             finished=torch.cat([group.finished for group in groups]),
             on_policy=torch.ones(config.rows_per_iteration, dtype=torch.bool),
         )
-        settings = update_settings(config.update, len(rows), self.policy.max_length, config.policy)
+        settings = update_settings(config.update, config.policy)
         update_policy(self.policy, self.optimizer, rows, settings, seed=derive_seed(0, plan.folder))
 
 

@@ -112,7 +112,7 @@ def test_the_parity_gate_allows_what_the_precision_needs_unless_told_otherwise(
     policy: dict[str, Any], largest: float, mean: float
 ) -> None:
     section = PolicySection(model="m", **policy)
-    left_open = update_settings(UpdateSection(), 8, 5, section).parity
+    left_open = update_settings(UpdateSection(), section).parity
     assert (left_open.max_difference, left_open.mean_difference) == (largest, mean)
-    told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), 8, 5, section).parity
+    told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), section).parity
     assert (told.max_difference, told.mean_difference) == (0.5, mean)

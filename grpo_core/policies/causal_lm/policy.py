@@ -25,6 +25,8 @@ from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoi
 from grpo_core.policies.trained import autocast as autocast_to
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
 
+CPU = torch.device("cpu")
+
 
 class CausalLMPolicy(TrainedPolicy):
     """A text model that answers prompts."""
@@ -62,8 +64,8 @@ class CausalLMPolicy(TrainedPolicy):
         settings: CausalLMSettings,
         choice: TrainingChoice,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
         autocast: torch.dtype | None = None,
     ) -> "CausalLMPolicy":
         """Load by folder or hub name.

@@ -45,6 +45,9 @@ def train_token_model(
     )
 
 
+CPU = torch.device("cpu")
+
+
 class GlmImagePolicy(TrainedPolicy):
     """The autoregressive half is the policy; the diffusion decoder is frozen and part of the environment."""
 
@@ -86,8 +89,8 @@ class GlmImagePolicy(TrainedPolicy):
         settings: GlmImageSettings,
         choice: TrainingChoice,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
         autocast: torch.dtype | None = None,
     ) -> "GlmImagePolicy":
         """Load by folder or hub name.
@@ -155,6 +158,7 @@ class GlmImagePolicy(TrainedPolicy):
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenImage]:
         """See Policy.render."""
+        self._require_fit(tokens)
         token_ids, loss_mask = self._padded(tokens.token_ids), self._padded(tokens.loss_mask)
         prior = large_grid_ids(token_ids, loss_mask, self.grids).to(self._device)
         images: list[Image.Image | BrokenImage | None] = [None] * len(tokens)
@@ -177,15 +181,17 @@ class GlmImagePolicy(TrainedPolicy):
         return [image for image in images if image is not None]
 
     def _padded(self, values: Int[Tensor, "batch time"]) -> Int[Tensor, "batch full"]:
-        """Short grids are filled on the right with zeros (False)."""
-        missing = self.grids.tokens - values.shape[1]
-        if missing < 0:
+        """Fill short grids on the right with zeros (False)."""
+        return nn.functional.pad(values, (0, self.grids.tokens - values.shape[1]))
+
+    def _require_fit(self, tokens: TokenBatch) -> None:
+        """Raise InputError for rows with more tokens than an image of this size has."""
+        if tokens.token_ids.shape[1] > self.grids.tokens:
             hint = f"A {self.settings.height}x{self.settings.width} image has {self.grids.tokens} tokens."
-            raise InputError("token_ids", values.shape[1], hint)
-        return nn.functional.pad(values, (0, missing))
+            raise InputError("token_ids", tokens.token_ids.shape[1], hint)
 
     def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
-        self._padded(tokens.loss_mask)
+        self._require_fit(tokens)
         device = self._device
         with autocast(self._device, self.autocast):
             return score_tokens(

@@ -23,7 +23,6 @@ SETTINGS = UpdateSettings(
     loss=LossSettings("grpo", "token"),
     entropy_quantile=1.0,
     mask_truncated=False,
-    max_length=5,
     max_grad_norm=1e9,
     parity=ParityTolerance(1e-4, 1e-5),
 )

@@ -28,7 +28,6 @@ SETTINGS = UpdateSettings(
     loss=LossSettings("grpo", "token", clip_range_high=0.28, kl_coef=0.1, entropy_coef=0.01),
     entropy_quantile=1.0,
     mask_truncated=False,
-    max_length=5,
     max_grad_norm=0.05,
     parity=ParityTolerance(1e-4, 1e-5),
 )

@@ -23,7 +23,6 @@ SETTINGS = UpdateSettings(
     loss=LossSettings(loss="grpo", importance_level="token", kl_coef=0.1, entropy_coef=0.01),
     entropy_quantile=1.0,
     mask_truncated=False,
-    max_length=42,
     max_grad_norm=1.0,
     parity=ParityTolerance(1e-4, 1e-4),
 )

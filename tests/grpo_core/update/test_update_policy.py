@@ -27,7 +27,6 @@ SETTINGS = UpdateSettings(
     loss=LossSettings("grpo", "token", clip_range=0.2, clip_range_high=0.28),
     entropy_quantile=1.0,
     mask_truncated=False,
-    max_length=5,
     max_grad_norm=1e9,
     parity=ParityTolerance(1e-4, 1e-5),
 )
