@@ -238,6 +238,11 @@ def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:
 def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
     metrics = reward_metrics(result)
     metrics["reward_std_within_groups"] = float(result.stds.double().mean())
+    given = result.advantages[~result.advantages.isnan()].double()
+    if len(given) > 0:
+        metrics["advantage/mean"] = float(given.mean())
+    if len(given) > 1:
+        metrics["advantage/std"] = float(given.std())
     if samples.penalties is not None:
         metrics["kl_penalty"] = float(samples.penalties.mean())
     datasets = [names[0] for names in samples.table["dataset"].to_list()]

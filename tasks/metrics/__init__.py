@@ -1,1 +1,1 @@
-"""The metrics of an iteration, gathered from its artifacts."""
+"""Metrics of an iteration: their names, and how a stage's are pooled over sampling rounds (pooled)."""

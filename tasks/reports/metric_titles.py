@@ -32,6 +32,8 @@ _TITLES = {
     "groups_kept": ("groups kept", "over all draws; what the update learns from"),
     "frac_groups_dropped": ("share of groups left out", "for lack of spread, over all draws"),
     "rounds": ("sampling rounds", "collections of rollouts; more than one where groups without spread were replaced"),
+    "advantage/mean": ("advantage, mean", "over the {noun}s that have one; near 0, for siblings are compared"),
+    "advantage/std": ("advantage, standard deviation", "over the {noun}s that have one"),
     "kl_penalty": ("KL inside the reward", "mean a {noun} of the KL to the reference while sampling, in nats"),
     "samples_without_reward": ("{noun}s without a reward", "none of the rewards applies to them"),
     "rewards_imputed": ("rewards filled in", "values missing for some siblings, replaced by the group's mean"),

@@ -150,7 +150,7 @@ def _iteration_view(reader: RunReader, number: int, stages: Found, heldout: floa
     _compare_with_table(reader, number, metrics)
     if heldout is not None:
         metrics[HELDOUT] = heldout
-    return IterationView(number, _references(stages), metrics, heldout)
+    return IterationView(number, _references(stages), metrics)
 
 
 def _covered_rounds(stages: Found) -> dict[tuple[str, str], list[ArtifactRef]]:

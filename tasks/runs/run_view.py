@@ -21,14 +21,12 @@ class IterationView:
     Attributes:
         iteration: number, from 1.
         stages: valid artifacts by stage; without missing and damaged ones.
-        metrics: of these stages, with the seconds of each.
-        heldout: held-out reward of the policy that the iteration made; None where that was not evaluated.
+        metrics: of these stages, with the seconds of each, and the held-out reward of the policy that it made.
     """
 
     iteration: int
     stages: Stages
     metrics: Mapping[str, float]
-    heldout: float | None
 
     @property
     def complete(self) -> bool:
@@ -162,13 +160,11 @@ class RunView:
     @property
     def guardrail_series(self) -> dict[str, list[tuple[float, float]]]:
         """(policy version, mean over the held-out samples) of each guardrail, by label."""
-        labels = dict.fromkeys(label for view in self.evaluations for label in view.guardrails)
-        return {
-            label: [
-                (float(view.version), view.guardrails[label]) for view in self.evaluations if label in view.guardrails
-            ]
-            for label in labels
-        }
+        series: dict[str, list[tuple[float, float]]] = {}
+        for view in self.evaluations:
+            for label, mean in view.guardrails.items():
+                series.setdefault(label, []).append((float(view.version), mean))
+        return series
 
     @property
     def dataset_rewards(self) -> dict[str, str]:

@@ -103,11 +103,14 @@ def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
     advantages = compare(score(rollouts))
     table = pl.read_parquet(store.local_files(advantages) / "advantages.parquet")
     assert [value is None for value in table["advantage"]] == [False, False, True, True]
+    assert advantages.metrics["advantage/mean"] == pytest.approx(table["advantage"].mean())
+    assert advantages.metrics["advantage/std"] == pytest.approx(table["advantage"].std())
     policy = update(base(), rollouts, advantages)
     assert policy.checkpoint is not None
     assert policy.checkpoint.rows == 2
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
     nothing = compare(score(rollouts))
+    assert not [name for name in nothing.metrics if name.startswith("advantage/")]
     with pytest.raises(ValueError, match="every reward of every sample is null"):
         update(base(), rollouts, nothing)
     assert store.find("policies/000001") == policy.checkpoint

@@ -48,6 +48,8 @@ EMITTED = (
     "staleness/mean",
     "staleness/max",
     "rows_left_out",
+    "advantage/mean",
+    "advantage/std",
     "kl_penalty",
     "importance_ratio/mean",
     "optimizer_steps",

@@ -1,4 +1,4 @@
-"""An iteration's figures in one table."""
+"""An iteration's metrics in one table."""
 
 import io
 import random
@@ -15,7 +15,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 def artifact(folder: str, seconds: float, rows: int = 1, **metrics: float) -> ArtifactRef:
     return ArtifactRef(
-        uri=f"run/{folder}", sha256="a", digest="b", schema_version=3, rows=rows, seconds=seconds, metrics=metrics
+        uri=f"run/{folder}", sha256="a", digest="b", schema_version=4, rows=rows, seconds=seconds, metrics=metrics
     )
 
 
@@ -58,48 +58,38 @@ def test_figures_of_all_stages_with_their_seconds() -> None:
     }
 
 
-def test_figures_of_several_draws_are_joined_by_what_they_are() -> None:
-    first = {"rewards/x/mean": 0.5, "rewards/x/null": 1.0, "rewards/x/failed": 1.0}
-    second = {"rewards/x/mean": 0.8, "rewards/x/null": 2.0, "rewards/x/failed": 0.0}
-    other = artifact("y", 0.75, rows=3, **{"rewards/y/mean": 0.25, "rewards/y/null": 0.0})
-    lengths = [
-        {"num_tokens": 10.0, "completions/min_length": 3.0, "completions/max_length": 7.0},
-        {"num_tokens": 4.0, "completions/min_length": 2.0, "completions/max_length": 4.0},
-    ]
+def test_seconds_of_several_rounds_are_summed() -> None:
+    # Each round's slowest reward counts.
     rounds = [
-        SamplingRound(artifact("a", 2.0, rows=2, **lengths[0]), {"x": artifact("b", 1.0, rows=3, **first), "y": other}),
-        SamplingRound(
-            artifact("c", 3.0, rows=1, **lengths[1]), {"x": artifact("d", 0.5, rows=3, **second), "y": other}
-        ),
+        SamplingRound(artifact("a", 2.0), {"x": artifact("b", 1.0), "y": artifact("c", 0.75)}),
+        SamplingRound(artifact("d", 3.0), {"x": artifact("e", 0.5), "y": artifact("f", 0.75)}),
     ]
     metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
-    assert metrics["rewards/x/mean"] == pytest.approx((2 * 0.5 + 0.8) / 3)
-    assert (metrics["rewards/x/null"], metrics["rewards/x/failed"]) == (3.0, 1.0)
-    assert metrics["rewards/y/mean"] == pytest.approx(0.25)
-    assert metrics["num_tokens"] == 14.0
-    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (2.0, 7.0)
     assert (metrics["seconds/rollouts"], metrics["seconds/rewards"]) == (5.0, 1.0 + 0.75)
+
+
+def test_a_replay_has_advantages_and_an_update_alone() -> None:
+    metrics = gather_metrics((), ADVANTAGES, UPDATE, None)
+    assert (metrics["seconds/rollouts"], metrics["seconds/rewards"], metrics["step_time"]) == (0.0, 0.0, 0.75)
 
 
 def test_running_moments_are_no_figures_of_the_iteration() -> None:
     scored = artifact("iteration_000001/advantages", 0.25, **{"reward": 0.4, "running/x/mean": 0.5})
-    draw = SamplingRound(artifact("a", 1.0), {"x": artifact("b", 1.0)})
-    metrics = gather_metrics([draw], scored, UPDATE, None)
+    metrics = gather_metrics((), scored, UPDATE, None)
     assert metrics["reward"] == 0.4
     assert not [name for name in metrics if name.startswith("running")]
 
 
 def test_guardrails_stand_beside_the_heldout_reward() -> None:
-    draw = SamplingRound(artifact("a", 1.0), {"x": artifact("b", 1.0)})
     heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
     guardrails = {
         "jpeg": artifact("c", 7.0, **{"rewards/jpeg/mean": 0.3, "rewards/jpeg/null": 1.0}),
         "words": artifact("d", 7.0, **{"rewards/words/null": 4.0}),  # it applied to no sample
     }
-    metrics = gather_metrics([draw], ADVANTAGES, UPDATE, heldout, guardrails)
+    metrics = gather_metrics((), ADVANTAGES, UPDATE, heldout, guardrails)
     assert metrics["guardrails/jpeg"] == 0.3
     assert not [name for name in metrics if "words" in name or name.startswith("rewards")]
-    assert metrics["step_time"] == 1.0 + 1.0 + 0.25 + 0.5
+    assert metrics["step_time"] == 0.25 + 0.5
 
 
 def test_a_heldout_reward_of_an_earlier_start_stays(store: ArtifactStore) -> None:
@@ -127,9 +117,3 @@ def test_no_flipped_or_missing_byte_of_a_table_changes_a_heldout_reward(store: A
         outcomes.append(len(kept(store)))
     assert outcomes.count(1) > 30
     assert outcomes[-1] == 1
-
-
-def test_a_damaged_table_is_written_anew(store: ArtifactStore) -> None:
-    store.write_file("iteration_000001/metrics.parquet", b"PAR1 damaged PAR1")
-    write_metrics(store, 1, {"reward": 0.6})
-    assert kept(store) == {"reward": 0.6}

@@ -58,14 +58,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert run.seconds["total"] == 0
 
 
-def test_rewards_of_a_draw_take_as_long_as_the_slowest(tmp_path: Path) -> None:
+def test_rewards_of_a_round_take_as_long_as_the_slowest(tmp_path: Path) -> None:
     one, two = (read(whole_run(tmp_path, name, labels=labels)) for name, labels in (("a", ("x",)), ("b", ("x", "y"))))
     assert two.seconds == one.seconds
     assert two.shown is not None
-    assert [reference.folder for reference in two.shown.stages["rewards"]] == [
-        "iteration_000002/rewards/x",
-        "iteration_000002/rewards/y",
-    ]
     assert (two.shown.metrics["seconds/rewards"], two.shown.metrics["step_time"]) == (2.0, 10.0)
     assert two.series("rewards/x/mean") == two.series("rewards/y/mean") == [(1.0, 0.5), (2.0, 0.6)]
     assert two.damages == ()
@@ -90,8 +86,9 @@ def test_a_damaged_reward_leaves_the_others(tmp_path: Path) -> None:
     assert [len(run.series(f"rewards/{label}/mean")) for label in "xy"] == [1, 2]
 
 
-@pytest.mark.parametrize("stage", ["rollouts", "rewards/ssim", "advantages"])
-@pytest.mark.parametrize("iteration", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "iteration"), [("rollouts", 1), ("rollouts", 2), ("rewards/ssim", 1), ("advantages", 2)]
+)
 def test_a_damaged_stage_is_left_out_and_named(tmp_path: Path, stage: str, iteration: int) -> None:
     maker = whole_run(tmp_path)
     (file,) = (maker.folder / f"iteration_{iteration:06d}" / stage).iterdir()
@@ -110,7 +107,7 @@ def test_the_last_whole_policy_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and no more", None])
-def test_a_table_of_figures_that_is_not_what_the_stages_say(tmp_path: Path, content: bytes | None) -> None:
+def test_a_table_of_metrics_that_is_not_what_the_stages_say(tmp_path: Path, content: bytes | None) -> None:
     maker = whole_run(tmp_path)
     if content is None:
         maker.metrics(1, {"reward": 0.987, "kl": 0.01})
@@ -147,7 +144,7 @@ def test_what_was_set_aside_and_why(tmp_path: Path) -> None:
     assert (second.reason, second.paths) == ("3", ())
 
 
-def test_figures_of_an_iteration_that_drew_again(tmp_path: Path) -> None:
+def test_metrics_of_an_iteration_of_several_rounds(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, datasets=("sums", "poems"))
     maker.iteration(1, rounds=3)
     run = read(maker)
@@ -156,7 +153,7 @@ def test_figures_of_an_iteration_that_drew_again(tmp_path: Path) -> None:
     assert view.stages["advantages"][0].folder == "iteration_000001/round_03/advantages"
     assert view.complete
     assert (view.metrics["num_tokens"], view.metrics["rounds"], view.metrics["groups_dropped"]) == (48.0, 3.0, 3.0)
-    # Three draws of 4 + 2 s; the advantages and the update count once.
+    # Three rounds of 4 + 2 s; the advantages and the update count once.
     assert view.metrics["step_time"] == 3 * (4.0 + 2.0) + 1.0 + 3.0
     assert run.seconds["total"] == view.metrics["step_time"]
     assert run.dataset_rewards == {"poems": "datasets/poems/reward", "sums": "datasets/sums/reward"}
@@ -164,16 +161,16 @@ def test_figures_of_an_iteration_that_drew_again(tmp_path: Path) -> None:
     assert run.damages == ()
 
 
-def test_a_run_killed_while_it_draws_again(tmp_path: Path) -> None:
+def test_a_run_killed_in_its_second_round(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.draw("iteration_000001", 1, "i000001", ["i000001"])
     maker.rollouts("iteration_000001/round_02", "i000001.d02")
     (view,) = read(maker).iterations
     assert (view.rounds, len(view.stages["rewards"]), view.complete) == (2, 1, False)
-    assert view.metrics["num_tokens"] == 16.0  # of the draw that has advantages
+    assert view.metrics["num_tokens"] == 16.0  # of the round that has advantages
 
 
-def test_a_damaged_draw_leaves_the_others(tmp_path: Path) -> None:
+def test_a_damaged_round_leaves_the_others(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.iteration(1, rounds=2)
     flip_last_byte(maker.folder / "iteration_000001/round_02/rollouts/part-00000.parquet")

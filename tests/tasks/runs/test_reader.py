@@ -25,12 +25,18 @@ def test_finds_and_verifies_what_the_store_committed(maker: RunMaker) -> None:
     assert reader.find("iteration_000002/rewards/ssim") is None
 
 
-def test_artifacts_of_a_folder_are_those_with_a_manifest(maker: RunMaker) -> None:
-    maker.reward("ssim", "iteration_000002", "i000002")
-    (maker.folder / "iteration_000001/rewards/psnr").mkdir()  # moved to its place, its manifest not yet written
+def test_lists_artifacts_by_their_manifests_and_rounds_by_their_folders(maker: RunMaker) -> None:
+    (maker.folder / "iteration_000001/rewards/psnr").mkdir()  # its manifest was not yet written
+    maker.iteration(3, rounds=2)
+    maker.rollouts("iteration_000003/round_03", "i000003.d03")
     reader = RunReader(maker.store)
     assert reader.artifact_names("iteration_000001/rewards") == ["ssim"]
-    assert reader.artifact_names("iteration_000003/rewards") == []
+    assert reader.artifact_names("iteration_000002/rewards") == []
+    assert (reader.iterations(), reader.policies(), reader.evaluations()) == ([1, 3], [3], [])
+    places = ["iteration_000003", "iteration_000003/round_02", "iteration_000003/round_03"]
+    assert reader.rounds("iteration_000003") == places
+    assert reader.scored_rounds("iteration_000003") == places[:2]
+    assert reader.scored_rounds("iteration_000001") == []
 
 
 def test_a_flipped_byte_is_told_and_left_where_it_is(maker: RunMaker) -> None:
