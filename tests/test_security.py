@@ -24,7 +24,7 @@ from grpo_core.policies.causal_lm.loading import read_config as read_model_confi
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
 from grpo_core.rewards.image_files import MAX_PIXELS, decode_stored
 from grpo_core.rewards.remote.http import Service
-from tasks.execution.error_records import ErrorRecord
+from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.files import read_input_file
 from tasks.reports.images import read_images
 from tasks.reports.target_reader import TargetReader
@@ -136,9 +136,7 @@ def test_an_extension_type_of_a_table_runs_nothing(tmp_path: Path, exploded: Pat
 
 def test_an_error_record_builds_no_class_that_it_names(exploded: Path) -> None:
     record = ErrorRecord(kind="os.mkdir", arguments=(str(exploded),), message="", trace="", seconds=0.0)
-    assert not record.known
-    with pytest.raises(KeyError):
-        record.error()
+    assert isinstance(record.error(), RemoteStageError)
 
 
 class TestNames:

@@ -8,10 +8,9 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from flows.evaluation.request import EvaluatePlan, EvaluateRequest, read_request
-from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rewards
 from flows.pipeline.forms import Form
 from flows.pipeline.run import Run
-from flows.pipeline.stages import recording
+from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards
 from tasks.progress import log
 from tasks.runs.layout import GUARDRAILS, REWARDS
 from tasks.runs.records import SamplingRound, StoredEvaluation

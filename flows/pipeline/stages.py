@@ -1,4 +1,10 @@
-"""How flows call their stages: under a name, with their records in the run's folder, rewards side by side."""
+"""How flows call the four stages: each is one Prefect task, with a record in the run's folder.
+
+policy, plan      --collect_rollouts-->    rollouts
+rollouts          --score_rewards-->       one table per reward
+rollouts, scores  --compute_advantages-->  advantages
+all of these      --update_policy-->       the next policy
+"""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,64 +16,100 @@ from prefect.futures import wait
 
 from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
+from configs.schema import UpdateSection
+from flows.pipeline.run import Run
 from flows.server.temporary import end_temporary_server_with_this_process
+from tasks.advantages.compute import compute_advantages_task
 from tasks.execution.caching import configured
-from tasks.execution.child_process import close_stage_processes
-from tasks.execution.pool_run import stages_cancelled_on_interrupt, stages_cancelled_on_signal
-from tasks.execution.shards import clear_shards
+from tasks.execution.cancellation import stages_cancelled_on_interrupt, stages_cancelled_on_signal
+from tasks.execution.resources import run_resources
+from tasks.execution.stages import clear_shards
 from tasks.progress import has_listener, listen
-from tasks.rewards.process_pool import close_scoring_processes
 from tasks.rewards.score import score_reward_task
 from tasks.rewards.stored import failed_scores
+from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.plan import RolloutPlan
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
 from tasks.storage.locks.run_lock import RunLock, current_lock, use_lock
 from tasks.storage.prefect_results.result_storage import registered_records, use_records
+from tasks.update.policy import update_policy_task
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 
 
-class RunLog:
-    """Tells the flow run's log in the UI, where nobody sits at a terminal."""
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        """Its stages stand in the UI by themselves."""
-
-    def log(self, line: str) -> None:
-        """A line of the log."""
-        get_run_logger().info(line)
+def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
+    """Sample every group of a plan with a policy: stage 1."""
+    config, stage = run.config, named(collect_rollouts_task, plan.title, run.config.placement)
+    rollouts = stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
+    if config.placement.rollouts.shards > 1:
+        clear_shards(run.store, plan.folder)
+    return rollouts
 
 
-@asynccontextmanager
-async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
-    """Tasks of this context keep their artifacts, and the records of them, in the run's folder while it is held."""
-    if not has_listener():
-        listen(RunLog())
-    use_store(store)
-    use_lock(lock)
-    use_records(await registered_records())
-    end_temporary_server_with_this_process()
-    # Without a client of the whole run each task opens one of its own, with a TLS context that takes longer than it.
-    with SyncClientContext.get_or_create(), stages_cancelled_on_signal():
-        try:
-            yield
-        finally:
-            close_scoring_processes()
-            close_stage_processes()
+def score_rewards(
+    run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
+) -> Mapping[str, ArtifactRef]:
+    """Score rollouts with every reward: stage 2.
 
+    Args:
+        run: that sampled them.
+        rollouts: the samples.
+        plan: that they were sampled by.
+        rewards: what scores them.
+        place: folder of the tables, in the plan's folder.
 
-def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
-    """The stage's task under a name that says which iteration it belongs to, tried again as the placement says.
-
-    Raises:
-        LockLostError: another process writes the run.
+    Returns:
+        One table per reward, by the reward's label.
     """
-    current_lock().require_held()
-    return configured(stage, f"{title}: {stage.name}", placement)
+    return score_concurrently(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
 
 
-def score_side_by_side(
+def compute_advantages(
+    run: Run, rounds: tuple[SamplingRound, ...], folder: str, title: str, earlier: ArtifactRef | None = None
+) -> ArtifactRef:
+    """Mix the rewards of all sampling rounds and compute advantages: stage 3.
+
+    Args:
+        run: whose rewards and advantages sections apply.
+        rounds: rollouts and their scores.
+        folder: of the table.
+        title: of the iteration or evaluation.
+        earlier: advantages of the iteration before, whose running statistics are continued; None for none.
+    """
+    config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
+    return stage(rounds, config.rewards, config.advantages, folder, title, earlier, config.placement)
+
+
+def update_policy(
+    run: Run,
+    policy: PolicyRef,
+    rollouts: tuple[ArtifactRef, ...],
+    advantages: ArtifactRef,
+    update: UpdateSection,
+    max_staleness: int,
+    title: str,
+) -> PolicyRef:
+    """Train a policy on stored rollouts: stage 4.
+
+    Args:
+        run: whose model is trained.
+        policy: the version that is trained.
+        rollouts: of all sampling rounds.
+        advantages: of all of them.
+        update: how it is trained.
+        max_staleness: how many versions a row's policy may be older than `policy`.
+        title: of the iteration.
+    """
+    config, stage = run.config, named(update_policy_task, title, run.config.placement)
+    return stage(
+        policy, rollouts, advantages, run.model, update, config.run.seed, max_staleness, title, config.placement
+    )
+
+
+def score_concurrently(
     rollouts: ArtifactRef,
     rewards: Sequence[RewardSection],
     folder: str,
@@ -75,15 +117,15 @@ def score_side_by_side(
     placement: PlacementSection,
     earlier: Mapping[str, tuple[ArtifactRef, ...]] | None = None,
 ) -> Mapping[str, ArtifactRef]:
-    """One task a reward, all at once; when one fails, the others still finish, and their scores are kept.
+    """Run one task per reward, all at once; when one fails, the others still finish, and their scores are kept.
 
     Args:
         rollouts: the samples.
         rewards: what scores them.
         folder: of the tables.
         title: of the iteration or evaluation.
-        placement: threads of this process.
-        earlier: by the reward's label, tables that already hold some of its scores.
+        placement: where the tasks run.
+        earlier: by the reward's label, tables that already have some of its scores.
 
     Raises:
         LockLostError: another process writes the run.
@@ -93,7 +135,7 @@ def score_side_by_side(
     for section in rewards:
         known = (earlier or {}).get(section.label, ())
         stage = configured(score_reward_task, f"{title}: score {section.label}", placement)
-        # A record of a table with failures is no reason not to try those again.
+        # A table with failures is no reason not to try those again.
         stage = stage.with_options(refresh_cache=any(failed_scores(each) for each in known))
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
     with stages_cancelled_on_interrupt():
@@ -102,3 +144,43 @@ def score_side_by_side(
     if placement.rewards.shards > 1:
         clear_shards(current_store(), folder.rpartition("/")[0])
     return made
+
+
+def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
+    """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries.
+
+    Raises:
+        LockLostError: another process writes the run.
+    """
+    current_lock().require_held()
+    return configured(stage, f"{title}: {stage.name}", placement)
+
+
+@asynccontextmanager
+async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
+    """Have the stages of this context write to a run's folder; what they keep in memory is released at the end.
+
+    Args:
+        store: the run's folder.
+        lock: this process's lock of the run.
+    """
+    if not has_listener():
+        listen(_RunLog())
+    use_store(store)
+    use_lock(lock)
+    use_records(await registered_records())
+    end_temporary_server_with_this_process()
+    # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
+    with run_resources(), SyncClientContext.get_or_create(), stages_cancelled_on_signal():
+        yield
+
+
+class _RunLog:
+    """Writes to the flow run's log in the UI, for runs that no terminal shows."""
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Drop it: the UI shows the stages itself."""
+
+    def log(self, line: str) -> None:
+        """Write a line of the log."""
+        get_run_logger().info(line)

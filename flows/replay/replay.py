@@ -5,9 +5,8 @@ import time
 from prefect import flow
 
 from configs.replay import corrected
-from flows.pipeline.calls import compute_advantages
 from flows.pipeline.run import Run, open_run
-from flows.pipeline.stages import named, recording
+from flows.pipeline.stages import compute_advantages, named, recording, update_policy
 from flows.replay.request import ReplayPlan
 from flows.training.evaluation import evaluate, is_evaluated
 from flows.training.history import TrainingHistory
@@ -22,7 +21,6 @@ from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import RECOMPUTED
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.update.policy import update_policy_task
 
 
 class ReplaySummary(TrainSummary):
@@ -83,7 +81,7 @@ async def replay_iteration(
     iteration = policy.version + 1
     advantages = copy_advantages(run, plan, stored, iteration, history.advantages or plan.before)
     history.drawn.append(advantages)
-    policy = update_policy(run, plan, policy, stored, advantages)
+    policy = train_policy(run, plan, policy, stored, advantages)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
     await report(run, history, policy, stored, advantages)
@@ -100,11 +98,10 @@ def copy_advantages(
     return compute_advantages(run, stored.rounds, folder, title, earlier)
 
 
-def update_policy(
+def train_policy(
     run: Run, plan: ReplayPlan, policy: PolicyRef, stored: StoredIteration, advantages: ArtifactRef
 ) -> PolicyRef:
-    """The stage of training, with importance weights where other weights sampled the rows."""
-    config, title = run.config, f"iteration {policy.version + 1}"
+    """Update the policy, with importance weights if other weights sampled the rows."""
     rollouts = tuple(draw.rollouts for draw in stored.rounds)
     staleness = plan.config.replay.max_staleness
     own = all(digest == policy.digest for _, digest in stored.samplers)
@@ -115,8 +112,7 @@ def update_policy(
         )
         raise InputError("--max-staleness", 0, hint)
     update = run.update if own else corrected(run.update, plan.config.replay.correction)
-    stage = named(update_policy_task, title, config.placement)
-    return stage(policy, rollouts, advantages, run.model, update, config.run.seed, staleness, title, config.placement)
+    return update_policy(run, policy, rollouts, advantages, update, staleness, f"iteration {policy.version + 1}")
 
 
 async def report(

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from configs.rewards_file import RewardsFile
 from flows.pipeline.forms import Form
-from flows.pipeline.stages import named, recording, score_side_by_side
+from flows.pipeline.stages import named, recording, score_concurrently
 from flows.rescoring.form import RescoreForm, read_form
 from flows.rescoring.request import RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
@@ -143,7 +143,7 @@ def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: i
     draw, needed = stored.rounds[index], run.needed[stored.number][index]
     place = stage_folder(draw.rollouts.folder)
     missing = [each for each in needed if each.stored is None]
-    computed = score_side_by_side(
+    computed = score_concurrently(
         draw.rollouts,
         [each.section for each in missing],
         rescoring_folder(name, f"{place}/{REWARDS}"),

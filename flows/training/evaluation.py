@@ -1,8 +1,8 @@
 """Evaluate a policy on the held-out prompts while it trains."""
 
 from configs.schema import RunConfig
-from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rewards
 from flows.pipeline.run import Run
+from flows.pipeline.stages import collect_rollouts, compute_advantages, score_rewards
 from flows.training.guardrails import find_hacking_signs, report_hacking_signs
 from flows.training.history import TrainingHistory
 from tasks.runs.layout import GUARDRAILS, REWARDS

@@ -6,10 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from flows.pipeline.calls import collect_rollouts, compute_advantages, score_rewards
 from flows.pipeline.run import Run
+from flows.pipeline.stages import collect_rollouts, compute_advantages, score_rewards
 from flows.training.history import TrainingHistory
-from tasks.execution.pool_run import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
+from tasks.execution.cancellation import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import REWARDS
 from tasks.runs.records import SamplingRound

@@ -7,7 +7,7 @@ from prefect import flow
 from configs.replay import CORRECTION, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
-from flows.pipeline.stages import named, recording
+from flows.pipeline.stages import recording, update_policy
 from flows.training.evaluation import evaluate, is_evaluated
 from flows.training.history import TrainingHistory
 from flows.training.iteration_report import report
@@ -15,7 +15,6 @@ from flows.training.prefetch import RolloutPrefetcher, ScoredRollouts, prefetchi
 from flows.training.summary import TrainSummary, summarize
 from tasks.progress import log
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.update.policy import update_policy_task
 
 
 @flow(name="grpo train", flow_run_name="{config.run.name}")
@@ -40,7 +39,7 @@ async def train_iteration(
 ) -> PolicyRef:
     """Four stages from one policy version to the next, and what people see of them."""
     drawn = groups.take(iteration)
-    policy = update_policy(run, policy, drawn, iteration)
+    policy = train_policy(run, policy, drawn, iteration)
     groups.publish_policy(policy)
     if is_evaluated(run.config, iteration):
         evaluate(run, policy, history)
@@ -48,11 +47,9 @@ async def train_iteration(
     return policy
 
 
-def update_policy(run: Run, policy: PolicyRef, drawn: ScoredRollouts, iteration: int) -> PolicyRef:
-    """Stage 4; rows that an older version sampled count by their importance weights."""
-    config, title = run.config, f"iteration {iteration}"
-    stage = named(update_policy_task, title, config.placement)
+def train_policy(run: Run, policy: PolicyRef, drawn: ScoredRollouts, iteration: int) -> PolicyRef:
+    """Update the policy; rows that an older version sampled count by their importance weights."""
     rollouts = tuple(draw.rollouts for draw in drawn.rounds)
     stale = policy.version - drawn.policy.version
     update = corrected(run.update, CORRECTION) if stale else run.update
-    return stage(policy, rollouts, drawn.advantages, run.model, update, config.run.seed, stale, title, config.placement)
+    return update_policy(run, policy, rollouts, drawn.advantages, update, stale, f"iteration {iteration}")

@@ -1,44 +1,51 @@
-"""Stages as flows: what a worker of a pool does when a run sends it one. Each is deployed once for every pool."""
+"""Stages as flows: what a worker runs when a run sends it a stage. Each is deployed once per pool."""
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from typing import Any
 
 from prefect import Flow, flow
 
-from tasks.execution.call import StageOutcome
-from tasks.execution.child_process import StageProcess
-from tasks.execution.error_records import record_of
-from tasks.execution.faults import Fault, LostStageError, StageCancelledError, StageTimeoutError
+from tasks.execution.call import StageOutcome, carry_out_in
+from tasks.execution.child_main import child_command
+from tasks.execution.child_process import ChildProcess
+from tasks.execution.errors import LostStageError, StageCancelledError, StageTimeoutError, record_of
 from tasks.execution.pool import leave_outcome, read_call
+from tasks.execution.resources import resource
 from tasks.execution.stages import STAGES
-from tasks.progress import listener
 from tasks.storage.artifacts.store import ArtifactStore
 
-PROCESS = StageProcess()
-"""Of this worker: it keeps its model from one stage to the next."""
+
+class StageChild(ChildProcess):
+    """The one child of a worker; it keeps its model from one stage to the next."""
+
+    def __init__(self) -> None:
+        super().__init__(child_command("stage"))
+
+    def close(self) -> None:
+        """Kill the child."""
+        self.end()
 
 
 async def carry_out_call(root: str, run: str, call: str, timeout: float | None = None) -> None:
-    """Do the stage that a run has left a call for, and leave what came of it beside the call.
+    """Run the stage of a call in a run's folder, and leave the outcome next to the call.
 
     Args:
         root: where runs are kept.
-        run: that asks.
-        call: digest of what it asks, a file in the run's folder.
-        timeout: seconds that it may take.
+        run: name of the run that requests it.
+        call: the call's digest.
+        timeout: seconds that the stage may take; None for no limit.
 
     Raises:
-        Exception: whatever the stage raised, told to the run as well.
+        Exception: whatever the stage raised, which is in the outcome as well.
     """
-    store = ArtifactStore(root, run)
+    store, child = ArtifactStore(root, run), resource(StageChild)
     requested = read_call(store, call)
     try:
-        outcome = await asyncio.to_thread(PROCESS.carry_out, requested, timeout, listener())
+        outcome = await asyncio.to_thread(carry_out_in, child, requested, timeout)
     except asyncio.CancelledError:
-        # The thread that listens cannot be cancelled; it ends with the child.
-        PROCESS.end()
+        # The thread cannot be cancelled; it ends with the child.
+        child.end()
         raise
     except StageCancelledError:
         # Nobody waits for an outcome.
@@ -46,14 +53,13 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
         raise
     except (LostStageError, StageTimeoutError) as error:
         store.clear_abandoned()
-        fault = Fault.LOST if isinstance(error, LostStageError) else Fault.TIMEOUT
-        outcome = StageOutcome(error=record_of(error, time.time()), fault=fault.value)
+        outcome = StageOutcome(error=record_of(error))
     leave_outcome(store, call, outcome)
     outcome.reference()
 
 
 def stage_flow(name: str) -> Flow[..., Coroutine[Any, Any, None]]:
-    """The flow of one stage."""
+    """Return the flow of one stage."""
     named = flow(name=name, description=f"The stage `{name}` of a run, for the workers of a pool.")
     return named(carry_out_call)
 

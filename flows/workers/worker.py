@@ -1,4 +1,4 @@
-"""`grpo worker POOL`: stages in one process that keeps its model; training, evaluation and rescoring in their own."""
+"""`grpo worker POOL`: runs stages in one child that keeps its model, and other flows in processes of their own."""
 
 import contextlib
 import os
@@ -22,58 +22,60 @@ from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
-from flows.workers.stage_flows import PROCESS, STAGE_FLOWS
+from flows.workers.stage_flows import STAGE_FLOWS, StageChild
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
+from tasks.execution.resources import resource, run_resources
 from tasks.progress import log
 
 KIND = "grpo"
 """Type of the work pools that these workers serve."""
 STAGES_QUEUE = "stages"
-"""Work queue of a pool for its stages; whatever else is deployed to the pool lies in the others."""
-_PLACED = ("rollouts", "rewards", "advantages", "update")
-_SECONDS_BETWEEN_LOOKS = 2.0
-# Each look at the server is a write of its database; who starts a training does not miss these seconds.
+"""Work queue of a pool for its stages; other deployments to the pool use its other queues."""
+_STAGE_SECTIONS = ("rollouts", "rewards", "advantages", "update")
+_SECONDS_BETWEEN_POLLS = 2.0
+# Each poll writes to the server's database, and a training run can wait these seconds.
 _SECONDS_BETWEEN_RUNS = 5.0
 
 
 class ResidentWorker(ProcessWorker):
-    """Does one thing at a time: a stage in the process that keeps the model, any other flow in a process of its own.
+    """Runs one flow at a time: a stage in the child that keeps the model, any other flow in a process of its own.
 
-    Two of them share a process and its machine, so that a run can be at work beside the stages that it waits for.
+    Two of them share a process and its machine, so that a run can go on next to the stages that it waits for.
 
     Args:
         pool: that it serves.
-        queues: of the pool, those that it takes from.
+        queues: of the pool, those that it polls.
         name: on the server.
-        looking: held by whichever of the two looks for work.
-        pause: seconds from one look to the next, at least; the setting of Prefect holds for both.
+        polling: lock of the two, for the one that polls.
+        pause: minimum seconds between two polls; Prefect's setting applies to both workers.
     """
 
     type = KIND
     _display_name = "GRPO"
     _description = "Stages of training runs in a process that keeps its model between them."
 
-    def __init__(self, pool: str, queues: list[str], name: str, looking: anyio.Lock, pause: float = 0.0) -> None:
+    def __init__(self, pool: str, queues: list[str], name: str, polling: anyio.Lock, pause: float = 0.0) -> None:
         super().__init__(pool, work_queues=queues, name=name, limit=1)
-        self.beside: ResidentWorker | None = None
-        self._looking, self._pause, self._looked = looking, pause, float("-inf")
+        self.other: ResidentWorker | None = None
+        self._polling, self._pause, self._polled = polling, pause, float("-inf")
+        self._child = resource(StageChild)
         self._taken: FlowRun | None = None
         self._names: dict[UUID, str] = {}
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
-        """Take up what is due, unless the other one is at something that has the machine to itself."""
-        async with self._looking:
-            early = time.monotonic() - self._looked < self._pause
-            if early or (self.beside is not None and self.beside.needs_the_machine()):
+        """Take a flow run that is due, unless the other worker runs one that needs the whole machine."""
+        async with self._polling:
+            early = time.monotonic() - self._polled < self._pause
+            if early or (self.other is not None and self.other.needs_the_machine()):
                 return []
-            self._looked = time.monotonic()
+            self._polled = time.monotonic()
             taken = await super().get_and_submit_flow_runs()
             self._taken = taken[-1] if taken else self._taken
             return taken
 
     def needs_the_machine(self) -> bool:
-        """Whether it is at something that takes the machine's memory and processors."""
+        """Return whether it runs something that takes the machine's memory and processors."""
         at_work = self.is_setup and self.limiter.borrowed_tokens > 0
         return at_work and self._taken is not None and needs_the_machine(self._taken.parameters)
 
@@ -83,7 +85,7 @@ class ResidentWorker(ProcessWorker):
         configuration: ProcessJobConfiguration,
         task_status: anyio.abc.TaskStatus[int] | None = None,
     ) -> ProcessWorkerResult:
-        """Do what a flow run asks."""
+        """Run a flow run."""
         if flow_run.flow_id not in self._names:
             self._names[flow_run.flow_id] = (await self.client.read_flow(flow_run.flow_id)).name
         flow = STAGE_FLOWS.get(self._names[flow_run.flow_id])
@@ -91,80 +93,78 @@ class ResidentWorker(ProcessWorker):
             # Paths of a configuration are relative to the checkout.
             configuration.working_dir = configuration.working_dir or CHECKOUT
             if needs_the_machine(flow_run.parameters):
-                # Its model needs the memory in which the other one is kept.
-                PROCESS.end()
+                # Its model needs the memory of the one that the child keeps.
+                self._child.end()
             return await super().run(flow_run, configuration, task_status)
         if task_status is not None:
             task_status.started(os.getpid())
         log(f"{flow_run.name}: begun")
         cancelled = anyio.Event()
-        async with anyio.create_task_group() as beside:
-            beside.start_soon(self._end_when_cancelled, flow_run, cancelled)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(self._end_when_cancelled, flow_run, cancelled)
             state: Any = await run_flow_async(
                 flow, flow_run=flow_run, parameters=flow_run.parameters, return_type="state"
             )
-            beside.cancel_scope.cancel()
+            watching.cancel_scope.cancel()
         if cancelled.is_set():
-            # Only here: the server would take the failure of a stage that was ended for the last word.
+            # At the end, since the stage that was killed has set its own run to failed.
             state = Cancelled()
             await self.client.set_flow_run_state(flow_run.id, state, force=True)
         log(f"{flow_run.name}: {state.name.lower()}")
-        # A stage that failed has said so to its run; the worker itself is well.
+        # A stage that failed has told its run; the worker itself did not fail.
         return ProcessWorkerResult(status_code=0, identifier=str(os.getpid()))
 
     async def _end_when_cancelled(self, flow_run: FlowRun, cancelled: anyio.Event) -> None:
         while True:
-            await anyio.sleep(_SECONDS_BETWEEN_LOOKS)
+            await anyio.sleep(_SECONDS_BETWEEN_POLLS)
             try:
                 state = (await self.client.read_flow_run(flow_run.id)).state
             except ObjectNotFound:
-                PROCESS.end()
+                self._child.end()
                 return
             except (httpx.HTTPError, PrefectHTTPStatusError):
-                # A server that is away does not end a stage.
+                # A stage goes on while the server is unreachable.
                 continue
             if state is not None and state.is_cancelling():
                 cancelled.set()
-                PROCESS.end()
+                self._child.end()
                 return
 
 
 def needs_the_machine(parameters: Mapping[str, Any]) -> bool:
-    """Whether the parameters are those of a stage, or of a training that does every stage itself.
+    """Return whether the parameters are those of a stage, or of a training run that runs every stage itself.
 
-    A run with a stage on any pool waits for others most of its time. Were nothing else done meanwhile, runs could wait
-    for each other, or for themselves, without end.
+    A run with a stage on a pool waits most of its time. If nothing else ran meanwhile, runs could wait for each other,
+    or for themselves, for ever.
     """
     config = parameters.get("config")
     if not isinstance(config, Mapping):
         return "call" in parameters
     placement = config.get("placement") or {}
-    sections = [*(placement.get(stage) for stage in _PLACED), *(config.get("rewards") or [])]
+    sections = [*(placement.get(stage) for stage in _STAGE_SECTIONS), *(config.get("rewards") or [])]
     return not any(section and section.get("pool") for section in sections)
 
 
 async def serve(pool: str) -> None:
-    """Serve a pool until interrupted; pool, queue and deployments of the stages are made if they are not there.
+    """Serve a pool until interrupted; pool, queue and deployments of the stages are created if they are missing.
 
     Raises:
-        InputError: there is a pool of this name for workers of another kind.
+        InputError: the pool of this name is for workers of another type.
     """
     async with get_client() as client:
         await _require_pool(client, pool)
         await register_stages(client, pool)
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
-    name, looking = f"{pool}-{platform.node()}-{os.getpid()}", anyio.Lock()
-    stages = ResidentWorker(pool, [STAGES_QUEUE], name, looking)
-    others = [queue for queue in queues if queue != STAGES_QUEUE]
-    runs = ResidentWorker(pool, others, f"{name}-runs", looking, _SECONDS_BETWEEN_RUNS)
-    stages.beside, runs.beside = runs, stages
+    name, polling = f"{pool}-{platform.node()}-{os.getpid()}", anyio.Lock()
     signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with run_resources():
+        stages = ResidentWorker(pool, [STAGES_QUEUE], name, polling)
+        others = [queue for queue in queues if queue != STAGES_QUEUE]
+        runs = ResidentWorker(pool, others, f"{name}-runs", polling, _SECONDS_BETWEEN_RUNS)
+        stages.other, runs.other = runs, stages
         async with anyio.create_task_group() as both:
             both.start_soon(partial(stages.start, printer=log))
             both.start_soon(partial(runs.start, printer=log))
-    finally:
-        PROCESS.end()
 
 
 async def _require_pool(client: PrefectClient, pool: str) -> None:
@@ -177,13 +177,13 @@ async def _require_pool(client: PrefectClient, pool: str) -> None:
             await client.create_work_pool(WorkPoolCreate(name=pool, type=KIND, base_job_template=template))
         found = await client.read_work_pool(pool)
     if found.type != KIND:
-        hint = f"This pool is for workers of the type {found.type}; choose another name, or delete the pool."
+        hint = f"This pool is for workers of type {found.type}; choose another name, or delete the pool."
         raise InputError("POOL", pool, hint)
 
 
 async def register_stages(client: PrefectClient, pool: str) -> None:
-    """Deploy the stages to the pool's queue for them, each under the pool's name."""
-    # Of two workers that start at the same moment, one would fail at a deployment that makes the queue.
+    """Deploy every stage to the pool's stages queue, under the pool's name."""
+    # If two workers start at the same moment, one of them fails to create the queue.
     with contextlib.suppress(ObjectAlreadyExists):
         await client.create_work_queue(STAGES_QUEUE, work_pool_name=pool)
     for stage in STAGE_FLOWS.values():

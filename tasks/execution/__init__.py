@@ -1,13 +1,17 @@
-"""Where a stage is done: here, in a process that can be ended, or by the workers of a pool; and what is tried again.
+"""Where a stage runs, under which key its result is cached, and how often it is retried.
 
-stages      the stages by name, and how one is cut into shards
-place       chooses the place that the configuration names
-shards      a stage done in parts, joined in order
-call        a stage and its arguments as JSON, with what came of it
-supervised  a child process that keeps its model, and is killed when a stage is over its time
-process     that child
-pool        a stage sent to a work pool of the Prefect server
-pool_run    its flow run, followed until it has ended or its worker is gone
-faults      which errors may pass by themselves, and how often each kind is tried again
-memory      a stage that ran out of memory, done again in halves
+caching         the Prefect task of a stage, and the key of its result
+code_digest     the code that a result depends on
+stages          the stages by name, and how one is cut into shards
+dispatch        the choice: this process, a child, a pool's workers, shards
+call            a stage and its arguments as JSON, and what came of it
+child_process   children that keep their model, and are killed at a timeout
+child_main      the child's side of that
+pool            a stage sent to a work pool of the Prefect server
+pool_run        its flow run, watched until it ends or its worker has died
+cancellation    how an interrupt reaches the stages that are waited for
+errors          errors of stages: which may pass when retried, and all of them as JSON
+retries         how often each kind is retried
+out_of_memory   batches halved when a device's memory is too small
+resources       what a process keeps between stages, owned by the run
 """

@@ -19,7 +19,7 @@ from prefect.context import TaskRunContext
 from configs.placement_sections import PlacementSection
 from tasks.execution.code_digest import code_digest
 from tasks.execution.dispatch import dispatch
-from tasks.execution.faults import retry_options
+from tasks.execution.retries import retry_options
 from tasks.execution.stages import Kind, Part, Sharding, Stage, register
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.prefect_results.result_storage import current_records

@@ -1,9 +1,8 @@
-"""A stage and its arguments as JSON, so that another process or machine can do it, and what came of it."""
+"""A stage and its arguments as JSON, for another process or machine, and what came of it."""
 
 import hashlib
 import inspect
 import json
-import time
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
@@ -11,33 +10,34 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from configs.placement_sections import StorageSection
 from grpo_core.errors import InputError
+from tasks.execution.child_process import ChildProcess
 from tasks.execution.code_digest import code_digest
-from tasks.execution.error_records import ErrorRecord, record_of
-from tasks.execution.faults import Fault, RemoteStageError, fault_of
-from tasks.execution.stages import Arguments, Reference, Stage, stage_named
+from tasks.execution.errors import ErrorRecord, record_of
+from tasks.execution.stages import STAGES, Arguments, Reference, Stage, stage_named
+from tasks.progress import listener
 from tasks.storage.artifacts.open_store import described, open_store_elsewhere
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 
 CALLS = ".calls"
-"""Folder of a run for what its stages are asked on other machines, and for what they answer."""
+"""Folder of a run for the calls of its stages to other machines, and for their outcomes."""
 
 
 def call_file(name: str) -> str:
-    """Where the call of this digest lies in its run."""
+    """Return where the call of this digest is kept in its run."""
     return f"{CALLS}/{name}.json"
 
 
 class StageCall(BaseModel):
-    """One stage to be done for a run.
+    """A stage to be run elsewhere.
 
     Attributes:
         stage: its name.
         storage: the root as any process of any machine of the run finds it, and the folder for copies of what is read.
         run: whose artifacts it reads and writes.
-        code: digest of the code that asks; other code would make something else.
+        code: digest of the caller's code; other code would make something else.
         arguments: of the stage's function, as JSON values.
-        withdrawable: whether the run may take it back: it does by removing the call's file, and nothing is then made.
+        withdrawable: whether the run may withdraw it, by removing the call's file; the stage then commits nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,7 +51,7 @@ class StageCall(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Names the call: the same stage on the same inputs in the same place, wherever copies of these are kept."""
+        """sha256 that names the call: stage, inputs and placement, but not where copies of the inputs are kept."""
         named = self.model_dump(mode="json", exclude={"storage": {"cache_dir", "cache_gib"}})
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
@@ -63,8 +63,7 @@ class StageOutcome(BaseModel):
         artifact: that the stage made.
         policy: that the stage made.
         error: why it made neither.
-        fault: the error's kind, if it may pass by itself.
-        reasons: why files were set aside on the way.
+        reasons: why damaged files were quarantined on the way.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,27 +71,23 @@ class StageOutcome(BaseModel):
     artifact: ArtifactRef | None = None
     policy: PolicyRef | None = None
     error: ErrorRecord | None = None
-    fault: str | None = None
     reasons: tuple[str, ...] = ()
 
     def reference(self) -> Reference:
-        """What the stage made.
+        """Return what the stage made.
 
         Raises:
             Exception: the error that it failed with; one that cannot be rebuilt here as RemoteStageError.
         """
         if self.error is not None:
-            fault = Fault(self.fault) if self.fault else None
-            if self.error.known and fault is None:
-                raise self.error.error()
-            raise RemoteStageError(f"{self.error.kind}: {self.error.message}", self.error.trace, fault)
+            raise self.error.error()
         reference = self.artifact or self.policy
-        assert reference is not None, "an outcome holds an artifact, a policy or an error"
+        assert reference is not None, "an outcome has an artifact, a policy or an error"
         return reference
 
 
 def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdrawable: bool = False) -> StageCall:
-    """The call that does the stage with these arguments elsewhere; on another machine it may be withdrawn."""
+    """Describe the stage with these arguments for another process; on another machine it may be withdrawn."""
     hints = _hints(stage.function)
     return StageCall(
         stage=stage.name,
@@ -105,10 +100,10 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdra
 
 
 def arguments_of(call: StageCall, stage: Stage) -> dict[str, Any]:
-    """The arguments again, validated.
+    """Validate a call's arguments.
 
     Raises:
-        pydantic.ValidationError: they are not what the stage takes.
+        pydantic.ValidationError: the stage does not take them.
     """
     hints = _hints(stage.function)
     return {name: TypeAdapter(hints[name]).validate_json(json.dumps(value)) for name, value in call.arguments.items()}
@@ -120,7 +115,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def carry_out(call: StageCall) -> StageOutcome:
-    """Do the stage in this process; an error is an outcome too."""
+    """Run the stage in this process; an error is an outcome too."""
     store = open_store_elsewhere(call.storage, call.run)
     use_store(store)
     try:
@@ -134,10 +129,32 @@ def carry_out(call: StageCall) -> StageOutcome:
         store.requested = call_file(call.digest) if call.withdrawable else None
         reference = stage.function(**arguments_of(call, stage))
     except Exception as error:
-        fault = fault_of(error)
-        return StageOutcome(
-            error=record_of(error, time.time()), fault=fault and fault.value, reasons=tuple(store.reasons)
-        )
+        return StageOutcome(error=record_of(error), reasons=tuple(store.reasons))
     if isinstance(reference, PolicyRef):
         return StageOutcome(policy=reference, reasons=tuple(store.reasons))
     return StageOutcome(artifact=reference, reasons=tuple(store.reasons))
+
+
+def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Import every stage, and return what runs the calls of a parent process."""
+    for name in STAGES:
+        stage_named(name)
+    return lambda payload: carry_out(StageCall.model_validate_json(json.dumps(payload))).model_dump(mode="json")
+
+
+def carry_out_in(process: ChildProcess, call: StageCall, timeout: float | None) -> StageOutcome:
+    """Run the stage in a child.
+
+    Args:
+        process: started with the handler `stage`.
+        call: the stage.
+        timeout: seconds, from when the child is ready; None for no limit.
+
+    Raises:
+        LostStageError, StageCancelledError, StageTimeoutError, OSError: as ChildProcess.request raises them.
+    """
+    answer = process.request(call.stage, call.model_dump(mode="json"), timeout, listener())
+    outcome = StageOutcome.model_validate_json(json.dumps(answer))
+    if outcome.error is not None:
+        process.failure(outcome.error)
+    return outcome

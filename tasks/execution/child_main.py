@@ -1,64 +1,103 @@
-"""The child that does stages: `python -m tasks.execution.child_main`, a call a line on its standard input.
+"""The child's side of `child_process`: `python -m tasks.execution.child_main HANDLER`, one request a line.
 
-It answers on its standard output, a JSON object a line: that it is ready, how far a stage is, what came of it. It ends
-when its standard input does, in the middle of a stage too: whoever asked is gone.
+It writes one JSON object a line to its standard output: that it is ready, progress, log lines, the outcome or the error
+of a request. It ends with its standard input, also in the middle of a request: its parent is gone then.
 """
 
+import fcntl
+import importlib
 import json
 import os
 import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
+ADVANCE, ERROR, LOG, OUTCOME, READY = "advance", "error", "log", "outcome", "ready"
+HANDLERS = {
+    "stage": "tasks.execution.call:stage_handler",
+    "scoring": "tasks.rewards.process_pool:scoring_handler",
+}
+"""Functions that import what the requests need, and return a function from one JSON value to another."""
 
-def main() -> None:
-    """Do one stage after another."""
-    # Libraries print; what is said to the parent has a stream of its own.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+
+def child_command(handler: str) -> tuple[str, ...]:
+    """Arguments of the Python interpreter that start a child with a handler."""
+    return ("-m", "tasks.execution.child_main", handler)
+
+
+class Answers:
+    """The child's messages to its parent; it is a ProgressReporter.
+
+    Args:
+        stream: that the parent reads; other processes may write whole lines to it too.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, value: Any) -> None:
+        """Write a message as one line."""
+        remaining = (json.dumps({kind: value}) + "\n").encode()
+        with self._lock:
+            fcntl.lockf(self._stream, fcntl.LOCK_EX)
+            try:
+                while remaining:
+                    remaining = remaining[os.write(self._stream, remaining) :]
+            finally:
+                fcntl.lockf(self._stream, fcntl.LOCK_UN)
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """Report progress."""
+        self.send(ADVANCE, [stage, done, total])
+
+    def log(self, line: str) -> None:
+        """Report a line for people."""
+        self.send(LOG, line)
+
+
+def claim_stdout() -> Answers:
+    """Keep the standard output for answers; what libraries print goes to the standard error."""
+    answers = Answers(os.dup(1))
     os.dup2(2, 1)
+    return answers
 
-    def say(kind: str, value: Any) -> None:
-        answers.write(json.dumps({kind: value}) + "\n")
 
-    calls: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read, args=(calls,), daemon=True).start()
-    # These take seconds to import; by now nobody is left behind if the parent goes.
-    from tasks.execution.call import StageCall, carry_out
-    from tasks.execution.child_process import ADVANCE, ANNOUNCE, OUTCOME, READY
-    from tasks.execution.stages import STAGES, stage_named
+def main(handler: str) -> None:
+    """Handle one request after another."""
+    answers = claim_stdout()
+    requests: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    # These take seconds to import; from here on this process ends with its parent.
+    from tasks.execution.errors import record_of
+    from tasks.execution.resources import run_resources
     from tasks.progress import listen
 
-    class Teller:
-        """Tells the parent."""
-
-        def advance(self, stage: str, done: int, total: int) -> None:
-            """So many units of a stage are done."""
-            say(ADVANCE, [stage, done, total])
-
-        def log(self, line: str) -> None:
-            """A line for people."""
-            say(ANNOUNCE, line)
-
-    listen(Teller())
-    for name in STAGES:
-        stage_named(name)
-    say(READY, True)
-    while True:
-        call = StageCall.model_validate_json(calls.get())
-        say(OUTCOME, [call.digest, carry_out(call).model_dump(mode="json")])
+    listen(answers)
+    module, _, name = HANDLERS[handler].partition(":")
+    with run_resources():
+        handle: Callable[[Any], Any] = getattr(importlib.import_module(module), name)()
+        answers.send(READY, True)
+        while True:
+            request = json.loads(requests.get())
+            try:
+                answers.send(OUTCOME, handle(request))
+            except Exception as error:
+                answers.send(ERROR, record_of(error).model_dump(mode="json"))
 
 
-def _read(calls: "queue.Queue[bytes]") -> None:
-    # In bytes: what the machine's locale makes of them is another thing on each.
+def _read(requests: "queue.Queue[bytes]") -> None:
+    # Bytes: text would be decoded in the machine's locale.
     for line in sys.stdin.buffer:
-        calls.put(line)
-    # What stages have started goes as well, such as the server of a judge; nobody else would end it.
+        requests.put(line)
+    # What stages have started is killed too, such as the server of a judge.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,6 +1,9 @@
-"""Child processes that do stages, keep their model from one to the next, and can be ended at any moment."""
+"""Child processes that answer requests, keep their model between them, and can be killed at any moment.
 
-import atexit
+Parent and child exchange JSON, one object a line: a request on the child's standard input, its answers on its standard
+output. Stages with a timeout, rewards with processes of their own and updates in several processes all run in these.
+"""
+
 import contextlib
 import json
 import os
@@ -11,178 +14,187 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import psutil
 
 from tasks.checkout import environment
-from tasks.execution.call import StageCall, StageOutcome
-from tasks.execution.faults import LostStageError, StageCancelledError, StageTimeoutError
+from tasks.execution.child_main import ADVANCE, ERROR, LOG, OUTCOME, READY
+from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError
 from tasks.progress import ProgressReporter
 
-ADVANCE, ANNOUNCE, OUTCOME, READY = "advance", "log", "outcome", "ready"
-CHILD = ("-m", "tasks.execution.child_main")
 SECONDS_TO_START = 600.0
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_CHECKS = 1.0
 SECONDS_TO_END = 5.0
 STDERR_TAIL_LINES = 30
 STDERR_TAIL_BYTES = 1 << 16
-_POLICY = ("collect rollouts", "update policy")
 
 
-class StageProcess:
-    """One child; it is started with its first stage, and again after it was ended."""
+class ChildProcess:
+    """One child; the first request starts it, and so does the first one after it has ended.
 
-    def __init__(self) -> None:
-        self.last_stage: str | None = None
+    Args:
+        command: arguments of the Python interpreter.
+        variables: of the child's environment, in addition to this process's.
+    """
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+        self.command, self.variables = tuple(command), variables or {}
+        self.last_label: str | None = None
         self._busy = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
-        self._said: queue.Queue[str | None] = queue.Queue()
-        self._errors: IO[bytes] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._stderr: IO[bytes] | None = None
 
-    def carry_out(self, call: StageCall, timeout: float | None, listener: ProgressReporter) -> StageOutcome:
-        """Do a stage in the child.
+    def request(self, label: str, payload: Any, timeout: float | None, reporter: ProgressReporter) -> Any:
+        """Have the child handle a request; of several threads that ask, one is served after the other.
 
         Args:
-            call: the stage.
-            timeout: seconds, from when the child is ready; None: no limit.
-            listener: hears of its progress.
+            label: what is done, for messages.
+            payload: JSON value that the child's handler takes.
+            timeout: seconds, from when the child is ready; None for no limit.
+            reporter: receives the child's progress and log lines.
+
+        Returns:
+            The JSON value that the handler returned.
 
         Raises:
-            StageTimeoutError: it was over its time; the child is gone.
-            LostStageError: the child died; with the end of what it said.
-            StageGivenUpError: the child was ended by `end`.
-            OSError: it cannot be started.
+            StageTimeoutError: the timeout passed; the child was killed.
+            LostStageError: the child died; with the last lines of its standard error.
+            StageCancelledError: the child was ended by `end`.
+            Exception: what the handler raised, as ErrorRecord rebuilds it.
+            OSError: the child cannot be started.
         """
-        # One at a time: whoever listens takes the next outcome for that of his own stage.
         with self._busy:
-            return self._carry_out(call, timeout, listener)
-
-    def _carry_out(self, call: StageCall, timeout: float | None, listener: ProgressReporter) -> StageOutcome:
-        self.last_stage = call.stage
-        child = self._ready_child()
-        assert self._errors is not None
-        self._errors.truncate(0)
-        limit = None if timeout is None else time.monotonic() + timeout
-        # Beside this thread: a call may be longer than what a pipe takes of a child that does not read.
-        threading.Thread(target=_ask, args=(child.stdin, call.model_dump_json()), daemon=True).start()
-        try:
-            while True:
-                said = self._hear(limit)
-                if OUTCOME in said:
-                    name, outcome = said[OUTCOME]
-                    assert name == call.digest, "a child answers what it was asked last"
-                    return self._checked(StageOutcome.model_validate_json(json.dumps(outcome)))
-                if ADVANCE in said:
-                    listener.advance(*said[ADVANCE])
-                elif ANNOUNCE in said:
-                    listener.log(said[ANNOUNCE])
-        except queue.Empty:
-            self.end()
-            raise StageTimeoutError(f"{call.stage} was ended: not done after {timeout:g} s") from None
-        except BaseException:
-            # Whoever stops listening in the middle of a stage must not take its outcome for the next one's.
-            self.end()
-            raise
-
-    def _checked(self, outcome: StageOutcome) -> StageOutcome:
-        error = outcome.error
-        if error is not None and not error.known and outcome.fault is None:
-            # Nobody foresaw it, and it may be the process: a GPU that failed once fails in it for good.
-            self.end()
-        return outcome
-
-    def _hear(self, limit: float | None) -> dict[str, Any]:
-        """The next thing that the child says; queue.Empty after the limit."""
-        child, line = self._child, None
-        while True:
-            # Before the wait: what it said at the end is heard.
-            gone = child is None or _code_of(child) is not None
-            left = SECONDS_BETWEEN_LOOKS if limit is None else max(0.0, limit - time.monotonic())
+            self.last_label = label
+            child = self._ready_child()
+            assert self._stderr is not None
+            self._stderr.truncate(0)
+            deadline = None if timeout is None else time.monotonic() + timeout
+            # In a thread: a request may be longer than what a pipe takes of a child that does not read.
+            threading.Thread(target=_write_line, args=(child.stdin, json.dumps(payload)), daemon=True).start()
             try:
-                line = self._said.get(timeout=min(left, SECONDS_BETWEEN_LOOKS))
-                break
+                kind, value = self._answer(deadline, reporter)
             except queue.Empty:
-                if limit is not None and time.monotonic() >= limit:
+                self.end()
+                raise StageTimeoutError(f"{label} was killed: not done after {timeout:g} s") from None
+            except BaseException:
+                # The rest of this request's answers must not be taken for those of the next.
+                self.end()
+                raise
+            if kind == OUTCOME:
+                return value
+            raise self.failure(ErrorRecord.model_validate_json(json.dumps(value)))
+
+    def failure(self, record: ErrorRecord) -> Exception:
+        """Build what a request raises, and end a child that may have become unusable."""
+        if not record.is_foreseen:
+            # It may be the process: a GPU that failed once fails in it for good.
+            self.end()
+        return record.error()
+
+    def _answer(self, deadline: float | None, reporter: ProgressReporter) -> tuple[str, Any]:
+        """Pass progress on until the outcome or the error comes; queue.Empty once the deadline has passed."""
+        while True:
+            for kind, value in self._next_message(deadline).items():
+                if kind in (OUTCOME, ERROR):
+                    return kind, value
+                if kind == ADVANCE:
+                    reporter.advance(*value)
+                elif kind == LOG:
+                    reporter.log(value)
+
+    def _next_message(self, deadline: float | None) -> dict[str, Any]:
+        """Wait for the child's next line; queue.Empty once the deadline has passed."""
+        child = self._child
+        while True:
+            # Before the wait: what it said last is still read.
+            ended = child is None or exit_code(child) is not None
+            left = SECONDS_BETWEEN_CHECKS if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                line = self._lines.get(timeout=min(left, SECONDS_BETWEEN_CHECKS))
+            except queue.Empty:
+                if deadline is not None and time.monotonic() >= deadline:
                     raise
-                # What it started may outlive it, and hold its end of the pipe.
-                if gone:
-                    break
-        if line is None or not line.endswith("\n"):
-            raise self._loss()
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+                # A grandchild may outlive the child, and keep its end of the pipe open.
+                if ended:
+                    raise self.loss() from None
+                continue
+            if line is None or not line.endswith("\n"):
+                raise self.loss()
+            # A launcher between this process and its workers may print lines of its own.
+            if line.startswith("{"):
+                message: dict[str, Any] = json.loads(line)
+                return message
 
     def _ready_child(self) -> subprocess.Popen[str]:
-        if self._child is not None and _code_of(self._child) is None:
+        if self._child is not None and exit_code(self._child) is None:
             return self._child
         self.end()
-        self._said = queue.Queue()
-        self._errors = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (lives as long as the child)
+        self._lines = queue.Queue()
+        self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  (open as long as the child runs)
         try:
-            self._child = child = _started(self._errors)
+            self._child = child = subprocess.Popen(
+                [sys.executable, *self.command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=environment(**self.variables),
+                # The whole group is killed at once, and Ctrl-C in the terminal is for this process alone.
+                start_new_session=True,
+                encoding="utf-8",
+            )
         except BaseException:
-            self._errors.close()
+            self._stderr.close()
             raise
-        assert child.stdout is not None
-        threading.Thread(target=_listen, args=(child.stdout, self._said), daemon=True).start()
+        threading.Thread(target=_read_lines, args=(child.stdout, self._lines), daemon=True).start()
         try:
-            assert READY in self._hear(time.monotonic() + SECONDS_TO_START), "it says so first"
+            message = self._next_message(time.monotonic() + SECONDS_TO_START)
+            if ERROR in message:
+                raise self.failure(ErrorRecord.model_validate_json(json.dumps(message[ERROR])))
+            assert READY in message, "a child says first that it is ready"
         except queue.Empty:
             self.end()
-            raise LostStageError(f"a process for stages did not start in {SECONDS_TO_START:g} s") from None
+            raise LostStageError(f"a child process did not start in {SECONDS_TO_START:g} s") from None
         except BaseException:
             self.end()
             raise
         return child
 
-    def _loss(self) -> Exception:
-        """Why nothing more is heard."""
-        child, errors = self._child, self._errors
-        if child is None or errors is None or errors.closed:
-            return StageCancelledError("its process was ended from here")
-        limit = time.monotonic() + SECONDS_TO_END
-        while (code := _code_of(child)) is None:
-            if time.monotonic() > limit:
-                return LostStageError("the process that did it does not answer any more")
+    def loss(self) -> Exception:
+        """Say why the child's answers have ended."""
+        child, stderr = self._child, self._stderr
+        if child is None or stderr is None or stderr.closed:
+            return StageCancelledError("its process was ended by this one")
+        deadline = time.monotonic() + SECONDS_TO_END
+        while (code := exit_code(child)) is None:
+            if time.monotonic() > deadline:
+                return LostStageError("its process has closed its output and does not answer any more")
             time.sleep(0.01)
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
-        said = errors.read().decode(errors="replace").strip().splitlines()[-STDERR_TAIL_LINES:]
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
+        tail = stderr.read().decode(errors="replace").strip().splitlines()[-STDERR_TAIL_LINES:]
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         cause = "; the machine's memory may have run out" if code == -signal.SIGKILL else ""
-        return LostStageError(f"the process that did it ended {how}{cause}" + "".join(f"\n{line}" for line in said))
+        return LostStageError(f"its process ended {how}{cause}" + "".join(f"\n{line}" for line in tail))
 
     def end(self) -> None:
-        """Kill the child and all that it started; the next stage starts another."""
+        """Kill the child and all that it started; the next request starts another."""
         child, self._child = self._child, None
         if child is None:
             return
         _kill_family(child)
         child.wait()
-        for stream in (child.stdin, self._errors):
+        for stream in (child.stdin, self._stderr):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
 
-def _started(errors: IO[bytes]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env=environment(),
-        # The whole group is ended at once, and an interrupt in the terminal is for this process alone.
-        start_new_session=True,
-        encoding="utf-8",
-    )
+def exit_code(child: subprocess.Popen[str]) -> int | None:
+    """Return its exit code, negative for a signal, or None while it runs.
 
-
-def _code_of(child: subprocess.Popen[str]) -> int | None:
-    """Its exit code, negative for a signal, or None while it lives.
-
-    It is not waited for: until `end` has killed what it started, its number must not become another's.
+    It is not waited for: until `end` has killed what it started, its process id must not become another's.
     """
     try:
         found = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -197,7 +209,7 @@ def _code_of(child: subprocess.Popen[str]) -> int | None:
 def _kill_family(child: subprocess.Popen[str]) -> None:
     """Kill the child, its group, and what it started in groups of their own, such as the processes of an update."""
     if child.returncode is not None:
-        # Somebody has waited for it, and its number may be another's by now.
+        # It has been waited for, and its process id may be another's by now.
         return
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -209,54 +221,58 @@ def _kill_family(child: subprocess.Popen[str]) -> None:
             process.kill()
 
 
-def _ask(stream: IO[str], call: str) -> None:
-    # Whoever listens hears that the child is gone, or has ended it.
+def _write_line(stream: IO[str], line: str) -> None:
+    # The thread that waits for the answer sees that the child is gone, or has been ended.
     with contextlib.suppress(BrokenPipeError, ValueError):
-        stream.write(call + "\n")
+        stream.write(line + "\n")
         stream.flush()
 
 
-def _listen(stream: IO[str], said: queue.Queue[str | None]) -> None:
-    # It is closed here: closing would wait for a read that is under way.
+def _read_lines(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    # Closed here: closing from another thread would wait for a read that is under way.
     with stream:
         for line in stream:
-            said.put(line)
-    said.put(None)
+            lines.put(line)
+    lines.put(None)
 
 
-_CHOOSING = threading.Lock()
-_IDLE: dict[str, list[StageProcess]] = {}
-_ALL: list[StageProcess] = []
+class ChildProcesses:
+    """The child processes of a run, by what they keep loaded."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[ChildProcess]] = {}
+        self._all: list[ChildProcess] = []
 
-@contextlib.contextmanager
-def borrowed_process(call: StageCall) -> Iterator[StageProcess]:
-    """A child that is doing nothing; of several the one that did this stage last.
+    @contextlib.contextmanager
+    def borrow(
+        self, group: str, label: str, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> Iterator[ChildProcess]:
+        """Lend an idle child of a group, preferably the one that last did what `label` names; start one if none is.
 
-    Rollouts and updates share one, and so its model, as long as they take turns.
-    """
-    group = "policy" if call.stage in _POLICY else f"{call.stage} {call.arguments.get('section')}"
-    with _CHOOSING:
-        idle = sorted(_IDLE.setdefault(group, []), key=lambda process: process.last_stage != call.stage)
-        if idle:
-            process = idle[0]
-            _IDLE[group].remove(process)
-        else:
-            process = StageProcess()
-            _ALL.append(process)
-    try:
-        yield process
-    finally:
-        with _CHOOSING:
-            _IDLE[group].append(process)
+        Args:
+            group: children of one group can replace each other.
+            label: of the request that follows.
+            command: of a child that has to be started.
+            variables: of its environment.
+        """
+        with self._lock:
+            idle = sorted(self._idle.setdefault(group, []), key=lambda each: each.last_label != label)
+            if idle:
+                process = idle[0]
+                self._idle[group].remove(process)
+            else:
+                process = ChildProcess(command, variables)
+                self._all.append(process)
+        try:
+            yield process
+        finally:
+            with self._lock:
+                self._idle[group].append(process)
 
-
-def close_stage_processes() -> None:
-    """End every child; the next stage starts another."""
-    with _CHOOSING:
-        processes = list(_ALL)
-    for process in processes:
-        process.end()
-
-
-atexit.register(close_stage_processes)
+    def close(self) -> None:
+        """Kill every child."""
+        with self._lock:
+            processes = list(self._all)
+        for process in processes:
+            process.end()

@@ -1,52 +1,111 @@
-"""The place where a stage is done."""
+"""Where a stage runs: in this process, in a child that can be killed, by the workers of a pool, or in shards."""
 
 import contextlib
 import threading
+from collections.abc import Callable
 
-from tasks.execution.call import call_of
-from tasks.execution.child_process import borrowed_process
-from tasks.execution.faults import LostStageError, StageCancelledError, StageTimeoutError
+from prefect.futures import PrefectFuture
+from prefect.transactions import CommitMode, transaction
+
+from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in
+from tasks.execution.cancellation import stages_cancelled_on_interrupt
+from tasks.execution.child_main import child_command
+from tasks.execution.child_process import ChildProcesses
+from tasks.execution.errors import (
+    LostStageError,
+    RetriesExhaustedError,
+    StageCancelledError,
+    StageTimeoutError,
+    retryable_kind,
+)
 from tasks.execution.pool import carry_out_on_pool
-from tasks.execution.shards import Submit, in_shards
-from tasks.execution.stages import Arguments, Reference, Stage
-from tasks.progress import listener
-from tasks.storage.artifacts.store import current_store
+from tasks.execution.resources import resource
+from tasks.execution.stages import Arguments, Part, Reference, Stage
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store
 
-_POLICY_HERE = threading.Lock()
+Submit = Callable[[Part], PrefectFuture[Reference]]
+_POLICY_STAGES = ("rollouts", "update")
+
+
+class _PolicyLock:
+    """Held by the stage that uses this process's policy: each brings its weights to the version that it needs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
-    """Do the stage where its placement says.
+    """Run the stage where its placement says.
 
     Args:
-        stage: what is done.
+        stage: what is run.
         arguments: of its function; among them the placement.
         submit: starts the stage's task on a part of it.
 
     Raises:
-        Exception: whatever the stage raises, wherever it was done.
-        StageTimeoutError: it was over its time.
-        LostStageError: the process or the worker that did it is gone.
-        StageGivenUpError: it was ended from here, or cancelled.
+        Exception: whatever the stage raises, wherever it ran.
+        StageTimeoutError: it ran into its timeout.
+        LostStageError: the process or the worker that ran it has died.
+        StageCancelledError: it was cancelled.
     """
     where, store = stage.where(arguments), current_store()
-    # Whoever does it elsewhere would not know that it may have been done.
+    # Another process would not know that the artifact may exist.
     store.require_read()
     if stage.shards(arguments) > 1:
-        return in_shards(stage, arguments, submit)
+        return run_in_shards(stage, arguments, submit)
     if where.pool is not None:
         call = call_of(stage, arguments, store, withdrawable=True)
         return carry_out_on_pool(call, where.pool, where.timeout, store)
     if where.timeout is not None:
-        call = call_of(stage, arguments, store)
-        with borrowed_process(call) as process:
-            try:
-                outcome = process.carry_out(call, where.timeout, listener())
-            except (LostStageError, StageCancelledError, StageTimeoutError):
-                store.clear_abandoned()
-                raise
+        outcome = _run_in_child(stage, call_of(stage, arguments, store), where.timeout, store)
         store.reasons.extend(outcome.reasons)
         return outcome.reference()
-    # Both take the weights that this process holds to the version they need.
-    with _POLICY_HERE if stage.kind in ("rollouts", "update") else contextlib.nullcontext():
+    with resource(_PolicyLock).lock if stage.kind in _POLICY_STAGES else contextlib.nullcontext():
         return stage.function(**arguments)
+
+
+def _run_in_child(stage: Stage, call: StageCall, timeout: float, store: ArtifactStore) -> StageOutcome:
+    # Rollouts and updates share a child, and so its model, as long as they take turns.
+    group = "policy" if stage.kind in _POLICY_STAGES else f"{call.stage} {call.arguments.get('section')}"
+    with resource(ChildProcesses).borrow(group, call.stage, child_command("stage")) as process:
+        try:
+            return carry_out_in(process, call, timeout)
+        except (LostStageError, StageCancelledError, StageTimeoutError):
+            store.clear_abandoned()
+            raise
+
+
+def run_in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
+    """Cut the stage, run the parts concurrently as stages with their own records, and join them in order.
+
+    Parts that succeed are kept when another one fails.
+
+    Args:
+        stage: one with `sharding`.
+        arguments: of the uncut stage.
+        submit: starts the stage's task on a part.
+
+    Raises:
+        RetriesExhaustedError: the first part that failed met an error that may pass, more often than it is retried.
+        Exception: what the first part that failed raised otherwise; both once the other parts have ended.
+    """
+    assert stage.sharding is not None, "only a stage with sharding is cut"
+    parts = stage.sharding.cut(arguments, stage.shards(arguments))
+    # Each part is recorded when it ends; within the whole stage's task Prefect would wait for the end of that.
+    with transaction(commit_mode=CommitMode.EAGER):
+        futures = [submit(part) for part in parts]
+    with stages_cancelled_on_interrupt():
+        for future in futures:
+            future.wait()
+    made = [_result(future) for future in futures]
+    return stage.sharding.join(arguments, [part for part in made if isinstance(part, ArtifactRef)])
+
+
+def _result(part: PrefectFuture[Reference]) -> Reference:
+    try:
+        return part.result()
+    except Exception as error:
+        if retryable_kind(error) is None:
+            raise
+        raise RetriesExhaustedError(f"{type(error).__name__}: {error}") from error

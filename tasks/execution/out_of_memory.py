@@ -1,4 +1,4 @@
-"""A stage that ran out of a device's memory is done again in halves, once; beyond that a person has to decide."""
+"""A stage that ran out of a device's memory is run again with half its batch, and later stages begin with that."""
 
 import gc
 from collections.abc import Callable
@@ -7,48 +7,61 @@ from typing import TypeVar
 import torch
 
 from grpo_core.errors import InputError
+from tasks.execution.resources import resource
 from tasks.progress import log
 
 R = TypeVar("R")
 
 
-def halved_once(title: str, setting: str, size: int, run: Callable[[int], R]) -> R:
-    """Do something in batches of a size, and where memory does not hold them in batches of half the size.
+class _FittingSizes:
+    """Batch sizes that memory had room for after a larger one had failed, by run, setting and configured size."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[tuple[str, str, int], int] = {}
+
+
+def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: Callable[[int], R]) -> R:
+    """Call a function with a batch size, and once more with half of it if the device's memory is too small.
+
+    The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it.
 
     Args:
         title: what is done, for people.
-        setting: that says the size.
-        size: samples or prompts at once, as configured.
-        run: does it from the beginning; what it had written half is gone once it has raised.
+        run: name of the run.
+        setting: key of the configuration that gives the size.
+        size: samples or prompts per batch, as configured.
+        call: does all of the work with a batch size; must leave nothing behind when it raises.
 
     Raises:
-        InputError: half the size is too much as well, or there is no half.
+        InputError: half of the size is too much as well, or the size is 1.
     """
+    fitting, key = resource(_FittingSizes).sizes, (run, setting, size)
+    current = fitting.get(key, size)
     try:
-        return run(size)
+        return call(current)
     except torch.OutOfMemoryError as error:
-        if size == 1:
-            raise _too_much(setting, size, error) from error
+        if current == 1:
+            raise _too_large(setting, current, error) from error
         message = str(error).partition(". ")[0]
-    # Outside the except clause: the error holds the frames, and these the tensors.
-    _give_back()
-    half = size // 2
-    log(f"{title}: {message}; done again with {setting} {half} in the place of {size}")
+    # Outside of the except clause: the error keeps the frames alive, and these the tensors.
+    _free_memory()
+    half = fitting[key] = current // 2
+    log(f"{title}: {message}; running it again, and later ones, with {setting} {half} instead of {current}")
     try:
-        return run(half)
+        return call(half)
     except torch.OutOfMemoryError as error:
-        raise _too_much(setting, half, error) from error
+        raise _too_large(setting, half, error) from error
 
 
-def _give_back() -> None:
+def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _too_much(setting: str, size: int, error: torch.OutOfMemoryError) -> InputError:
+def _too_large(setting: str, size: int, error: torch.OutOfMemoryError) -> InputError:
     hint = (
-        f"The device's memory does not hold it ({str(error).partition('. ')[0]}). Lower it, the image or completion "
-        "size, or the group size; or turn on policy.gradient_checkpointing where an update fails."
+        f"The device's memory is too small for it ({str(error).partition('. ')[0]}). Lower it, the image or completion "
+        "size, or the group size; or turn on policy.gradient_checkpointing if an update fails."
     )
     return InputError(setting, size, hint)

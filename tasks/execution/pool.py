@@ -1,6 +1,6 @@
-"""A stage sent to a work pool: its call left in the run's folder, a flow run that points at it, its outcome read there.
+"""A stage sent to a work pool: a call in the run's folder, a flow run that points at it, an outcome in the folder.
 
-Nothing but the name of the call goes through the server, which refuses parameters over 512 KiB, and no result.
+Only the name of the call goes through the server, which refuses parameters over 512 KiB.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from prefect.states import Scheduled
 
 from grpo_core.errors import InputError
 from tasks.execution.call import CALLS, StageCall, StageOutcome, call_file
-from tasks.execution.faults import LostStageError
+from tasks.execution.errors import LostStageError
 from tasks.execution.pool_run import follow, is_final
 from tasks.execution.stages import Reference
 from tasks.progress import log
@@ -26,20 +26,20 @@ from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 
 
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
-    """Have a worker of the pool do the stage, and wait for it.
+    """Have a worker of the pool run the stage, and wait for it.
 
-    A run that was killed while it waited finds what the worker made in the meantime, or goes on waiting for it.
+    A run that was killed while it waited finds what the worker has made since, or continues to wait for it.
 
     Args:
         call: the stage.
         pool: name of the work pool.
-        timeout: seconds that the stage may take once a worker has begun it.
+        timeout: seconds that the stage may take once a worker has begun it; None for no limit.
         store: of the run.
 
     Raises:
         InputError: no worker has ever served this stage for the pool.
         Exception: whatever the stage raised.
-        LostStageError: its worker is gone.
+        LostStageError: its worker has died.
     """
     name = call.digest
     done = _finished_before(store, name)
@@ -47,7 +47,7 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
         store.write_file(call_file(name), dump_checked(call.model_dump(mode="json")))
         with get_client(sync_client=True) as client:
             flow_run = _flow_run(client, call, pool, timeout)
-        follow(flow_run, pool, timeout, over=lambda: _has_outcome(store, name))
+        follow(flow_run, pool, timeout, has_outcome=lambda: _has_outcome(store, name))
         done = read_outcome(store, name)
     if done is None:
         raise LostStageError(
@@ -60,10 +60,10 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
 
 
 def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
-    """What a worker made for a run that was not there any more to hear of it; its errors are not taken over."""
+    """Return what a worker made for an earlier start of this run; its errors are dropped."""
     outcome = read_outcome(store, name)
     if outcome is None or outcome.error is not None:
-        # The call stays: a worker may be at it, and makes nothing of one that was withdrawn.
+        # The call stays: a worker may be running it, and commits nothing for one that was withdrawn.
         _remove(store, _outcome_file(name))
         return None
     reference = outcome.reference()
@@ -78,7 +78,7 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
 
 
 def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: float | None) -> FlowRun:
-    """A flow run of the call that is not over; one that an earlier start of this run made is taken again."""
+    """Create a flow run of the call, or take the one that an earlier start of this run created and that still runs."""
     context = TaskRunContext.get()
     stage = context.task_run.name if context else call.stage
     parameters: dict[str, Any] = {
@@ -113,9 +113,9 @@ def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: fl
 
 
 def _link(client: SyncPrefectClient, stage: TaskRunContext, title: str, call: StageCall) -> TaskRun:
-    """Stands for the flow run on the page of the run that asks, within the stage's task run.
+    """Create a task run that shows the flow run on the page of the run that requested it.
 
-    A flow run has no parent but a task run that the server knows, which it does not yet of the stage's own.
+    The parent of a flow run must be a task run that the server knows; it does not know the stage's own yet.
     """
     return client.create_task_run(
         stage.task,
@@ -127,31 +127,31 @@ def _link(client: SyncPrefectClient, stage: TaskRunContext, title: str, call: St
 
 
 def read_call(store: ArtifactStore, name: str) -> StageCall:
-    """What a stage is asked.
+    """Read a call from the run's folder.
 
     Raises:
-        ValueError: there is no such call in the run, or not the one that was left there.
+        ValueError: it is missing or damaged.
     """
     content = store.read_file(call_file(name))
     if content is None:
-        raise ValueError(f"{store.run} has no call {name[:12]}; the run that asked has its answer, or was pruned")
+        raise ValueError(f"{store.run} has no call {name[:12]}; it was answered or withdrawn, or the run was pruned")
     try:
         call = StageCall.model_validate_json(json.dumps(load_checked(content)))
     except ValueError as error:
         raise ValueError(f"the call {name[:12]} of {store.run} is damaged ({error})") from error
     if call.digest != name:
-        raise ValueError(f"the call {name[:12]} of {store.run} is not the one that was left there")
+        raise ValueError(f"the call {name[:12]} of {store.run} is damaged (its digest is {call.digest[:12]})")
     return call
 
 
 def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
-    """Tell the run that asked what came of its call, if it still asks."""
+    """Write a call's outcome to the run's folder, unless the call was withdrawn."""
     if store.read_file(call_file(name)) is not None:
         store.write_file(_outcome_file(name), dump_checked(outcome.model_dump(mode="json")))
 
 
 def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
-    """What came of a call; None where nothing did yet, or nothing that is whole."""
+    """Read a call's outcome; None if it is missing or damaged."""
     content = store.read_file(_outcome_file(name))
     if content is None:
         return None
@@ -176,7 +176,7 @@ def _remove(store: ArtifactStore, file: str) -> None:
 
 
 def clear_calls(store: ArtifactStore) -> None:
-    """Withdraw every call of the run; a worker that is at one of them makes nothing of it."""
+    """Withdraw every call of the run; a worker that is running one of them commits nothing."""
     folder = store.path(CALLS)
     if store.filesystem.exists(folder):
         store.filesystem.rm(folder, recursive=True)

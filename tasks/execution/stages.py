@@ -1,4 +1,4 @@
-"""The stages by name. A name that comes from elsewhere is looked up here and nowhere else."""
+"""The stages by name, and how one is cut into shards. A name from a call is looked up here and nowhere else."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from configs.placement_sections import PlacementSection, ShardedStagePlacement, StagePlacement
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore
 
 Kind = Literal["rollouts", "rewards", "advantages", "update"]
 Arguments = Mapping[str, Any]
@@ -22,7 +23,9 @@ _MODULES: Mapping[str, str] = MappingProxyType(
     }
 )
 STAGES = tuple(_MODULES)
-"""Those that may be done elsewhere."""
+"""Those that may run in another process."""
+SHARDS = "shards"
+"""Folder for the parts of what is kept next to it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Part:
     """One shard of a stage.
 
     Attributes:
-        title: of its task run.
+        title: name of its task run.
         arguments: of the stage's function.
     """
 
@@ -40,11 +43,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a stage is done in parts.
+    """How a stage is cut into parts.
 
     Attributes:
         cut: arguments and a number of shards -> the parts in order, at most that many.
-        join: arguments and the parts in order -> the artifact that one would have made.
+        join: arguments and the parts' artifacts in order -> the artifact that the uncut stage would have made.
     """
 
     cut: Callable[[Arguments, int], list[Part]]
@@ -53,13 +56,13 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage as something that can be done in several places.
+    """A stage that can run in several places.
 
     Attributes:
         name: in the UI and on the command line.
-        kind: its section of the placement; None: it is always done here.
-        function: does it.
-        sharding: None where it is done in one piece.
+        kind: its section of the placement; None if it always runs in the run's own process.
+        function: runs it.
+        sharding: None if it cannot be cut.
     """
 
     name: str
@@ -68,19 +71,19 @@ class Stage:
     sharding: Sharding | None = None
 
     def where(self, arguments: Arguments) -> StagePlacement:
-        """What the placement says of it; a reward may have a pool of its own."""
+        """Return its section of the placement; a reward may name another pool."""
         if self.kind is None:
             return StagePlacement()
         placement: PlacementSection = arguments["placement"]
         where: StagePlacement = getattr(placement, self.kind)
-        own = getattr(arguments.get("section"), "pool", None)
-        return where.model_copy(update={"pool": own}) if own else where
+        pool = getattr(arguments.get("section"), "pool", None)
+        return where.model_copy(update={"pool": pool}) if pool else where
 
     def shards(self, arguments: Arguments) -> int:
-        """Parts that it is to be done in."""
+        """Return how many parts the placement asks for."""
         where = self.where(arguments)
-        sharded = isinstance(where, ShardedStagePlacement) and self.sharding and where.pool
-        return where.shards if sharded and isinstance(where, ShardedStagePlacement) else 1
+        is_cut = self.sharding is not None and where.pool is not None
+        return where.shards if is_cut and isinstance(where, ShardedStagePlacement) else 1
 
 
 _REGISTERED: dict[str, Stage] = {}
@@ -92,12 +95,40 @@ def register(stage: Stage) -> None:
 
 
 def stage_named(name: str) -> Stage:
-    """The stage of this name, its module imported.
+    """Import a stage's module and return the stage.
 
     Raises:
-        ValueError: there is none that may be done elsewhere.
+        ValueError: no stage of this name may run in another process.
     """
     if name not in _MODULES:
         raise ValueError(f"no stage {name!r}; there are {', '.join(_MODULES)}")
     importlib.import_module(_MODULES[name])
     return _REGISTERED[name]
+
+
+def shard_folder(folder: str, index: int, count: int) -> str:
+    """Return where the stages of a folder keep one part until the parts are joined.
+
+    Args:
+        folder: of what is made of all parts.
+        index: of the part, from 0.
+        count: how many parts there are.
+    """
+    return f"{folder}/{SHARDS}/{index + 1:02d}of{count:02d}"
+
+
+def clear_shards(store: ArtifactStore, folder: str) -> None:
+    """Remove the parts of a folder's stages once their joined artifacts have been recorded."""
+    path = store.path(f"{folder}/{SHARDS}")
+    if store.filesystem.exists(path):
+        store.filesystem.rm(path, recursive=True)
+
+
+def unsharded(arguments: Arguments) -> PlacementSection:
+    """Return the placement of a shard, which is not cut again."""
+    placement: PlacementSection = arguments["placement"]
+    change = {
+        "rollouts": placement.rollouts.model_copy(update={"shards": 1}),
+        "rewards": placement.rewards.model_copy(update={"shards": 1}),
+    }
+    return placement.model_copy(update=change)

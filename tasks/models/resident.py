@@ -1,4 +1,4 @@
-"""The policy that this process holds. It is loaded once; afterwards only what an update changed is taken."""
+"""Which model a run trains, and the policy that a process keeps in memory between stages."""
 
 import gc
 import tempfile
@@ -29,8 +29,8 @@ class ModelSpec(BaseModel):
     Attributes:
         section: the configuration's policy section.
         digest: of the model's files.
-        adapter_seed: of the adapters' random half.
-        reference: where the reference is kept when every weight is trained; `none` where nothing asks for it.
+        adapter_seed: of the adapters' random initialisation.
+        reference: where the reference is kept when every weight is trained; `none` if nothing needs it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -42,66 +42,100 @@ class ModelSpec(BaseModel):
 
     @property
     def family(self) -> PolicyFamily:
-        """The kind of policy that it is."""
+        """The kind of policy."""
         return policy_family(self.section.kind)
 
     def choice(self) -> TrainingChoice:
-        """What of the model is trained."""
+        """Return which of the model's weights are trained."""
         return training_choice(self.section, reference=self.reference, seed=self.adapter_seed)
 
 
-@dataclass
-class ResidentPolicy:
-    """The policy in memory, and what it was loaded from."""
-
-    spec: ModelSpec
-    device: torch.device
-    policy: Policy
-    digest: str | None  # None while its weights are in between two versions
-    reference_digest: str | None
-
-
-_held: ResidentPolicy | None = None
-# Of a reference None is the model as it was given.
-_IN_BETWEEN = "in between two references"
-
-
 def configure_torch(placement: PlacementSection) -> torch.device:
-    """Set the thread count, the one place where it is chosen, and name the device."""
+    """Set torch's thread count, the only place that does, and return the device."""
     torch.set_num_threads(placement.torch_threads)
     return torch_device(placement)
 
 
 def torch_device(placement: PlacementSection) -> torch.device:
-    """The device that the placement stands for on this machine."""
+    """Return the device that the placement stands for on this machine."""
     if placement.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(placement.device)
 
 
-def policy_at(reference: PolicyRef, spec: ModelSpec, settings: Any, placement: PlacementSection) -> Policy:
-    """The policy at this version, sampling and scoring with these settings."""
-    global _held
-    device = configure_torch(placement)
-    if _held is None or (_held.spec, _held.device) != (spec, device):
-        _held = None  # the previous model's memory is needed for this one
-        begun = time.perf_counter()
-        _require_same_model(spec)
-        _held = ResidentPolicy(spec, device, _load(spec, settings, device), spec.digest, None)
-        log(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
-    if (_held.digest, _held.reference_digest) != (reference.digest, reference.reference_digest):
-        _take_weights(_held, reference)
-    _held.policy.sample_with(settings)
-    return _held.policy
+@dataclass
+class _Loaded:
+    """A policy in memory, and which version its weights are."""
+
+    spec: ModelSpec
+    device: torch.device
+    policy: Policy
+    digest: str | None  # None while an update changes the weights
+    reference_digest: str | None  # None: the model as it was given
+
+
+_CHANGING = "a reference that is being refreshed"
+
+
+class ResidentPolicy:
+    """The policy that a process keeps in memory: loaded once, then only changed weights are read."""
+
+    def __init__(self) -> None:
+        self._loaded: _Loaded | None = None
+
+    def at(self, reference: PolicyRef, spec: ModelSpec, settings: Any, placement: PlacementSection) -> Policy:
+        """Return the policy with the weights of a version.
+
+        Args:
+            reference: the version.
+            spec: the model, loaded if another one, or none, is in memory.
+            settings: of the family's sampler, for sampling and scoring.
+            placement: device and threads.
+
+        Raises:
+            InputError: this machine's files of the model are not those of the run.
+        """
+        device = configure_torch(placement)
+        if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
+            self._loaded = None  # its memory is needed for the next one
+            begun = time.perf_counter()
+            _require_same_model(spec)
+            self._loaded = _Loaded(spec, device, _load(spec, settings, device), spec.digest, None)
+            log(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
+        _load_changes(self._loaded, reference)
+        self._loaded.policy.sample_with(settings)
+        return self._loaded.policy
+
+    def begin_update(self) -> None:
+        """Mark the weights as those of no version, until `commit_weights`."""
+        if self._loaded is not None:
+            self._loaded.digest = None
+
+    def begin_reference_refresh(self) -> None:
+        """Mark the reference's weights as those of no version, until `commit_weights`."""
+        if self._loaded is not None:
+            self._loaded.reference_digest = _CHANGING
+
+    def commit_weights(self, digest: str, reference_digest: str | None) -> None:
+        """Name the version that the update has made of the weights in memory."""
+        if self._loaded is not None:
+            self._loaded.digest, self._loaded.reference_digest = digest, reference_digest
+
+    def close(self) -> None:
+        """Free the policy's memory; `at` loads it again."""
+        self._loaded = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _require_same_model(spec: ModelSpec) -> None:
-    """The folder or cache of this machine may hold another model under the same name."""
+    """Refuse a folder or cache of this machine that has another model under the same name."""
     found = model_digest(spec.section.model)
     if found != spec.digest:
         hint = (
             f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
-            "machine that does its stages."
+            "machine that runs its stages."
         )
         raise InputError("policy.model", spec.section.model, hint)
 
@@ -118,49 +152,22 @@ def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     )
 
 
-def _take_weights(held: ResidentPolicy, reference: PolicyRef) -> None:
-    """What differs between the weights held and this version's is read and taken."""
-    checkpoint = reference.checkpoint
-    other_weights, other_reference = (
-        held.digest != reference.digest,
-        held.reference_digest != reference.reference_digest,
-    )
-    if other_weights:
-        held.digest = None
-    if other_reference:
-        held.reference_digest = _IN_BETWEEN
+def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
+    """Read what differs between the weights in memory and a version's."""
+    new_weights = loaded.digest != version.digest
+    new_reference = loaded.reference_digest != version.reference_digest
+    if not new_weights and not new_reference:
+        return
+    if new_weights:
+        loaded.digest = None
+    if new_reference:
+        loaded.reference_digest = _CHANGING
+    checkpoint = version.checkpoint
     with tempfile.TemporaryDirectory() as fetched:
         folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
-        if other_weights:
-            held.policy.load_weights(folder)
-        if other_reference:
-            refreshed = folder is not None and reference.reference_digest is not None
-            held.policy.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)
-    held.digest, held.reference_digest = reference.digest, reference.reference_digest
-
-
-def begin_update() -> None:
-    """An update begins: until it names the version it made, the weights held are no version at all."""
-    if _held is not None:
-        _held.digest = None
-
-
-def reference_in_between() -> None:
-    """The reference begins to change: until the update names what it made of it, the one held is none at all."""
-    if _held is not None:
-        _held.reference_digest = _IN_BETWEEN
-
-
-def commit_weights(digest: str, reference_digest: str | None) -> None:
-    """The update is over: the weights held are this version's."""
-    if _held is not None:
-        _held.digest, _held.reference_digest = digest, reference_digest
-
-
-def release_policy() -> None:
-    """Give up the policy held and its memory; the next `policy_at` loads it again."""
-    global _held
-    _held = None
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        if new_weights:
+            loaded.policy.load_weights(folder)
+        if new_reference:
+            refreshed = folder is not None and version.reference_digest is not None
+            loaded.policy.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)
+    loaded.digest, loaded.reference_digest = version.digest, version.reference_digest

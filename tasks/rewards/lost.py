@@ -4,7 +4,7 @@ import contextlib
 import json
 
 from grpo_core.errors import InputError
-from tasks.execution.shards import SHARDS
+from tasks.execution.stages import SHARDS
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore

@@ -1,142 +1,95 @@
-"""Processes that score, one thread each; they live as long as the run and keep their reward's model."""
+"""Rewards scored in child processes of one thread each, which keep the reward's model until the run ends."""
 
-import atexit
+import base64
 import functools
-import multiprocessing
-import os
-import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from configs.reward_sections import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.protocol import Reward
 from grpo_core.rewards.registry import build_reward
-from tasks.execution.error_records import ErrorRecord, record_of
+from tasks.execution.child_main import child_command
+from tasks.execution.child_process import ChildProcesses
+from tasks.execution.errors import LostStageError
+from tasks.execution.resources import resource
+from tasks.progress import listener
 from tasks.rewards.rows import Row, ScoredRow, score_rows
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_POOLS: dict[str, ProcessPoolExecutor] = {}
-_OPENING = threading.Lock()
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_SCORED = TypeAdapter(list[ScoredRow])
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A batch that a process scores."""
-
-    batch: list[Row]
-    pool: ProcessPoolExecutor
-    future: Future[list[ScoredRow] | str]
-
-
-def score_side_by_side(section: RewardSection, batches: Iterable[list[Row]]) -> Iterator[list[ScoredRow]]:
+def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> Iterator[list[ScoredRow]]:
     """Score batches in the section's own processes; the results come in the order of the batches.
 
     Args:
-        section: with processes above 0.
-        batches: from `batches_of`; no more of them are read ahead than keep every process busy.
+        section: with `processes` above 0.
+        batches: from `batches_of`; only as many are read ahead as keep every process busy.
 
     Raises:
-        InputError and others: as the reward raised it; or a process died twice over the same batch.
+        InputError: as the reward raised it, or a process died twice at the same batch.
+        RemoteStageError: the reward raised an error of another class.
     """
-    waiting: deque[_Job] = deque()
-    for batch in batches:
-        waiting.append(_submitted(section, batch))
-        if len(waiting) >= 2 * section.processes:
-            yield _result(section, waiting.popleft())
-    while waiting:
-        yield _result(section, waiting.popleft())
-
-
-def _submitted(section: RewardSection, batch: list[Row]) -> _Job:
-    pool = _pool(section)
+    waiting: deque[Future[list[ScoredRow]]] = deque()
+    threads = ThreadPoolExecutor(section.processes, thread_name_prefix="scoring")
     try:
-        future = pool.submit(_score, section.model_dump_json(), batch)
-    except BrokenProcessPool:
-        _discard(section, pool)
-        pool = _pool(section)
-        future = pool.submit(_score, section.model_dump_json(), batch)
-    return _Job(batch, pool, future)
+        for batch in batches:
+            waiting.append(threads.submit(copy_context().run, _score, section, batch))
+            if len(waiting) >= 2 * section.processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _result(section: RewardSection, job: _Job) -> list[ScoredRow]:
-    try:
-        result = job.future.result()
-    except BrokenProcessPool:
-        _discard(section, job.pool)
-        again = _submitted(section, job.batch)
-        try:
-            result = again.future.result()
-        except BrokenProcessPool as error:
-            _discard(section, again.pool)
-            hint = "A process that scored died twice over the same samples; lower it, or look at the memory."
-            raise InputError(f"rewards.{section.label}.processes", section.processes, hint) from error
-    if isinstance(result, str):
-        record = ErrorRecord.model_validate_json(result)
-        if record.known:
-            raise record.error()
-        raise RuntimeError(f"reward {section.label}, {record.kind}: {record.message}\n{record.trace}")
-    return result
+def _score(section: RewardSection, batch: list[Row]) -> list[ScoredRow]:
+    label, described = f"score {section.label}", section.model_dump_json()
+    payload = {"section": described, "rows": [_encoded(row) for row in batch]}
+    with resource(ChildProcesses).borrow(described, label, child_command("scoring"), _ONE_THREAD) as process:
+        for attempt in (1, 2):
+            try:
+                return _SCORED.validate_python(process.request(label, payload, None, listener()))
+            except LostStageError as error:
+                if attempt == 2:
+                    hint = "A process that scored died twice at the same samples; lower it, or look at the memory."
+                    raise InputError(f"rewards.{section.label}.processes", section.processes, hint) from error
+    raise AssertionError("the second attempt returns or raises")
 
 
-def _pool(section: RewardSection) -> ProcessPoolExecutor:
-    with _OPENING:
-        key = section.model_dump_json()
-        if key not in _POOLS:
-            # Not forked: the parent holds threads, a server's connections and perhaps a GPU.
-            context = multiprocessing.get_context("spawn")
-            _POOLS[key] = ProcessPoolExecutor(section.processes, mp_context=context, initializer=_one_thread)
-        return _POOLS[key]
+def _encoded(row: Row) -> dict[str, Any]:
+    """Write an image's bytes as base64, since rows travel as JSON."""
+    image = row.get("image")
+    if image is None:
+        return dict(row)
+    return {**row, "image": {**image, "bytes": base64.b64encode(image["bytes"]).decode()}}
 
 
-def _discard(section: RewardSection, broken: ProcessPoolExecutor) -> None:
-    """Every batch of a broken pool comes by; only the first finds the pool still in use."""
-    with _OPENING:
-        if _POOLS.get(section.model_dump_json()) is broken:
-            del _POOLS[section.model_dump_json()]
-    broken.shutdown(wait=False, cancel_futures=True)
+def _decoded(row: Mapping[str, Any]) -> Row:
+    image = row.get("image")
+    return row if image is None else {**row, "image": {**image, "bytes": base64.b64decode(image["bytes"])}}
 
 
-def close_scoring_processes() -> None:
-    """End every process that scores; the next batch starts them anew."""
-    with _OPENING:
-        pools = list(_POOLS.values())
-        _POOLS.clear()
-    for pool in pools:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-atexit.register(close_scoring_processes)
-
-
-def _one_thread() -> None:
-    for name in _THREADS:
-        os.environ[name] = "1"
-    # What is set after torch has read its environment has no effect.
+def scoring_handler() -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    """Set this process to one thread, and return what scores the batches of a parent process."""
+    # torch has read its environment by now if something imported it.
     import torch
 
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def score(payload: dict[str, Any]) -> list[dict[str, Any]]:
+        section = RewardSection.model_validate_json(payload["section"])
+        rows = [_decoded(row) for row in payload["rows"]]
+        scored: list[dict[str, Any]] = _SCORED.dump_python(score_rows(_reward(payload["section"]), section, rows))
+        return scored
 
-def _end_with_parent() -> None:
-    """A parent that was killed sends nothing, and a process of a pool waits for its next batch for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in a process of a pool"
-    parent.join()
-    os._exit(1)
-
-
-def _score(section: str, rows: Sequence[Row]) -> list[ScoredRow] | str:
-    """In the process: scores, or the error as JSON, since an exception of ours would not come back as what it was."""
-    try:
-        return score_rows(_reward(section), RewardSection.model_validate_json(section), rows)
-    except Exception as error:
-        return record_of(error, time.time()).model_dump_json()
+    return score
 
 
 @functools.lru_cache(maxsize=1)

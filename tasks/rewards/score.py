@@ -16,12 +16,11 @@ from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.protocol import Reward, Score
 from grpo_core.rewards.registry import build_reward
 from tasks.execution.caching import stage_task
-from tasks.execution.shards import shard_folder, unsharded
-from tasks.execution.stages import Arguments, Part, Sharding
+from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
 from tasks.rewards.lost import refuse_lost_scores
-from tasks.rewards.process_pool import score_side_by_side
+from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
 from tasks.rewards.stored import provenance_json
 from tasks.runs.layout import SCORES_FILE
@@ -207,7 +206,7 @@ def _score(
     failed: list[str] = []
     batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
     if section.processes:
-        results = score_side_by_side(section, batches)
+        results = score_in_processes(section, batches)
     else:
         results = (score_rows(reward, section, batch) for batch in batches)
     for rows in results:

@@ -12,10 +12,10 @@ from configs.placement_sections import PlacementSection
 from configs.schema import ImageRolloutSection, TextRolloutSection
 from grpo_core.collect import collect_rollouts
 from tasks.execution.caching import stage_task
-from tasks.execution.out_of_memory import halved_once
-from tasks.execution.shards import shard_folder, unsharded
-from tasks.execution.stages import Arguments, Part, Sharding
-from tasks.models.resident import ModelSpec, policy_at
+from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.resources import resource
+from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.rollouts.plan import RolloutPlan
 from tasks.rollouts.rows import SCHEMAS, rollout_columns
@@ -116,8 +116,9 @@ def collect_rollouts_task(
     placement: PlacementSection,
 ) -> ArtifactRef:
     """Sample every group of the plan and keep every rollout."""
-    return halved_once(
+    return halve_on_out_of_memory(
         f"{plan.title}: {STAGE}",
+        current_store().run,
         "rollout.prompts_per_batch",
         rollout.prompts_per_batch,
         lambda size: _collect(policy, plan, model, rollout, with_reference, placement, size),
@@ -137,7 +138,7 @@ def _collect(
     store = current_store()
     report_progress = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
     settings = model.family.settings(rollout.model_dump())
-    sampler = policy_at(policy, model, settings, placement)
+    sampler = resource(ResidentPolicy).at(policy, model, settings, placement)
     requests = [plan.request(group) for group in plan.groups]
     lengths: list[int] = []
     cut = 0

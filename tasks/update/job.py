@@ -22,8 +22,9 @@ from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
 from grpo_core.seeds import derive_seed
 from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
+from tasks.execution.resources import resource
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
-from tasks.models.resident import ModelSpec, begin_update, policy_at, reference_in_between
+from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
@@ -33,17 +34,17 @@ from tasks.update.rows import read_training_rows
 
 
 class UpdateJob(BaseModel):
-    """All that an update needs; the artifacts are in the present store.
+    """Everything that an update needs; its artifacts are in the current store.
 
     Attributes:
-        policy: that is trained.
-        rollouts: one artifact a draw.
-        advantages: of all of them.
+        policy: the version that is trained.
+        rollouts: one artifact per sampling round.
+        advantages: of all rounds.
         model: which model it is.
         update: how it is trained.
-        seed: of the run.
-        max_staleness: versions that may lie between a row's policy and this one.
-        placement: where the work is done, and by how many processes.
+        seed: the run's seed.
+        max_staleness: how many versions a row's policy may be older than this one.
+        placement: device, threads and number of processes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,18 +60,18 @@ class UpdateJob(BaseModel):
 
     @property
     def version(self) -> int:
-        """Of the policy that the update makes."""
+        """Version of the policy that the update makes."""
         return self.policy.version + 1
 
 
 class SharedJob(BaseModel):
-    """A job as it is told to other processes.
+    """A job for other processes.
 
     Attributes:
         job: the same for all of them.
         storage: where the artifacts are.
         run: whose artifacts they are.
-        staged: folder that the first process writes into.
+        staged: folder that the first process writes to.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,14 +83,14 @@ class SharedJob(BaseModel):
 
 
 class UpdateOutcome(BaseModel):
-    """What an update left in its folder.
+    """What an update wrote to its folder.
 
     Attributes:
         digest: of the weights.
-        reference_digest: of the reference's; None while it is the model as it was given.
-        checkpoint_digest: of all that the next update reads.
-        rows: that it learned from.
-        metrics: the update's figures.
+        reference_digest: of the reference's weights; None while the reference is the base model.
+        checkpoint_digest: of everything that the next update reads.
+        rows: how many it trained on.
+        metrics: by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,18 +103,18 @@ class UpdateOutcome(BaseModel):
 
 
 def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection) -> None:
-    """Raise InputError for a number of processes, or a way to share the weights, that cannot be had on this machine."""
+    """Raise InputError for a number of processes, or a way to shard the weights, that this machine cannot run."""
     if placement.sharding == "fsdp2" and placement.processes == 1:
-        hint = "One process has nobody to share the weights with; set placement.processes to 2 or more, or this to ddp."
+        hint = "One process cannot shard the weights; set placement.processes to 2 or more, or this to ddp."
         raise InputError("placement.sharding", "fsdp2", hint)
     if placement.sharding == "fsdp2" and update.optimizer != "adamw":
-        hint = "8-bit and paged moments cannot be cut into shares; use adamw, or set placement.sharding to ddp."
+        hint = "8-bit and paged moments cannot be sharded; use adamw, or set placement.sharding to ddp."
         raise InputError("update.optimizer", update.optimizer, hint)
     on_cpu = placement.device == "cpu" or (placement.device == "auto" and not torch.cuda.is_available())
     if placement.processes == 1:
         return
     if on_cpu:
-        # Two are let be anywhere: they show on the smallest machine that the rest works.
+        # Two are allowed on any machine, so that the feature can be tried on the smallest one.
         cores = max(2, len(os.sched_getaffinity(0)))
         if placement.processes > cores:
             hint = f"Each process needs a core of its own and this machine has {cores}; use at most that."
@@ -132,12 +133,12 @@ def carry_out(
 
     Args:
         job: the same in every process.
-        staged: folder that the first process writes into.
-        ranks: the processes that share the update; each holds its part of a minibatch at a time.
-        on_progress: called with passes done and in all.
+        staged: folder that the first process writes to.
+        process_group: the processes that share the update; each takes its part of every minibatch.
+        on_progress: called with passes done and the total.
 
     Returns:
-        What was written; None beside the first process.
+        What was written; None in every process but the first.
 
     Raises:
         InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the parts of it do.
@@ -151,8 +152,9 @@ def carry_out(
             job.model.family,
             max_staleness=job.max_staleness,
         )
-        learner = policy_at(job.policy, job.model, stored.settings, job.placement)
-        begin_update()
+        resident = resource(ResidentPolicy)
+        learner = resident.at(job.policy, job.model, stored.settings, job.placement)
+        resident.begin_update()
         process_group.distribute(learner.trained)
         optimizer = _optimizer(job, learner, process_group, Path(fetched))
         result = update_policy(
@@ -164,7 +166,7 @@ def carry_out(
             process_group=process_group,
             on_progress=on_progress,
         )
-    optimizer.zero_grad()  # or the gradients would be held through the next rollouts
+    optimizer.zero_grad()  # or the gradients would stay in memory during the next rollouts
     moments = process_group.state(optimizer)
     process_group.collect(learner.trained)
     if process_group.rank:
@@ -195,11 +197,11 @@ def _optimizer(job: UpdateJob, learner: Policy, process_group: ProcessGroup, fet
 
 
 def _keep_reference(learner: Policy, job: UpdateJob, staged: Path) -> str | None:
-    """Refresh the reference when it is due, and keep it beside the weights; the digest of what is kept."""
+    """Refresh the reference when it is due, and write it next to the weights; return the digest of what was written."""
     every = job.update.reference.refresh_every
     due = every > 0 and job.version % every == 0
     if due:
-        reference_in_between()
+        resource(ResidentPolicy).begin_reference_refresh()
         learner.refresh_reference(job.update.reference.mix)
     if not due and job.policy.reference_digest is None:
         return None
@@ -228,7 +230,7 @@ def _save_state(
 
 
 def _checkpoint_digest(folder: Path, reference_digest: str | None) -> str:
-    """sha256 of what the next update reads: weights, reference, moments, step count."""
+    """Return the sha256 of what the next update reads: weights, reference, moments, step count."""
     digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}".encode())
     for name in (OPTIMIZER_FILE, STATE_FILE):
         digest.update((folder / name).read_bytes())

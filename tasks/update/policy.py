@@ -1,4 +1,4 @@
-"""Stage 4: stored rollouts and advantages -> the next policy version, with all that is needed to go on from it."""
+"""Stage 4: stored rollouts and advantages -> the next policy version, with everything the next update needs."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,8 +10,9 @@ from configs.schema import UpdateSection
 from grpo_core.losses import custom_loss_digest
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
-from tasks.execution.out_of_memory import halved_once
-from tasks.models.resident import ModelSpec, commit_weights
+from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.resources import resource
+from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -53,7 +54,7 @@ def update_policy_task(
     title: str,
     placement: PlacementSection,
 ) -> PolicyRef:
-    """Check parity, train on the stored rollouts, and keep the version that comes of it."""
+    """Check parity, train on the stored rollouts, and commit the next version."""
     job = UpdateJob(
         policy=policy,
         rollouts=rollouts,
@@ -69,7 +70,9 @@ def update_policy_task(
         sized = update.model_copy(update={"micro_batch_size": size})
         return _update(job.model_copy(update={"update": sized}), title)
 
-    return halved_once(f"{title}: {STAGE}", "update.micro_batch_size", update.micro_batch_size, run)
+    return halve_on_out_of_memory(
+        f"{title}: {STAGE}", current_store().run, "update.micro_batch_size", update.micro_batch_size, run
+    )
 
 
 def _update(job: UpdateJob, title: str) -> PolicyRef:
@@ -97,10 +100,10 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
 def _carry_out(
     job: UpdateJob, store: ArtifactStore, staged: Path, report_progress: Callable[[int, int], None]
 ) -> UpdateOutcome:
-    """In this process, or in as many as the placement says; those leave the weights held here as they were."""
+    """Run the update in this process, or in as many others as the placement says."""
     if job.placement.processes > 1:
         return carry_out_together(job, store, staged, report_progress)
     outcome = carry_out(job, staged, SINGLE_PROCESS, report_progress)
     assert outcome is not None, "the first process has one"
-    commit_weights(outcome.digest, outcome.reference_digest)
+    resource(ResidentPolicy).commit_weights(outcome.digest, outcome.reference_digest)
     return outcome

@@ -1,39 +1,43 @@
 """One of the processes that `accelerate launch` starts for an update: `python -m tasks.update.process FOLDER`.
 
-The folder holds the job. The first process writes the outcome into it and tells on its standard output how far it is;
-a process that fails leaves an error record. Standard input ends with the process that started all this.
+The folder has the job. The first process answers with its progress and the outcome; any process that fails answers with
+its error. Standard input ends with the process that launched them, and they end with it.
 """
 
-import json
 import os
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
+from tasks.execution.child_main import ERROR, OUTCOME, READY, Answers, claim_stdout
+
 JOB_FILE = "job.json"
-OUTCOME_FILE = "outcome.json"
-PROGRESS = "progress"
 
 
 def main(folder: Path) -> None:
-    """Take part in the update; end with code 1 if it fails."""
-    end_with_parent()
-    # The models' libraries take seconds to import; by now nobody is left behind if the parent goes.
-    from tasks.execution.error_records import record_of
+    """Take part in the update; exit with code 1 if it fails."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    answers = claim_stdout()
+    # The models' libraries take seconds to import; from here on this process ends with its parent.
+    from tasks.execution.errors import record_of
 
     try:
-        take_part(folder)
+        take_part(folder, answers)
     except Exception as error:
-        record = record_of(error, time.time())
-        (folder / f"error-{os.environ.get('RANK', '0')}.json").write_text(record.model_dump_json())
+        record = record_of(error)
+        answers.send(ERROR, record.model_dump(mode="json"))
         print(record.trace, file=sys.stderr, flush=True)
-        # An orderly end would wait for processes that wait for this one.
+        # An orderly exit would wait for processes that wait for this one.
         os._exit(1)
 
 
-def take_part(folder: Path) -> None:
-    """Join the others, carry the job out, and part from them.
+def take_part(folder: Path, answers: Answers) -> None:
+    """Join the other processes, run the update, and leave the process group.
+
+    Args:
+        folder: has the job.
+        answers: to the process that launched this one.
 
     Raises:
         Exception: whatever the update raises.
@@ -55,29 +59,24 @@ def take_part(folder: Path) -> None:
 
         kind = ShardedProcessGroup
     process_group = kind(configure_torch(placement))
+    is_first = process_group.rank == 0
+    if is_first:
+        answers.send(READY, True)
     with translate_storage_errors(store.filesystem, store.root):
-        outcome = carry_out(
-            shared.job, Path(shared.staged), process_group, None if process_group.rank else report_progress
-        )
-        if outcome is not None:
-            (folder / OUTCOME_FILE).write_text(outcome.model_dump_json())
+        outcome = carry_out(shared.job, Path(shared.staged), process_group, _passes(answers) if is_first else None)
     process_group.leave()
+    if outcome is not None:
+        answers.send(OUTCOME, outcome.model_dump(mode="json"))
 
 
-def report_progress(done: int, total: int) -> None:
-    """Passes done, for the process that reads the standard output."""
-    print(json.dumps({PROGRESS: [done, total]}), flush=True)
+def _passes(answers: Answers) -> Callable[[int, int], None]:
+    return lambda done, total: answers.advance("update policy", done, total)
 
 
-def end_with_parent() -> None:
-    """End this process as soon as nobody holds the other end of its standard input."""
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def _end_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.checkout import CHECKOUT
-from tasks.execution.pool_run import WORKER
+from tasks.execution.pool_run import WORKER_LABEL
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.postgres_server import postgres_server
 from tests.s3_server import s3_server
@@ -176,7 +176,8 @@ def queued_seconds(flow_run: Mapping[str, Any], sent: Sequence[Mapping[str, Any]
     before = [
         _moment(each["end_time"])
         for each in sent
-        if each["labels"][WORKER] == flow_run["labels"][WORKER] and each["start_time"] < flow_run["start_time"]
+        if each["labels"][WORKER_LABEL] == flow_run["labels"][WORKER_LABEL]
+        and each["start_time"] < flow_run["start_time"]
     ]
     return max([0.0, *(ended - _moment(flow_run["created"]) for ended in before)])
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from tests.chaos.trail import Sight
 
 _STAGES = (
-    ("flows/pipeline/calls.py:collect_rollouts", "collect rollouts"),
-    ("flows/pipeline/calls.py:score_rewards", "score rewards"),
-    ("flows/pipeline/calls.py:compute_advantages", "compute advantages"),
-    ("flows/training/train.py:update_policy", "update policy"),
+    ("flows/pipeline/stages.py:collect_rollouts", "collect rollouts"),
+    ("flows/pipeline/stages.py:score_rewards", "score rewards"),
+    ("flows/pipeline/stages.py:compute_advantages", "compute advantages"),
+    ("flows/pipeline/stages.py:update_policy", "update policy"),
     ("flows/training/train.py:report", "report and metrics"),
     ("flows/pipeline/run.py:open_run", "opening"),
     ("flows/preflight/inputs.py:", "opening"),

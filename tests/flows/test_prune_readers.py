@@ -31,7 +31,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import locked
 from tests.flows import pruned_runs
 from tests.flows.conftest import Runs, Start
-from tests.flows.deployed import deployed, make_pool, on_the_server
+from tests.flows.deployment.deployed import deployed, make_pool, on_the_server
 from tests.flows.pruned_runs import (
     EVALUATED,
     ITERATIONS,

@@ -19,7 +19,7 @@ from flows.rescoring.rescore import rescore
 from flows.training.train import train
 from grpo_core.errors import InputErrors
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs
-from tests.flows.deployed import MIX, asked_for, deployed, make_pool, on_the_server
+from tests.flows.deployment.deployed import MIX, asked_for, deployed, make_pool, on_the_server
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from grpo_core.errors import FailedSamplesError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.rewards.protocol import Score, ScoringBatch
 from grpo_core.rewards.similarity.ssim import SsimReward
-from tasks.models import resident as models
 from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
@@ -49,8 +48,7 @@ class TestUndisturbed:
         assert names == [[f"i000002.p{p:04d}.s{s:02d}" for p in range(2) for s in range(2)]] * 4
 
     def test_another_process_history_gives_the_same_run(self, empty: Runs, final: Compare) -> None:
-        # The model is loaded again and the first start stops after one iteration.
-        models._held = None
+        # Each start loads the model, and the first one stops after one iteration.
         assert empty.start(run__iterations=1).stages == FIRST
         again = empty.start()
         assert again.stages == SECOND

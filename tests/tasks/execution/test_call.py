@@ -11,14 +11,14 @@ from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection
 from grpo_core.errors import InputError
 from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_file, call_of, carry_out
-from tasks.execution.faults import Fault, RemoteStageError
+from tasks.execution.errors import RemoteStageError, Retryable
 from tasks.execution.pool import leave_outcome, read_outcome
 from tasks.execution.stages import stage_named
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.execution.test_shards import rollout_arguments
-from tests.tasks.update_jobs import TEXTS, UPDATE
+from tests.tasks.execution.test_dispatch import rollout_arguments
+from tests.tasks.update.update_jobs import TEXTS, UPDATE
 
 HERE = PlacementSection(device="cpu")
 TABLE = ArtifactRef(
@@ -114,7 +114,8 @@ def test_other_code_is_refused(store: ArtifactStore) -> None:
 def test_errors_come_back(store: ArtifactStore) -> None:
     name, arguments = CALLS[2]
     missing = carry_out(call_of(stage_named(name), arguments, store))
-    assert missing.fault is None
+    assert missing.error is not None
+    assert missing.error.retryable is None
     with pytest.raises(Exception, match=r"rollouts\.manifest\.json is missing"):
         StageOutcome.model_validate_json(missing.model_dump_json()).reference()
 
@@ -123,10 +124,11 @@ def test_the_kind_of_an_error_without_a_class_here_comes_back(store: ArtifactSto
     name, arguments = CALLS[2]
     record = carry_out(call_of(stage_named(name), arguments, store)).error
     assert record is not None
-    lost = StageOutcome(error=record.model_copy(update={"kind": "ConnectionResetError"}), fault="storage")
+    change = {"kind": "ConnectionResetError", "retryable": Retryable.STORAGE}
+    lost = StageOutcome(error=record.model_copy(update=change))
     with pytest.raises(RemoteStageError) as raised:
         lost.reference()
-    assert raised.value.fault is Fault.STORAGE
+    assert raised.value.retryable is Retryable.STORAGE
 
 
 def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:

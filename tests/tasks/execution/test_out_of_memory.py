@@ -1,7 +1,6 @@
-"""Out of memory: once in halves, said so, and the same result; after that a person has to decide."""
+"""Out of memory: half the batch, remembered for the run, and the same result."""
 
-import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import polars as pl
@@ -12,14 +11,15 @@ from configs.placement_sections import PlacementSection
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TokenBatch
-from tasks.execution.out_of_memory import halved_once
-from tasks.models.resident import release_policy
+from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.resources import resource, run_resources
+from tasks.models.resident import ResidentPolicy
 from tasks.progress import listen
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.policy import update_policy_task
-from tests.tasks.execution.test_shards import rollout_arguments
-from tests.tasks.update_jobs import IMAGES, UPDATE, advantages_of, job_of, weights_and_moments
+from tests.tasks.execution.test_dispatch import rollout_arguments
+from tests.tasks.update.update_jobs import IMAGES, UPDATE, advantages_of, job_of, weights_and_moments
 
 HERE = PlacementSection(device="cpu")
 
@@ -44,36 +44,49 @@ def runs_out_above(size: int) -> Callable[[int], str]:
     return run
 
 
-def test_once_and_said_so() -> None:
+@pytest.fixture(autouse=True)
+def resources() -> Iterator[None]:
+    with run_resources():
+        yield
+
+
+SETTING = "update.micro_batch_size"
+
+
+def test_the_half_is_remembered_for_the_run_and_the_setting() -> None:
     lines = Lines()
+    listen(lines)
+    requested: list[int] = []
 
-    def body() -> None:
-        listen(lines)
-        assert (
-            halved_once("iteration 3: update policy", "update.micro_batch_size", 9, runs_out_above(4)) == "done with 4"
-        )
-        assert (
-            halved_once("iteration 4: update policy", "update.micro_batch_size", 4, runs_out_above(4)) == "done with 4"
-        )
+    def call(size: int) -> str:
+        requested.append(size)
+        return runs_out_above(4)(size)
 
-    contextvars.copy_context().run(body)
-    assert lines.said == [
-        "iteration 3: update policy: CUDA out of memory; done again with update.micro_batch_size 4 in the place of 9"
-    ]
+    for run, setting in (("a", SETTING), ("a", SETTING), ("b", SETTING), ("a", "rollout.prompts_per_batch")):
+        assert halve_on_out_of_memory("a stage", run, setting, 9, call) == "done with 4"
+    assert requested == [9, 4, 4, 9, 4, 9, 4]
+    assert len(lines.said) == 3
+    assert f"with {SETTING} 4 instead of 9" in lines.said[0]
+
+
+def test_a_remembered_half_that_is_too_large_is_halved_again() -> None:
+    assert halve_on_out_of_memory("a stage", "run", SETTING, 9, runs_out_above(4)) == "done with 4"
+    assert halve_on_out_of_memory("a stage", "run", SETTING, 9, runs_out_above(2)) == "done with 2"
 
 
 @pytest.mark.parametrize("size", [1, 9])
-def test_not_twice(size: int) -> None:
-    with pytest.raises(InputError, match=f"update.micro_batch_size: got {max(1, size // 2)}. The device's memory"):
-        halved_once("update", "update.micro_batch_size", size, runs_out_above(0))
+def test_one_stage_is_halved_once(size: int) -> None:
+    with pytest.raises(InputError) as caught:
+        halve_on_out_of_memory("update", "run", SETTING, size, runs_out_above(0))
+    assert (caught.value.place, caught.value.value) == (SETTING, max(1, size // 2))
 
 
 def test_other_errors_pass() -> None:
-    def run(size: int) -> str:
+    def call(size: int) -> str:
         raise RuntimeError("size mismatch")
 
     with pytest.raises(RuntimeError, match="size mismatch"):
-        halved_once("update", "update.micro_batch_size", 8, run)
+        halve_on_out_of_memory("update", "run", SETTING, 8, call)
 
 
 @pytest.fixture
@@ -119,8 +132,8 @@ def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkey
     halved = update_policy_task.fn(*arguments, "iteration 1", HERE)
     assert max(stopped[-4:]) == 1
     monkeypatch.undo()
-    release_policy()
-    other = ArtifactStore(store.root, "other")
+    resource(ResidentPolicy).close()
+    other = ArtifactStore(store.root, "whole")
     use_store(other)
     again = IMAGES.collect()
     whole = update_policy_task.fn(*(job.policy, (again,), advantages_of(again), *arguments[3:]), "iteration 1", HERE)

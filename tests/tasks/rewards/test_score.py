@@ -17,7 +17,8 @@ from configs.reward_sections import RewardSection
 from configs.schema import AdvantagesSection
 from grpo_core.errors import FailedSamplesError, InputError
 from tasks.advantages.compute import compute_advantages_task
-from tasks.rewards.process_pool import close_scoring_processes
+from tasks.execution.child_process import ChildProcesses
+from tasks.execution.resources import resource
 from tasks.rewards.score import score_reward_task
 from tasks.rewards.stored import choose_scores, provenance_json
 from tasks.runs.layout import SCORES_FILE
@@ -91,7 +92,7 @@ def test_batches_and_processes_change_nothing(maker: RunMaker, tmp_path: Path, r
     assert values(maker.store, plain) == pytest.approx([0.0, 0.1, 0.2, 0.3] * 2)
     one_by_one = score(maker, section(settings, batch_size=1))
     side_by_side = score(maker, section(settings, batch_size=1, processes=2))
-    close_scoring_processes()
+    resource(ChildProcesses).close()
     assert plain.digest == one_by_one.digest == side_by_side.digest
     # Each of the three asked every sample once.
     assert sorted(requested.read_text().splitlines()) == sorted(
@@ -144,7 +145,7 @@ def test_a_reward_that_fails_too_often_stops_by_name_and_asks_no_further(
     broken = section(function(tmp_path, requested, "return math.inf"), batch_size=1, processes=processes)
     with pytest.raises(FailedSamplesError, match=r"reward mine: 4 of 8 .*max_failures 0\.1.*i000001\.p0000\.s00.*inf"):
         score(maker, broken)
-    close_scoring_processes()
+    resource(ChildProcesses).close()
     # One group is a batch at least; with processes the next one was already on its way.
     assert len(requested.read_text().splitlines()) == (4 if processes == 0 else 8)
     assert maker.store.find(f"{PLACE}/rewards/mine") is None
@@ -159,7 +160,7 @@ def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp
         with pytest.raises(InputError) as caught:
             score(maker, section(settings, processes=processes))
         told.append(str(caught.value))
-    close_scoring_processes()
+    resource(ChildProcesses).close()
     assert told[0] == told[1]
     assert "mine.py" in told[0]
 
@@ -174,7 +175,7 @@ def test_a_process_that_dies_is_started_again_and_one_that_dies_twice_is_named(
     always = function(tmp_path, requested, "os._exit(9)")
     with pytest.raises(InputError, match=r"rewards\.mine\.processes: got 1\. A process that scored died twice"):
         score(maker, section(always, processes=1))
-    close_scoring_processes()
+    resource(ChildProcesses).close()
 
 
 def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
@@ -228,12 +229,12 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
     program = f"""
 import time
 from configs.reward_sections import RewardSection
-from tasks.rewards.process_pool import score_side_by_side
+from tasks.rewards.process_pool import score_in_processes
 
 if __name__ == "__main__":
     section = RewardSection.model_validate_json({section(settings, processes=2).model_dump_json()!r})
     row = {{"sample_id": "a", "group_id": "g", "dataset": "d", "prompt": "p", "columns": "{{}}", "completion": "1 2"}}
-    list(score_side_by_side(section, iter([[row], [row]] * 4)))
+    list(score_in_processes(section, iter([[row], [row]] * 4)))
     print("scored", flush=True)
     time.sleep(600)
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.execution.faults import Fault, fault_of
+from tasks.execution.errors import Retryable, retryable_kind
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.filesystem import roots
@@ -113,7 +113,7 @@ class TestFailuresInARun:
             ):
                 with pytest.raises(StorageError, match=r"storage\.root.*the bucket refuses.*start again") as caught:
                     attempt()
-                assert fault_of(caught.value) is None
+                assert retryable_kind(caught.value) is None
         assert store.find(FOLDER) == reference
 
     def test_stage_does_not_run_again_while_a_bucket_does_not_say_whether_it_has_run(
@@ -131,7 +131,7 @@ class TestFailuresInARun:
         for reading in (lambda: decode_reference(value), lambda: StageRecords().read_path("collect-rollouts-1")):
             with pytest.raises(UnreachableStorageError) as caught:
                 reading()
-            assert fault_of(caught.value) is Fault.STORAGE
+            assert retryable_kind(caught.value) is Retryable.STORAGE
             with pytest.raises(UnreachableStorageError, match="not known whether this stage has been done"):
                 commit(store, "iteration_000002/rollouts")
             monkeypatch.setattr(store.filesystem, "cat_file", real)

@@ -11,17 +11,13 @@ import pytest
 from configs.placement_sections import PlacementSection
 from configs.schema import LoraSection, ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.parity import ParityError, ParityReport, ParityTolerance
-from tasks.execution.error_records import ErrorRecord, record_of
-from tasks.execution.faults import Fault, fault_of
+from tasks.execution.errors import LostStageError
 from tasks.progress import listen
-from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.storage.filesystem.failures import StorageError
 from tasks.update.job import refuse_unusable_placement
-from tasks.update.launcher import UpdateProcessError
 from tasks.update.policy import update_policy_task
-from tests.tasks.update_jobs import (
+from tests.tasks.update.update_jobs import (
     ADVANTAGE_OF,
     IMAGES,
     TEXTS,
@@ -142,35 +138,6 @@ def test_a_run_goes_on_with_another_number_of_processes(
     states = [(folder / "training_state.json").read_text() for folder in last.values()]
     assert all('"optimizer_steps": 12' in state for state in states)
     assert all((folder / "reference").exists() for folder in last.values())
-
-
-REPORT = ParityReport(0.5, 0.1, 0.6, 1.0, 1.6, 40, 4, 1, ("s1", "s2"))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        InputError("policy.model", "nowhere", "Give a folder."),
-        NonFiniteError("loss", ["s1", "s2"], "Lower the learning rate."),
-        ParityError(REPORT, ParityTolerance(1e-3, 1e-4)),
-        StaleReferenceError("run/rollouts: part is missing"),
-        StorageError("storage.root", "/full", "the disk is full"),
-        ValueError("all rows are too stale"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_for_people_come_back_as_they_were(error: Exception) -> None:
-    record = ErrorRecord.model_validate_json(record_of(error, 1.0).model_dump_json())
-    assert record.known
-    again = record.error()
-    assert type(again) is type(error)
-    assert str(again) == str(error)
-    assert again.__reduce__()[1] == error.__reduce__()[1]
-
-
-def test_an_error_of_another_kind_is_told_and_not_built() -> None:
-    record = record_of(RuntimeError("connection closed"), 1.0)
-    assert (record.known, record.kind, record.message) == (False, "RuntimeError", "connection closed")
 
 
 @pytest.mark.parametrize(
@@ -296,13 +263,11 @@ LONG = UPDATE.model_copy(update={"epochs": 5000})
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_told_and_leaves_no_version(store: ArtifactStore) -> None:
-    with pytest.raises(UpdateProcessError, match="one was ended from outside, by SIGKILL") as caught:
+    with pytest.raises(LostStageError, match="SIGKILL"):
         run_task(TEXTS, heard=Killing(), update=LONG, processes=2)
-    assert fault_of(caught.value) is Fault.LOST
-    assert "The last policy version is whole" in str(caught.value)
     assert store.find("policies/000001") is None
     assert not update_processes(psutil.Process())
-    assert [path.name for path in Path(store.path(".incoming")).iterdir()] == ["lock"]
+    assert not [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
 
 
 PROGRAM = """

@@ -8,14 +8,15 @@ import pytest
 
 from configs.placement_sections import PlacementSection, StorageSection
 from configs.reward_sections import RewardSection
-from tasks.execution.call import StageCall, call_of, carry_out
-from tasks.execution.child_process import StageProcess
+from tasks.execution.call import StageCall, call_of, carry_out, carry_out_in
+from tasks.execution.child_main import child_command
+from tasks.execution.child_process import ChildProcess
 from tasks.execution.stages import stage_named
 from tasks.progress import listen
 from tasks.storage.artifacts.open_store import described, open_store, open_store_elsewhere
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.update_jobs import IMAGES
+from tests.tasks.update.update_jobs import IMAGES
 
 
 class Lines:
@@ -66,9 +67,9 @@ def test_a_child_fills_the_folder_that_the_run_names(bucket: str, tmp_path: Path
     store = open_store(given, "run")
     call, rollouts = scoring(store)
     shutil.rmtree(tmp_path / "copies")
-    process = StageProcess()
+    process = ChildProcess(child_command("stage"))
     try:
-        made = process.carry_out(call, 600.0, Lines()).reference()
+        made = carry_out_in(process, call, 600.0).reference()
     finally:
         process.end()
     assert isinstance(made, ArtifactRef)

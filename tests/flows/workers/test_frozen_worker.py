@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.training.summary import TrainSummary
 from tests.flows.conftest import REPOSITORY, Runs
-from tests.flows.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
+from tests.flows.workers.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
 BEGUN = "collect rollouts on images: begun"

@@ -1,4 +1,4 @@
-"""Parts of a stage, joined, are the stage done at once: to the byte of every table that later stages read."""
+"""Shards of a stage, joined, equal the uncut stage, to the byte of every table that later stages read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +10,15 @@ import pytest
 from configs.placement_sections import PlacementSection, ShardedStagePlacement
 from configs.reward_sections import RewardSection
 from grpo_core.errors import FailedSamplesError
-from tasks.execution.shards import clear_shards, in_shards
-from tasks.execution.stages import Part, stage_named
+from tasks.execution.dispatch import run_in_shards
+from tasks.execution.stages import Part, clear_shards, stage_named
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.update_jobs import IMAGES
+from tests.tasks.update.update_jobs import IMAGES
 
 PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "cross", "square"))[:5]
 POOLED = PlacementSection(
@@ -96,7 +96,7 @@ def files(store: ArtifactStore, reference: ArtifactRef) -> list[Path]:
 def collected(store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
     whole = collect_rollouts_task.fn(**rollout_arguments("whole", HERE))
     stage = stage_named("collect rollouts")
-    joined = in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
+    joined = run_in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
     assert isinstance(joined, ArtifactRef)
     return whole, joined
 
@@ -146,7 +146,7 @@ def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]
         "earlier": (),
         "part": None,
     }
-    joined = in_shards(stage_named("score reward"), arguments, here(score_reward_task))
+    joined = run_in_shards(stage_named("score reward"), arguments, here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
     tables = [pl.read_parquet(store.local_files(each) / SCORES_FILE).drop("seconds") for each in (whole, joined)]
@@ -168,11 +168,11 @@ def test_failures_count_over_all_shards(store: ArtifactStore, collected: tuple[A
 
     stage = stage_named("score reward")
     # The first shard fails whole: beyond the limit of its own samples, within that of all.
-    joined = in_shards(stage, arguments(0.6), here(score_reward_task))
+    joined = run_in_shards(stage, arguments(0.6), here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert joined.metrics["rewards/function/failed"] == 6
     with pytest.raises(FailedSamplesError, match="of 10 samples"):
-        in_shards(stage, arguments(0.5), here(score_reward_task))
+        run_in_shards(stage, arguments(0.5), here(score_reward_task))
 
 
 def test_parts_are_removed_and_nothing_else(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:

@@ -12,9 +12,10 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
 from flows.workers.worker import KIND, STAGES_QUEUE, register_stages
-from tasks.execution import pool_run
-from tasks.execution.faults import StageCancelledError
+from tasks.execution.cancellation import StopSignals
+from tasks.execution.errors import StageCancelledError
 from tasks.execution.pool_run import follow
+from tasks.execution.resources import resource, run_resources
 from tasks.progress import listen
 from tests.flows.conftest import Heard
 
@@ -47,19 +48,19 @@ def heard(server: None) -> Iterator[Heard]:
     def wait() -> None:
         listen(heard)
         with pytest.raises(StageCancelledError):
-            follow(flow_run, POOL, None, over=lambda: False)
+            follow(flow_run, POOL, None, has_outcome=lambda: False)
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,), daemon=True)
-    thread.start()
-    yield heard
-    pool_run._GIVEN_UP.set()
-    thread.join()
-    pool_run._GIVEN_UP.clear()
+    with run_resources():
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(wait,), daemon=True)
+        thread.start()
+        yield heard
+        resource(StopSignals).cancelled.set()
+        thread.join()
 
 
 def test_what_keeps_workers_from_it_is_told_once_each(heard: Heard) -> None:
     reasons = (
-        (False, False, f"none is there; start `grpo worker {POOL}`"),
+        (False, False, f"none is online; start `grpo worker {POOL}`"),
         (True, False, f"the pool is paused; `prefect work-pool resume {POOL}`"),
         (False, True, f"its queue is paused; `prefect work-queue resume {STAGES_QUEUE} --pool {POOL}`"),
     )

@@ -15,7 +15,7 @@ from flows.server.heartbeat_automation import NAME as AUTOMATION
 from flows.server.heartbeat_automation import SILENCE
 from tasks.checkout import CHECKOUT
 from tests.flows.conftest import TINY
-from tests.flows.deployed import MIX, POOL, deployed, make_pool, on_the_server
+from tests.flows.deployment.deployed import MIX, POOL, deployed, make_pool, on_the_server
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TokenBatch, TokenLogprobs
 from grpo_core.update import SINGLE_PROCESS
+from tasks.execution.child_main import OUTCOME, Answers
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.rollouts.collect import collect_rollouts_task
@@ -36,7 +37,7 @@ from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out
-from tasks.update.process import JOB_FILE, OUTCOME_FILE, take_part
+from tasks.update.process import JOB_FILE, take_part
 from tests.processes import in_processes
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
@@ -183,7 +184,8 @@ def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
     shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(folder))
     (exchanged / JOB_FILE).write_text(shared.model_dump_json())
     in_processes(job.placement.processes, _take_part_recorded, exchanged)
-    return UpdateOutcome.model_validate_json((exchanged / OUTCOME_FILE).read_text())
+    answers = [json.loads(line) for line in (exchanged / "answers").read_text().splitlines()]
+    return UpdateOutcome.model_validate_json(json.dumps(answers[-1][OUTCOME]))
 
 
 def _take_part_recorded(folder: Path) -> None:
@@ -191,7 +193,7 @@ def _take_part_recorded(folder: Path) -> None:
     passes: list[list[list[int]]] = []
     for kind in (CausalLMPolicy, GlmImagePolicy):
         kind.logprobs = _recording(kind.logprobs, passes)  # type: ignore[method-assign]
-    take_part(folder)
+    take_part(folder, Answers(os.open(folder / "answers", os.O_WRONLY | os.O_APPEND | os.O_CREAT)))
     (folder / f"passes-{os.environ['RANK']}.json").write_text(json.dumps(passes))
 
 

@@ -15,7 +15,8 @@ from configs.placement_sections import PlacementSection, RetrySection, ShardedSt
 from grpo_core.errors import InputError
 from tasks.execution import stages
 from tasks.execution.caching import configured, stage_task
-from tasks.execution.faults import LostStageError, StageTimeoutError, TriesUsedUpError, retry_options
+from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
+from tasks.execution.retries import retry_options
 from tasks.execution.stages import Arguments, Part, Sharding
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -87,6 +88,16 @@ def test_each_kind_is_counted_by_itself_and_for_one_run_of_the_task(server: None
     assert results[len(done) :] == [errors[tries - 1] for errors, tries in failed]
 
 
+def test_delays_double_up_to_the_longest_for_any_number_of_retries() -> None:
+    # Prefect refuses a task with more than 50 delays.
+    stage = scripted.with_options(**options(RetrySection(storage=5000, service=0, lost=2, timeout=1, delay=4)))
+    assert stage.retries == 5003
+    assert isinstance(stage.retry_delay_seconds, list)
+    longest = RetrySection().max_delay
+    assert stage.retry_delay_seconds[:4] == [4.0, 8.0, 16.0, 32.0]
+    assert stage.retry_delay_seconds[-1] == longest
+
+
 def test_without_tries_there_is_one(server: None) -> None:
     script = Script(LOST)
     limits = RetrySection(storage=0, service=0, lost=0, timeout=0)
@@ -104,9 +115,9 @@ def test_what_is_told_of_each_try(server: None) -> None:
 
     contextvars.copy_context().run(body)
     assert heard.lines == [
-        "a stage: gone; try 2 of 3 follows",
-        "a stage: late; try 3 of 3 follows",
-        "a stage: gone; try 4 of 4 follows",
+        "a stage: gone; attempt 2 of 3 follows",
+        "a stage: late; attempt 3 of 3 follows",
+        "a stage: gone; attempt 4 of 4 follows",
     ]
 
 
@@ -165,7 +176,7 @@ def no_stage_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_part_has_used_up_the_whole_does_not_repeat(server: None, tmp_path: Path) -> None:
     sharded = Sharded({"first": Script(*[LOST] * 99), "second": Script(BROKEN, LOST)})
-    with pytest.raises(TriesUsedUpError, match="LostStageError: gone"):
+    with pytest.raises(RetriesExhaustedError, match="LostStageError: gone"):
         sharded.run(tmp_path)
     assert sharded.tries == Counter(first=3, second=3, joined=0)
 

@@ -17,7 +17,7 @@ from configs.rewards_file import read_rewards_file
 from flows.deployment.deploy import job_variables
 from flows.rescoring.form import RescoreForm
 from tests.flows.conftest import REPOSITORY, TINY
-from tests.flows.deployed import on_the_server
+from tests.flows.deployment.deployed import on_the_server
 
 FILE = REPOSITORY / "prefect.yaml"
 

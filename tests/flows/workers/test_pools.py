@@ -21,7 +21,7 @@ from configs.loader import read_config
 from flows.deployment.deploy import DeployedRun, DeployRequest, deploy_run
 from flows.training.summary import TrainSummary
 from tests.flows.conftest import REPOSITORY, TINY, Runs
-from tests.flows.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
+from tests.flows.workers.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
 
@@ -83,8 +83,8 @@ def test_a_worker_killed_in_its_stage_and_another_takes_it(
     assert told["policy_digest"] == other.policy_digest
     assert joined_tables(empty) == joined_tables(runs)
     said = (tmp_path / "err").read_text()
-    assert "of pool images is gone" in said
-    assert "try 2 of 3 follows" in said
+    assert "of pool images has died" in said
+    assert "attempt 2 of 3 follows" in said
 
 
 def test_rollouts_ahead_of_the_updates(workers: Workers, empty: Runs) -> None:

@@ -1,0 +1,201 @@
+"""Errors of stages: which of them may pass when the stage is retried, and how they cross processes as JSON.
+
+Errors that a person reads come back as the same class with the same arguments. Nothing is unpickled.
+"""
+
+import errno
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError
+from grpo_core.parity import ParityError, ParityReport, ParityTolerance
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.filesystem.failures import StorageError, UnreachableStorageError
+
+
+class Retryable(StrEnum):
+    """A kind of error that may pass when the stage is retried; its value is its field of RetrySection."""
+
+    STORAGE = "storage"
+    SERVICE = "service"
+    LOST = "lost"
+    TIMEOUT = "timeout"
+
+
+class LostStageError(RuntimeError):
+    """The process or worker that ran a stage has died, or can no longer be followed."""
+
+
+class StageTimeoutError(RuntimeError):
+    """A stage ran into its timeout and was killed."""
+
+
+class StageCancelledError(RuntimeError):
+    """A stage was cancelled, by the run that requested it or in the server's UI."""
+
+
+class RetriesExhaustedError(RuntimeError):
+    """A shard failed as often as it is retried; retrying the whole stage would only multiply its attempts."""
+
+
+class RemoteStageError(RuntimeError):
+    """A stage failed in another process, with an error that cannot be rebuilt in this one.
+
+    Args:
+        message: for people, beginning with the class of the error.
+        trace: traceback of the other process.
+        retryable: its kind if it may pass when the stage is retried, else None.
+    """
+
+    def __init__(self, message: str, trace: str, retryable: Retryable | None) -> None:
+        self.message, self.trace, self.retryable = message, trace, retryable
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type["RemoteStageError"], tuple[str, str, Retryable | None]]:
+        return type(self), (self.message, self.trace, self.retryable)
+
+
+_TRANSIENT = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.EPIPE,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        # s3fs raises it for a bucket that asks for fewer requests or has an internal error.
+        errno.EBUSY,
+    }
+)
+# By name: their packages are optional, or take seconds to import.
+_TRANSIENT_CLIENT_ERRORS = frozenset(
+    {
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ConnectTimeoutError",
+        "ConnectionClosedError",
+        "EndpointConnectionError",
+        "HTTPClientError",
+        "ReadTimeoutError",
+        "ServerTimeoutError",
+    }
+)
+_SERVER_ERROR = 500
+_TOO_MANY_REQUESTS = 429
+
+
+def retryable_kind(error: BaseException) -> Retryable | None:
+    """Classify an error that may pass when the stage is retried; None for every error that would be raised again."""
+    if isinstance(error, RemoteStageError):
+        return error.retryable
+    if isinstance(error, StorageError):
+        return Retryable.STORAGE if isinstance(error, UnreachableStorageError) else None
+    if isinstance(error, LostStageError):
+        return Retryable.LOST
+    if isinstance(error, StageTimeoutError):
+        return Retryable.TIMEOUT
+    # Prefect's own HTTP errors are among them.
+    if isinstance(error, httpx.HTTPStatusError):
+        status = error.response.status_code
+        return Retryable.SERVICE if status >= _SERVER_ERROR or status == _TOO_MANY_REQUESTS else None
+    if isinstance(error, httpx.TransportError):
+        return Retryable.SERVICE
+    if isinstance(error, ConnectionError | TimeoutError):
+        return Retryable.STORAGE
+    # Before OSError, which some of them are derived from.
+    if _TRANSIENT_CLIENT_ERRORS.intersection(kind.__name__ for kind in type(error).__mro__):
+        return Retryable.STORAGE
+    return Retryable.STORAGE if isinstance(error, OSError) and error.errno in _TRANSIENT else None
+
+
+class ErrorRecord(BaseModel):
+    """An error of one process as JSON for another.
+
+    Attributes:
+        kind: name of its class.
+        arguments: what it is built from; empty where its class cannot be rebuilt.
+        message: for people.
+        trace: for programmers.
+        seconds: when it happened, since the epoch.
+        retryable: its kind if it may pass when the stage is retried, else None.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    arguments: tuple[Any, ...]
+    message: str
+    trace: str
+    seconds: float
+    retryable: Retryable | None = None
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether the error can be rebuilt or may pass; any other may have left its process unusable."""
+        return self.kind in _BUILDERS or self.retryable is not None
+
+    def error(self) -> Exception:
+        """Rebuild the error; one that cannot be rebuilt here, or that may pass, becomes a RemoteStageError."""
+        if self.kind in _BUILDERS and self.retryable is None:
+            return _BUILDERS[self.kind](*self.arguments)
+        return RemoteStageError(f"{self.kind}: {self.message}", self.trace, self.retryable)
+
+
+def record_of(error: Exception) -> ErrorRecord:
+    """Describe an error that was just caught."""
+    # Every subclass of InputError comes back as InputError.
+    kind = "InputError" if isinstance(error, InputError) else type(error).__name__
+    return ErrorRecord(
+        kind=kind,
+        arguments=_arguments(error) if kind in _BUILDERS else (),
+        message=str(error),
+        trace="".join(traceback.format_exception(error)),
+        seconds=time.time(),
+        retryable=retryable_kind(error),
+    )
+
+
+def _arguments(error: Exception) -> tuple[Any, ...]:
+    if isinstance(error, FailedSamplesError):
+        return (error.reward, list(error.failed), error.total, error.limit)
+    if isinstance(error, InputError):
+        return (error.place, error.value if isinstance(error.value, _JSON_TYPES) else str(error.value), error.hint)
+    if isinstance(error, NonFiniteError):
+        return (error.quantity, list(error.sample_ids), error.hint)
+    if isinstance(error, ParityError):
+        return (asdict(error.report), asdict(error.tolerance))
+    if isinstance(error, StorageError):
+        return (error.place, error.value, error.reason)
+    return (str(error),)
+
+
+def _parity_error(report: Mapping[str, Any], tolerance: Mapping[str, Any]) -> ParityError:
+    samples = tuple(report["worst_samples"])
+    return ParityError(ParityReport(**{**report, "worst_samples": samples}), ParityTolerance(**tolerance))
+
+
+_JSON_TYPES = (str, int, float, bool, list, type(None))
+_BUILDERS: Mapping[str, Callable[..., Exception]] = MappingProxyType(
+    {
+        "FailedSamplesError": FailedSamplesError,
+        "InputError": InputError,
+        "NonFiniteError": NonFiniteError,
+        "ParityError": _parity_error,
+        "StaleReferenceError": StaleReferenceError,
+        "StorageError": StorageError,
+        "ValueError": ValueError,
+    }
+)
