@@ -29,8 +29,8 @@ from tasks.rewards.score import score_reward_task
 from tasks.rewards.stored import failed_scores
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.sampling_round import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
 from tasks.storage.locks.run_lock import RunLock, current_lock, use_lock
 from tasks.storage.prefect_results.result_storage import registered_records, use_records

@@ -25,8 +25,8 @@ from tasks.execution.errors import LostStageError, RemoteStageError, StageCancel
 from tasks.execution.stages import stage_named
 from tasks.progress import listen
 from tasks.rollouts.collect import collect_rollouts_task
+from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.sampling_round import SCORES_FILE
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.execution.test_dispatch import rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES
