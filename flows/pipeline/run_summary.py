@@ -1,21 +1,21 @@
-"""The figures of a run under the names that every command's `--json` uses."""
+"""Summarize a run under the names that every command's `--json` uses."""
 
 from pydantic import BaseModel
 
 
 class RunSummary(BaseModel):
-    """What a run has reached.
+    """Rewards, time and place of a run.
 
     Attributes:
-        run: its name.
-        iterations: updates made.
-        reward_first: mean training reward of the first iteration.
-        reward_last: of the last.
-        heldout_before: mean held-out reward of the first policy that was evaluated; None without held-out prompts.
-        heldout_after: of the last policy that was evaluated; None where no other than the first was.
-        policy_digest: of the last policy's weights; None where no whole file says it.
+        run: name.
+        iterations: number of policy updates.
+        reward_first: mean training reward of the first iteration; None without rewards.
+        reward_last: mean training reward of the last iteration; None without rewards.
+        heldout_before: mean held-out reward of the first evaluated policy; None without held-out prompts.
+        heldout_after: mean held-out reward of the last evaluated policy; None where only one was evaluated.
+        policy_digest: of the last policy's weights; None where no valid file states it.
         seconds: `total`, and by stage over all iterations as measured when each ran.
-        folder: where the run is kept.
+        folder: path or URL of the run.
     """
 
     run: str
