@@ -13,13 +13,15 @@ import yaml
 from configs.core_settings import reference_placement, with_total_steps
 from configs.determining import changed_keys, determining
 from configs.schema import ImageRolloutSection, RunConfig, UpdateSection
+from flows.pipeline.lineage import ACCEPTED, CODE, changed_stages, recorded_code, settle_code, stage_code
 from flows.preflight.inputs import read_prompt_sets, require_inputs
 from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
-from tasks.execution.code_digest import code_digest, library_versions
 from tasks.execution.pool import clear_calls
+from tasks.execution.versions import changed_versions, library_versions
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
+from tasks.progress import log
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.rewards.stored import provenance_json
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
@@ -132,8 +134,12 @@ def _shares_noise(config: RunConfig) -> bool:
 
 
 @contextmanager
-def open_run(config: RunConfig) -> Iterator[Run]:
+def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     """Check the inputs, then hold and open the run's folder; one with another configuration is set aside.
+
+    Args:
+        config: the run's configuration.
+        accept_code: go on with stored results that other code made, and record it.
 
     Raises:
         InputErrors: everything that is wrong with the inputs, before anything is written.
@@ -156,9 +162,11 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         require_schema(store)
         run = Run(config, store, lock, model, training, heldout)
         store.clear_abandoned()
+        previous = _described(store) or {}
+        accepted = settle_code(stage_code(config, model), previous, accept=accept_code)
         _set_other_lineage_aside(run)
         _set_other_evaluations_aside(run)
-        _write_description(run)
+        _write_description(run, accepted, previous)
         yield run
 
 
@@ -173,7 +181,7 @@ def _lineage(run: Run) -> str:
         "model": run.model.digest,
         "prompts": [[p.prompt_id, dict(p.columns)] for each in run.training for p in each.prompts],
         "targets": [target and target.sha256 for each in run.training for target in each.targets],
-        "code": code_digest(),
+        "code": recorded_code(stage_code(run.config, run.model)),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -199,8 +207,14 @@ def _set_other_lineage_aside(run: Run) -> None:
     changes: Sequence[str] = ()
     if previous is not None:
         changes = changed_keys(determining(previous), determining(run.config.model_dump(mode="json")))
-    unnamed = "the code, model, prompts, or a reward's function or weights changed"
-    reason = "the configuration changed: " + "; ".join(changes) if changes else unnamed
+    stages = changed_stages(described.get(CODE, {}), recorded_code(stage_code(run.config, run.model)))
+    if changes:
+        reason = "the configuration changed: " + "; ".join(changes)
+    elif stages:
+        reason = f"the code changed that these stages run: {', '.join(stages)}"
+        log(f"{reason}; they run again. With --accept-code the run goes on with its results instead")
+    else:
+        reason = "the model, prompts, or a reward's function or weights changed"
     # run.json goes last: while it stands, the next start goes on with setting aside.
     store.set_aside([*kept, RUN_FILE], reason=reason)
 
@@ -241,8 +255,10 @@ def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _write_description(run: Run) -> None:
-    store = run.store
+def _write_description(run: Run, accepted: Mapping[str, str], previous: Mapping[str, Any]) -> None:
+    store, versions = run.store, {"python": platform.python_version(), **library_versions()}
+    if changed := changed_versions(previous.get("versions", versions), versions):
+        log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
     config = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     described = {
         "name": run.config.run.name,
@@ -251,8 +267,9 @@ def _write_description(run: Run) -> None:
         "evaluation": _evaluation(run),
         "model": run.config.policy.model,
         "model_digest": run.model.digest,
-        "code": code_digest(),
-        "versions": {"python": platform.python_version(), **library_versions()},
+        CODE: recorded_code(stage_code(run.config, run.model)),
+        ACCEPTED: accepted,
+        "versions": versions,
         "prompts": sum(len(each.prompts) for each in run.training),
         "heldout_prompts": sum(len(each.prompts) for each in run.heldout),
     }

@@ -64,7 +64,12 @@ class PolicyFamily(Protocol):
         """
 
 
+def family_module(kind: str) -> str:
+    """The module of a kind of policy, by its dotted name."""
+    return f"grpo_core.policies.{kind}.family"
+
+
 def policy_family(kind: str) -> PolicyFamily:
-    """The kind of that name, which is its package's."""
-    family: PolicyFamily = import_module(f"grpo_core.policies.{kind}.family").FAMILY
+    """The kind of policy of that name, which is its package's."""
+    family: PolicyFamily = import_module(family_module(kind)).FAMILY
     return family

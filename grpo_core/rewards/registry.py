@@ -56,6 +56,11 @@ REWARDS: Mapping[str, type[Reward]] = MappingProxyType({str(kind.name): kind for
 """Every reward that a configuration may name; the arguments of its class are its settings."""
 
 
+def reward_module(name: str) -> str:
+    """Return the dotted name of the module that implements a reward."""
+    return REWARDS[name].__module__
+
+
 def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Reward:
     """The reward of that name with these settings, the others at their defaults; loads no weights.
 

@@ -1,7 +1,7 @@
-"""The key of a stage's result: its name, the code, and a description of its inputs by content.
+"""The key of a stage's result: its name, its code, and a description of its inputs by content.
 
-Progress and the name of the run are not part of it: they change no result. Nor is placement: another device or thread
-count rounds the last bits otherwise, and what was made there stays what it is.
+Titles, the name of the run, placement and what changes memory alone are not part of it: they change no result. Another
+device, thread count or batch rounds the last bits otherwise, and what was made with it stays valid.
 """
 
 import functools
@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,29 +18,49 @@ from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 
 from configs.placement_sections import PlacementSection
-from tasks.execution.code_digest import code_digest
 from tasks.execution.dispatch import dispatch
+from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.retries import retry_options
-from tasks.execution.stages import Kind, Part, Sharding, Stage, register
+from tasks.execution.stages import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.prefect_results.result_storage import current_records
 from tasks.storage.prefect_results.serializer import reference_serializer
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
-Describe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Describe = Callable[[Arguments], Mapping[str, Any]]
+Roots = Callable[[Arguments], tuple[str, ...]]
+
+_ACCEPTED: ContextVar[Mapping[str, str]] = ContextVar("accepted_code")
+
+
+def accept_code(accepted: Mapping[str, str]) -> None:
+    """Let keys of this context name changed code by the fingerprint of the code that the run was begun with.
+
+    Args:
+        accepted: by the fingerprint of the changed code, the fingerprint that stands in the keys.
+    """
+    _ACCEPTED.set(accepted)
+
+
+def accepted_fingerprint(roots: tuple[str, ...]) -> str:
+    """The fingerprint of the code that the roots reach, as it stands in keys."""
+    fingerprint = code_fingerprint(roots)
+    return _ACCEPTED.get({}).get(fingerprint, fingerprint)
 
 
 @dataclass
 class StageKey(CachePolicy):
-    """Hashes what `describe` says of the inputs, with the stage's name and the code.
+    """Hashes the stage's name, its code and what `describe` says of the inputs.
 
     Attributes:
         stage: name of the stage, the readable part of the key.
+        roots: from the inputs, where the stage's code begins.
         describe: the inputs that determine the result, as JSON values.
     """
 
     stage: str = ""
+    roots: Roots = tuple
     describe: Describe = dict
 
     def compute_key(
@@ -50,8 +71,8 @@ class StageKey(CachePolicy):
         **kwargs: Any,
     ) -> str:
         """The key: `<stage>-<sha256>`."""
-        described = {"stage": self.stage, "code": code_digest(), **self.describe(inputs)}
-        text = json.dumps(described, sort_keys=True, allow_nan=False)
+        code = accepted_fingerprint(self.roots(inputs))
+        text = json.dumps({"stage": self.stage, "code": code, **self.describe(inputs)}, sort_keys=True, allow_nan=False)
         return f"{self.stage}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
@@ -61,23 +82,29 @@ def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Ta
 
 
 def stage_task(
-    name: str, describe: Describe, *, kind: Kind | None = None, sharding: Sharding | None = None
+    name: str,
+    describe: Describe,
+    *,
+    kind: Kind | None = None,
+    sharding: Sharding | None = None,
+    modules: Roots = lambda arguments: (),
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """A Prefect task whose result is a reference, kept under the stage's key and verified when it is used again.
 
     Args:
         name: the stage, as the UI and the command line call it.
         describe: the inputs that determine the result, as JSON values.
-        kind: its section of the placement, which is one of its arguments; None: it is always done in this process.
+        kind: its section of the placement, which is one of its arguments; None: it always runs in this process.
         sharding: how it is cut and joined, where it can be.
+        modules: from the inputs, modules that the stage imports by a name put together while it runs.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:
-        stage, signature = Stage(name, kind, function, sharding), inspect.signature(function)
+        stage, signature = Stage(name, kind, function, modules, sharding), inspect.signature(function)
         register(stage)
 
         @functools.wraps(function)
-        def placed(*args: P.args, **kwargs: P.kwargs) -> Any:
+        def dispatched(*args: P.args, **kwargs: P.kwargs) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             return dispatch(stage, bound.arguments, submit)
@@ -87,10 +114,10 @@ def stage_task(
 
         keyed: Task[P, R] = task(
             name=name,
-            cache_policy=StageKey(stage=name.replace(" ", "-"), describe=describe),
+            cache_policy=StageKey(stage=name.replace(" ", "-"), roots=stage.roots, describe=describe),
             persist_result=True,
             result_serializer=reference_serializer(),
-        )(placed)
+        )(dispatched)
         return keyed
 
     return decorate

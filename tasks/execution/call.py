@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from configs.placement_sections import StorageSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
-from tasks.execution.code_digest import code_digest
 from tasks.execution.errors import ErrorRecord, record_of
+from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.stages import STAGES, Arguments, Reference, Stage, stage_named
+from tasks.execution.versions import library_versions
 from tasks.progress import listener
 from tasks.storage.artifacts.open_store import described, open_store_elsewhere
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -35,7 +36,8 @@ class StageCall(BaseModel):
         stage: its name.
         storage: the root as any process of any machine of the run finds it, and the folder for copies of what is read.
         run: whose artifacts it reads and writes.
-        code: digest of the caller's code; other code would make something else.
+        roots: where the stage's code begins.
+        code: digest of that code and of the libraries' versions; others would make something else.
         arguments: of the stage's function, as JSON values.
         withdrawable: whether the run may withdraw it, by removing the call's file; the stage then commits nothing.
     """
@@ -45,6 +47,7 @@ class StageCall(BaseModel):
     stage: str
     storage: StorageSection
     run: str
+    roots: tuple[str, ...]
     code: str
     arguments: dict[str, Any]
     withdrawable: bool = False
@@ -88,12 +91,13 @@ class StageOutcome(BaseModel):
 
 def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdrawable: bool = False) -> StageCall:
     """Describe the stage with these arguments for another process; on another machine it may be withdrawn."""
-    hints = _hints(stage.function)
+    hints, roots = _hints(stage.function), stage.roots(arguments)
     return StageCall(
         stage=stage.name,
         storage=described(store),
         run=store.run,
-        code=code_digest(),
+        roots=roots,
+        code=_code(roots),
         withdrawable=withdrawable,
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
@@ -114,17 +118,27 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: hints[name] for name in inspect.signature(function).parameters}
 
 
+def _code(roots: tuple[str, ...]) -> str:
+    try:
+        fingerprint = code_fingerprint(roots)
+    except ValueError:
+        # This checkout lacks a module that the caller has.
+        fingerprint = "none"
+    return hashlib.sha256(json.dumps([fingerprint, library_versions()]).encode()).hexdigest()
+
+
 def carry_out(call: StageCall) -> StageOutcome:
     """Run the stage in this process; an error is an outcome too."""
     store = open_store_elsewhere(call.storage, call.run)
     use_store(store)
     try:
-        if call.code != code_digest():
+        code = _code(call.roots)
+        if call.code != code:
             hint = (
                 "This worker runs other code or other versions of the libraries than the training; bring its checkout "
                 "and its packages to the same state, and start it again."
             )
-            raise InputError("worker", code_digest()[:12], hint)
+            raise InputError("worker", code[:12], hint)
         stage = stage_named(call.stage)
         store.requested = call_file(call.digest) if call.withdrawable else None
         reference = stage.function(**arguments_of(call, stage))

@@ -62,13 +62,19 @@ class Stage:
         name: in the UI and on the command line.
         kind: its section of the placement; None if it always runs in the run's own process.
         function: runs it.
+        modules: from the arguments, modules that the function imports by a name put together while it runs.
         sharding: None if it cannot be cut.
     """
 
     name: str
     kind: Kind | None
     function: Callable[..., Reference]
+    modules: Callable[[Arguments], tuple[str, ...]]
     sharding: Sharding | None = None
+
+    def roots(self, arguments: Arguments) -> tuple[str, ...]:
+        """Where the stage's code begins: its function, and the modules that nothing imports by a fixed name."""
+        return f"{self.function.__module__}:{self.function.__qualname__}", *self.modules(arguments)
 
     def where(self, arguments: Arguments) -> StagePlacement:
         """Return its section of the placement; a reward may name another pool."""

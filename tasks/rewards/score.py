@@ -14,7 +14,7 @@ from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.protocol import Reward, Score
-from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.registry import build_reward, reward_module
 from tasks.execution.caching import stage_task
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
@@ -41,6 +41,10 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "place": [inputs["folder"], section.label],
         **({} if inputs.get("part") is None else {"part": inputs["part"]}),
     }
+
+
+def _modules(arguments: Arguments) -> tuple[str, ...]:
+    return (reward_module(arguments["section"].reward),)
 
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
@@ -93,7 +97,7 @@ def _require_enough(section: RewardSection, table: pl.DataFrame, meant: int) -> 
         raise FailedSamplesError(section.label, failed, meant, section.max_failures)
 
 
-@stage_task(STAGE, _describe, kind="rewards", sharding=Sharding(_cut, _join))
+@stage_task(STAGE, _describe, kind="rewards", sharding=Sharding(_cut, _join), modules=_modules)
 def score_reward_task(
     rollouts: ArtifactRef,
     section: RewardSection,

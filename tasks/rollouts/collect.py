@@ -11,6 +11,7 @@ from typing import Any
 from configs.placement_sections import PlacementSection
 from configs.schema import ImageRolloutSection, TextRolloutSection
 from grpo_core.collect import collect_rollouts
+from grpo_core.policies.family import family_module
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.resources import resource
@@ -43,6 +44,10 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "with_reference": inputs["with_reference"],
         "reference": policy.reference_digest if inputs["with_reference"] else None,
     }
+
+
+def _modules(arguments: Arguments) -> tuple[str, ...]:
+    return (family_module(arguments["model"].section.kind),)
 
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
@@ -106,7 +111,7 @@ def _joint_metrics(parts: Sequence[ArtifactRef]) -> dict[str, float]:
     }
 
 
-@stage_task(STAGE, _describe, kind="rollouts", sharding=Sharding(_cut, _join))
+@stage_task(STAGE, _describe, kind="rollouts", sharding=Sharding(_cut, _join), modules=_modules)
 def collect_rollouts_task(
     policy: PolicyRef,
     plan: RolloutPlan,

@@ -8,6 +8,7 @@ from typing import Any
 from configs.placement_sections import PlacementSection
 from configs.schema import UpdateSection
 from grpo_core.losses import custom_loss_digest
+from grpo_core.policies.family import family_module
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
@@ -42,7 +43,12 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-@stage_task(STAGE, _describe, kind="update")
+def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    # Several processes run the second one by its name.
+    return family_module(inputs["model"].section.kind), "tasks.update.process"
+
+
+@stage_task(STAGE, _describe, kind="update", modules=_modules)
 def update_policy_task(
     policy: PolicyRef,
     rollouts: tuple[ArtifactRef, ...],

@@ -10,10 +10,7 @@ from configs.schema import AdvantagesSection, LoraSection, PolicySection
 from configs.schema import ImageRolloutSection as Rollout
 from configs.schema import UpdateSection as Update
 from tasks.advantages.compute import compute_advantages_task
-from tasks.execution import caching
-from tasks.execution import code_digest as code
 from tasks.execution.caching import StageKey
-from tasks.execution.code_digest import code_digest, determining_sources
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
@@ -199,30 +196,7 @@ def test_keys_are_the_stage_and_a_sha256() -> None:
     assert all(len(key(name).rsplit("-", 1)[1]) == 64 for name in TASKS)
 
 
-def test_changed_code_changes_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: key(name) for name in TASKS}
-    monkeypatch.setattr(caching, "code_digest", lambda: "other code")
-    assert all(key(name) != before[name] for name in TASKS)
-
-
 def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
     base = PolicyRef(version=0, digest="m")
     other = model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))
     assert key("rollouts", policy=base, model=other) == key("rollouts", policy=base)
-
-
-def test_reports_are_no_part_of_the_code() -> None:
-    names = determining_sources()
-    assert {"grpo_core/update/step.py", "tasks/storage/tables/parquet.py", "configs/core_settings.py"} <= set(names)
-    assert not [name for name in names if name.startswith("tasks/reports/")]
-
-
-def test_code_is_the_sources_and_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = code_digest.__wrapped__()
-    assert whole == code_digest.__wrapped__()
-    monkeypatch.setattr(code, "version", lambda library: "0" if library == "torch" else "1")
-    other_torch = code_digest.__wrapped__()
-    monkeypatch.setattr(code, "version", lambda library: "1")
-    assert other_torch != code_digest.__wrapped__()
-    monkeypatch.setattr(code, "_SOURCES", ("grpo_core",))
-    assert other_torch != code_digest.__wrapped__()
