@@ -15,7 +15,7 @@ from configs.schema import AdvantagesSection
 from tasks.checkout import CHECKOUT
 from tasks.execution.fingerprint import PACKAGES, Symbol, code_fingerprint, reached_symbols
 from tasks.execution.stages import STAGES, stage_named
-from tasks.storage.artifacts.sampling_round import SamplingRound
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks import stage_calls
 from tests.tasks.stage_calls import MIX, PLACEMENT, ROLLOUT, UPDATE, base, plan, spec
