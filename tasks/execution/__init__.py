@@ -1,7 +1,8 @@
 """Where a stage runs, under which key its result is cached, and how often it is retried.
 
 caching         the Prefect task of a stage, and the key of its result
-code_digest     the code that a result depends on
+fingerprint     what code a stage reaches: the part of its key that sees edits
+versions        the versions of the libraries, recorded with a run
 stages          the stages by name, and how one is cut into shards
 dispatch        the choice: this process, a child, a pool's workers, shards
 call            a stage and its arguments as JSON, and what came of it

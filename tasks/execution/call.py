@@ -97,7 +97,7 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdra
         storage=described(store),
         run=store.run,
         roots=roots,
-        code=_code(roots),
+        code=code_of(roots),
         withdrawable=withdrawable,
         arguments={name: TypeAdapter(hints[name]).dump_python(value, mode="json") for name, value in arguments.items()},
     )
@@ -118,7 +118,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: hints[name] for name in inspect.signature(function).parameters}
 
 
-def _code(roots: tuple[str, ...]) -> str:
+def code_of(roots: tuple[str, ...]) -> str:
+    """Return a digest of the code that the roots reach here and of the versions of the libraries."""
     try:
         fingerprint = code_fingerprint(roots)
     except ValueError:
@@ -132,7 +133,7 @@ def carry_out(call: StageCall) -> StageOutcome:
     store = open_store_elsewhere(call.storage, call.run)
     use_store(store)
     try:
-        code = _code(call.roots)
+        code = code_of(call.roots)
         if call.code != code:
             hint = (
                 "This worker runs other code or other versions of the libraries than the training; bring its checkout "

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.execution.call import StageCall, StageOutcome
-from tasks.execution.code_digest import code_digest
+from tasks.execution.call import StageCall, StageOutcome, code_of
 from tasks.execution.pool import CALLS, leave_outcome, read_call, read_outcome
 from tasks.storage.artifacts.open_store import described
 from tasks.storage.artifacts.reference import StaleReferenceError
@@ -103,11 +102,19 @@ def _in_record(source: Path, folder: Path, place: str, chance: random.Random) ->
     return Flip(kind, Outcome.SAME)
 
 
+ROOTS = ("tasks.update.policy:update_policy_task",)
+
+
 def in_calls(folder: Path, chance: random.Random) -> Iterator[Flip]:
     """What a stage is asked on a pool, and what it answers: as if there were none, so that it is asked once more."""
     store = ArtifactStore(str(folder), "run")
     requested = StageCall(
-        stage="update policy", storage=described(store), run="run", code=code_digest(), arguments={"seed": 3}
+        stage="update policy",
+        storage=described(store),
+        run="run",
+        roots=ROOTS,
+        code=code_of(ROOTS),
+        arguments={"seed": 3},
     )
     answered = StageOutcome(reasons=("a file was damaged",))
     for _ in range(OF_OTHERS):

@@ -143,7 +143,7 @@ def test_a_malformed_former_configuration_stops_no_start(prompts: Path, content:
     assert reasons(prompts) == []
     previous.write_bytes(content)
     (reason,) = reasons(prompts, "update.kl_coef=0.02")
-    assert reason.startswith(("the configuration changed: ", "the code, model, prompts, or a reward's"))
+    assert reason.startswith(("the configuration changed: ", "the model, prompts, or a reward's"))
     assert reasons(prompts, "update.kl_coef=0.02") == [reason]
 
 
