@@ -126,16 +126,19 @@ class Sharded:
 
     def __init__(self, scripts: dict[str, Script]) -> None:
         self.scripts = {name: scripts.get(name, Script()) for name in ("first", "second", "joined")}
+
+        def collect(name: str, placement: PlacementSection) -> ArtifactRef:
+            self.scripts[name].next()
+            return made(name)
+
+        # A stage's key wants the code of a function of the project.
+        collect.__module__, collect.__qualname__ = "tasks.rollouts.collect", "collect_rollouts_task"
         self.task = stage_task(
             "scripted parts",
             lambda inputs: {"name": inputs["name"]},
             kind="rollouts",
             sharding=Sharding(cut, self.join),
-        )(self.collect)
-
-    def collect(self, name: str, placement: PlacementSection) -> ArtifactRef:
-        self.scripts[name].next()
-        return made(name)
+        )(collect)
 
     def join(self, arguments: Arguments, parts: list[ArtifactRef]) -> ArtifactRef:
         self.scripts["joined"].next()

@@ -47,7 +47,7 @@ def test_another_value_is_another_run(prompts: Path) -> None:
 def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> None:
     reasons(prompts)
     write(prompts, note="square")
-    assert reasons(prompts) == ["the code, model, prompts, or a reward's function or weights changed"]
+    assert reasons(prompts) == ["the model, prompts, or a reward's function or weights changed"]
 
 
 def test_how_a_reward_is_asked_and_what_is_watched_leave_the_run_as_it_is(prompts: Path) -> None:
@@ -68,7 +68,7 @@ def test_an_edited_reward_function_is_another_run(prompts: Path) -> None:
     assert reasons(prompts, mine) == []
     assert reasons(prompts, mine) == []
     file.write_text("def score(prompts, completions, **columns):\n    return [-0.5 for _ in prompts]\n")
-    assert reasons(prompts, mine) == ["the code, model, prompts, or a reward's function or weights changed"]
+    assert reasons(prompts, mine) == ["the model, prompts, or a reward's function or weights changed"]
 
 
 def test_a_guardrail_asks_nothing_of_the_prompts_that_are_trained_on(prompts: Path) -> None:
