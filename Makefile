@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-slow test-chaos check format bench bench-pools tiny-model tiny-text-model curves ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos check format bench bench-pools tiny-model tiny-text-model curves ui lock clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
 
@@ -28,6 +28,9 @@ train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 
 test: $(STAMP)  ## the tests that fit in a few minutes
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos" --numprocesses 2 --dist loadfile
+
+test-postgresql: $(STAMP)  ## the tests that need PostgreSQL (apt-get install postgresql)
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"
 
 test-slow: $(STAMP)  ## the tests that take longer: kills in every stage, whole trainings
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow

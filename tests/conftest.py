@@ -36,3 +36,10 @@ settings.load_profile("project")
 def shipped_pipeline() -> GlmImagePipeline:
     """The tiny GLM-Image of data/models; never changed: `build_policy` copies what it trains."""
     return load_pipeline(str(MODEL), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts a PostgreSQL server, directly or through another fixture."""
+    for item in items:
+        if "postgres" in getattr(item, "fixturenames", ()):
+            item.add_marker("postgresql")
