@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -10,9 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.inspection.inspect_run import InspectSummary, inspect_run
+from flows.inspection.inspect_run import inspect_run
 from flows.terminal.inspection import show_inspection, thumbnail
-from flows.terminal.text import plain, sparkline
+from flows.terminal.text import sparkline
 from grpo_core.errors import InputError
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 
@@ -46,14 +47,6 @@ def test_json_is_the_last_line_alone_on_stdout(tmp_path: Path) -> None:
     assert told["warnings"] == []
 
 
-def test_the_names_are_those_of_a_training_summary() -> None:
-    from flows.training.summary import TrainSummary
-
-    # What a start wrote, and what its watch told, which an inspection has among its warnings.
-    of_a_start = {"contact_sheet", "heldout_texts", "watch", "hacking", "stopped_early"}
-    assert set(TrainSummary.model_fields) - of_a_start <= set(InspectSummary.model_fields)
-
-
 def test_a_name_under_the_root_and_a_path_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     maker = whole_run(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -65,33 +58,41 @@ def test_a_name_under_the_root_and_a_path_are_the_same_run(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "options", "place"),
     [
-        (["mdae"], "made"),
-        ([""], "Name a run"),
-        (["made", "--iteration", "7"], "1 to 2"),
-        (["made", "--iteration", "0"], "1 to 2"),
-        (["made", "--html", "nowhere/page.html"], "no folder"),
-        (["made", "--html", "page.txt"], ".html"),
-        (["made", "--html", "folder.html"], "This is a folder"),
-        (["empty"], "is no run"),
-        (["made/config.yaml"], "made"),
-        (["nothing://here/run"], "nothing"),
-        (["run", "--root", "nothing://here"], "nothing"),
-        (["run", "--root", "no_such_folder"], "no_such_folder"),
+        ("mdae", {}, "RUN"),
+        ("", {}, "RUN"),
+        ("empty", {}, "RUN"),
+        ("made/config.yaml", {}, "RUN"),
+        ("nothing://here/run", {}, "RUN"),
+        ("run", {"root": "nothing://here"}, "--root"),
+        ("run", {"root": "no_such_folder"}, "RUN"),
+        ("made", {"iteration": 7}, "--iteration"),
+        ("made", {"iteration": 0}, "--iteration"),
+        ("made", {"html": Path("nowhere/page.html")}, "--html"),
+        ("made", {"html": Path("page.txt")}, "--html"),
+        ("made", {"html": Path("folder.html")}, "--html"),
     ],
 )
-def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: str
+) -> None:
     whole_run(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder.html").mkdir()
     monkeypatch.chdir(tmp_path)
-    root = [] if "--root" in arguments else ["--root", str(tmp_path)]
-    code, out, err = invoke(*arguments, *root)
-    assert code == 2
-    assert out == ""
-    assert said in err
-    assert err.count("error:") == 1
+    before = contents(tmp_path)
+    with pytest.raises(InputError) as caught:
+        inspect_run(name, **{"root": str(tmp_path), **options})
+    assert caught.value.place == place
+    assert contents(tmp_path) == before
+
+
+def test_wrong_input_ends_the_command_with_2_and_the_nearest_name(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    code, out, err = invoke("mdae", "--root", str(tmp_path))
+    assert (code, out, err.count("error:")) == (2, "", 1)
+    assert "made" in err
 
 
 def test_iterations_that_exist_are_named(tmp_path: Path) -> None:
@@ -195,34 +196,14 @@ def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
     assert text.count("x" * 20) < 100  # the page has the whole of it
 
 
-def test_texts_cannot_command_the_terminal(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, modality="text")
+def test_texts_and_prompts_cannot_command_the_terminal(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, modality="text", prompts=("\x1b[2J[blue]b[/blue]\x07 \x9b31m cat", "[/]"))
     maker.written = {(0, 2): "\x1b[2J[red]a[/red]\x07 \x9b31m\r", (0, 1): "[/]"}
     maker.iteration(1)
     text = shown(tmp_path)
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
     assert "[red]a[/red]" in text
-
-
-def test_the_page_of_a_text_run_holds_every_text(tmp_path: Path) -> None:
-    maker = whole_run(tmp_path, modality="text")
-    page = tmp_path / "page.html"
-    code, _, err = invoke("made", "--root", str(tmp_path), "--html", str(page))
-    assert (code, "warning" in err) == (0, False)
-    content = page.read_text()
-    for group in range(len(maker.prompts)):
-        for sibling in range(4):
-            assert f"answer {sibling} of group {group}" in content
-    assert "<img" not in content
-
-
-def test_prompts_cannot_command_the_terminal(tmp_path: Path) -> None:
-    whole_run(tmp_path, prompts=("\x1b[2J[red]a[/red]\x07 \x9b31m cat", "[/]"))
-    text = shown(tmp_path)
-    assert "\x1b" not in text
-    assert "\x07" not in text
-    assert "\x9b" not in text
-    assert "[red]a[/red]" in text
+    assert "[blue]b[/blue]" in text
 
 
 def test_sparklines() -> None:
@@ -240,10 +221,6 @@ def test_a_thumbnail_has_two_pixels_a_character() -> None:
     assert text.plain == "▀▀"
     style = text.spans[0].style
     assert str(style) == "#ff0000 on #0000ff"
-
-
-def test_plain_keeps_words_and_lines() -> None:
-    assert plain("ein Rôt 红\nzwei").plain == "ein Rôt 红\nzwei"
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 def stage(rows: int, **metrics: float) -> ArtifactRef:
     named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    return ArtifactRef(uri="r/x", sha256="0", schema_version=2, rows=rows, digest="d", seconds=0.0, metrics=named)
+    return ArtifactRef(uri="r/x", sha256="0", schema_version=4, rows=rows, digest="d", seconds=0.0, metrics=named)
 
 
 def test_one_draw_is_itself() -> None:

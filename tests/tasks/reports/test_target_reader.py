@@ -3,7 +3,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tasks.reports.target_reader import TargetReader, over_white
+from tasks.reports.target_reader import TargetReader
 from tests.tasks.reports.made_runs import png
 
 
@@ -31,14 +31,9 @@ def test_where_no_target_is_named_none_is_missing() -> None:
     assert targets.missing == {}
 
 
-def test_a_large_target_is_made_smaller(tmp_path: Path) -> None:
-    content = png((1, 2, 3), side=64)
-    (tmp_path / "large.png").write_bytes(content)
-    read = TargetReader(16).read(str(tmp_path / "large.png"), hashlib.sha256(content).hexdigest())
+def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(tmp_path: Path) -> None:
+    place = tmp_path / "large.png"
+    Image.new("RGBA", (64, 64), (0, 0, 0, 0)).save(place)
+    read = TargetReader(16).read(str(place), hashlib.sha256(place.read_bytes()).hexdigest())
     assert read is not None
-    assert read.size == (16, 16)
-
-
-def test_a_transparent_target_lies_over_white() -> None:
-    half = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
-    assert over_white(half).getpixel((0, 0)) == (255, 255, 255)
+    assert (read.size, read.mode, read.getpixel((0, 0))) == ((16, 16), "RGB", (255, 255, 255))
