@@ -1,44 +1,33 @@
-"""What other commands ask of Prefect's server before any work: whether it answers, and what is there."""
+"""What commands check on Prefect's server before any work: that it answers, and that its pools are there."""
 
 import os
 import re
-import ssl
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import httpx
 
 from grpo_core.errors import InputError, InputErrors
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
 
-_TIMEOUT = httpx.Timeout(8.0, connect=3.0)
-"""A busy server takes its time to answer; one that is not there says so, or nothing, at once."""
-
+_TIMEOUT_SECONDS = 8.0
 _PAGE = 200
-
-
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 
 
-def _shown(url: str) -> str:
-    return _CREDENTIALS.sub("***@", url)
-
-
 def server_url() -> str | None:
-    """Address of the server's API that runs and workers of this process use; None where each run starts its own."""
+    """Return the address of the API that this process uses; None if each run starts a temporary server."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
 
 
 def require_server() -> None:
-    """Refuse to begin when a server is configured that could not be used; without one, do nothing.
+    """Refuse to begin when the configured server cannot be used; without one, do nothing.
 
     Raises:
-        InputError: it does not answer in time, asks for another password, is none of Prefect's, or is of a
-            release that does not go with this one.
+        InputError: it does not answer in time, wants another password, is not Prefect's, or is of a release that does
+            not go with this one.
     """
     url = server_url()
     if url is None:
@@ -46,34 +35,33 @@ def require_server() -> None:
     import prefect
     from packaging.version import InvalidVersion, Version
 
-    answer = _get(url, "/admin/version")
     ours = Version(prefect.__version__)
     try:
-        theirs = Version(str(answer))
+        theirs = Version(str(_get(url, "/admin/version")))
     except InvalidVersion as error:
-        raise _no_api(url) from error
+        raise _not_prefect(url) from error
     if theirs.major != ours.major or theirs.release[:2] < ours.release[:2]:
         hint = f"The server is Prefect {theirs} and this is {ours}: give both the same release, the server's first."
         raise InputError("PREFECT_API_URL", _shown(url), hint)
 
 
 def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") -> None:
-    """Refuse to begin when stages are to be done on pools that are not there.
+    """Refuse to begin when a pool that stages are sent to cannot be used.
 
     Args:
-        places: where a pool is asked for, such as `placement.rollouts.pool`, and its name.
-        kind: type that the pools must be of; None for any.
+        places: the setting that names a pool, such as `placement.rollouts.pool`, and the pool's name.
+        kind: type that the pools must have; None for any.
 
     Raises:
-        InputErrors: no server is configured, or a pool is missing, of another type or paused; each with its hint.
+        InputErrors: no server is configured, or a pool is missing, of another type or paused.
         InputError: as require_server.
     """
     if not places:
         return
     if server_url() is None:
         hint = (
-            "Work pools are kept by a Prefect server, and none is configured: start one with `grpo ui`, export the "
-            "PREFECT_API_URL that it prints here and on the workers; or leave the pool out to do the stage here."
+            "Work pools belong to a Prefect server, and none is configured: start one with `grpo ui`, export the "
+            "PREFECT_API_URL that it prints here and on the workers; or leave the pool out to run the stage here."
         )
         raise InputErrors([InputError(place, name, hint) for place, name in places])
     require_server()
@@ -87,19 +75,28 @@ def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]", kind: str
     pool = pools.get(name)
     if pool is None:
         there = ", ".join(sorted(each for each, found in pools.items() if kind in (None, found.type))) or "none"
-        hint = f"The server has no such work pool; it has: {there}. `grpo worker {name}` starts a worker and makes it."
-        return InputError(place, name, hint)
-    if kind is not None and pool.type != kind:
+        hint = f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
+    elif kind is not None and pool.type != kind:
         hint = f"That work pool is of type {pool.type}, and stages need one of type {kind}: name another."
-        return InputError(place, name, hint)
-    if pool.is_paused:
-        hint = f"That work pool is paused, and nothing would be done: `prefect work-pool resume {name}`."
-        return InputError(place, name, hint)
-    return None
+    elif pool.is_paused:
+        hint = f"That work pool is paused: `prefect work-pool resume {name}`."
+    else:
+        return None
+    return InputError(place, name, hint)
+
+
+def _read_pools() -> "list[WorkPool]":
+    from prefect.client.orchestration import get_client
+
+    pools: list[WorkPool] = []
+    with get_client(sync_client=True) as client:
+        while page := client.read_work_pools(limit=_PAGE, offset=len(pools)):
+            pools += page
+    return pools
 
 
 def workers_online(pool: str) -> int:
-    """How many workers of a pool have been heard of lately; 0 for a pool that does not exist."""
+    """Return how many workers of a pool sent a heartbeat lately; 0 for a pool that does not exist."""
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
 
@@ -114,7 +111,7 @@ def workers_online(pool: str) -> int:
 
 
 def server_database() -> str | None:
-    """What the configured server keeps its records in, `sqlite` or `postgresql`; None where it does not tell.
+    """Return `sqlite` or `postgresql`, what the configured server uses; None if it does not say.
 
     Raises:
         InputError: as require_server.
@@ -127,61 +124,46 @@ def server_database() -> str | None:
     return driver.partition("+")[0] if isinstance(driver, str) else None
 
 
-def _read_pools() -> "list[WorkPool]":
-    from prefect.client.orchestration import get_client
-
-    pools: list[WorkPool] = []
-    with get_client(sync_client=True) as client:
-        while page := client.read_work_pools(limit=_PAGE, offset=len(pools)):
-            pools += page
-    return pools
-
-
 def _get(url: str, path: str) -> object:
-    """One answer of the API. Prefect's own client would go on trying for minutes."""
-    from prefect.settings import get_current_settings
+    """Ask once; with its own settings Prefect's client would retry for minutes."""
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectHTTPStatusError
+    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-    settings = get_current_settings()
-    headers = dict(settings.client.custom_headers)
-    secret = settings.api.auth_string
-    credentials = tuple(secret.get_secret_value().split(":", 1)) if secret is not None else ()
-    verify: ssl.SSLContext | bool = not settings.api.tls_insecure_skip_verify
-    if verify and settings.api.ssl_cert_file:
-        verify = ssl.create_default_context(cafile=settings.api.ssl_cert_file)
     try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}{path}",
-            headers=headers,
-            auth=(credentials[0], credentials[1]) if len(credentials) == 2 else None,
-            verify=verify,
-            timeout=_TIMEOUT,
-        )
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise InputError(
-            "PREFECT_API_URL", _shown(url), "It must be as `grpo ui` prints it: http://HOST:PORT/api."
-        ) from error
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: _TIMEOUT_SECONDS}),
+            get_client(sync_client=True) as client,
+        ):
+            return client.request("GET", path).json()  # type: ignore[arg-type]  (any path is one of the API's)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
+        raise _not_prefect(url) from error
     except httpx.TransportError as error:
         hint = (
-            f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, hint "
-            "the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server of its own."
+            f"No server answers there ({error or type(error).__name__}). Start it with `grpo ui` on its machine, "
+            "correct the address, or unset PREFECT_API_URL: a run without pools then uses a temporary server."
         )
         raise InputError("PREFECT_API_URL", _shown(url), hint) from error
-    if answer.status_code in (401, 403):
-        given = "(not shown)" if secret is not None else os.environ.get("PREFECT_API_AUTH_STRING", "not set")
-        hint = f"The server at {_shown(url)} asks for another USER:PASSWORD; set the one it was started with."
-        raise InputError("PREFECT_API_AUTH_STRING", given, hint)
-    if answer.status_code >= 500:
-        hint = f"It answered {answer.status_code}: the server, its database or a proxy in front of it is busy or away."
-        raise InputError("PREFECT_API_URL", _shown(url), hint)
-    if answer.status_code != 200:
-        raise _no_api(url)
-    try:
-        return answer.json()
-    except ValueError as error:
-        raise _no_api(url) from error
+    except PrefectHTTPStatusError as error:
+        raise _refusal(url, error.response.status_code) from error
 
 
-def _no_api(url: str) -> InputError:
-    return InputError(
-        "PREFECT_API_URL", _shown(url), "What answers there is no API of Prefect's; does the address end in /api?"
-    )
+def _refusal(url: str, status: int) -> InputError:
+    if status in (401, 403):
+        given = "(not shown)" if os.environ.get("PREFECT_API_AUTH_STRING") else "not set"
+        hint = f"The server at {_shown(url)} wants another USER:PASSWORD; set the one that it was started with."
+        return InputError("PREFECT_API_AUTH_STRING", given, hint)
+    if status >= 500:
+        hint = f"It answered {status}: the server, its database or a proxy in front of it is busy or down."
+        return InputError("PREFECT_API_URL", _shown(url), hint)
+    return _not_prefect(url)
+
+
+def _not_prefect(url: str) -> InputError:
+    hint = "This is not the address of a Prefect API; it must be as `grpo ui` prints it: http://HOST:PORT/api."
+    return InputError("PREFECT_API_URL", _shown(url), hint)
+
+
+def _shown(url: str) -> str:
+    return _CREDENTIALS.sub("***@", url)
