@@ -75,7 +75,9 @@ def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]", kind: str
     pool = pools.get(name)
     if pool is None:
         there = ", ".join(sorted(each for each, found in pools.items() if kind in (None, found.type))) or "none"
-        hint = f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
+        hint = (
+            f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
+        )
     elif kind is not None and pool.type != kind:
         hint = f"That work pool is of type {pool.type}, and stages need one of type {kind}: name another."
     elif pool.is_paused:

@@ -1,6 +1,7 @@
-"""The server's database: addresses mended or refused, and a real PostgreSQL server tried."""
+"""The server's database: its address, and what a real PostgreSQL server refuses."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -44,30 +45,23 @@ def test_prefects_first_variable_wins_and_an_argument_before_both() -> None:
     assert environment == {VARIABLES[0]: "postgresql+asyncpg://u@h/d"}
 
 
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ("mysql://u:secret@h/d", r"SQLite or PostgreSQL: postgresql\+asyncpg://USER"),
-        ("secret", r"no address of a database; one is postgresql\+asyncpg://USER"),
-        ("postgresql://u:secret@h:port/d", "no address of a database"),
-    ],
-)
-def test_other_addresses_are_refused_and_their_passwords_not_shown(given: str, hint: str) -> None:
-    with pytest.raises(InputError, match=hint) as refused:
+@pytest.mark.parametrize("given", ["mysql://u:secret@h/d", "secret", "postgresql://u:secret@h:port/d"])
+def test_other_addresses_are_refused_and_their_passwords_not_shown(given: str) -> None:
+    with pytest.raises(InputError) as refused:
         choose_database(None, {VARIABLES[1]: given})
     assert refused.value.place == VARIABLES[1]
     assert "secret" not in str(refused.value)
 
 
 def test_a_password_in_an_argument_is_refused() -> None:
-    with pytest.raises(InputError, match=f"--database: .*read arguments.*{VARIABLES[1]}") as refused:
+    with pytest.raises(InputError) as refused:
         choose_database("postgresql://u:secret@h/d", {})
+    assert refused.value.place == "--database"
     assert "secret" not in str(refused.value)
 
 
-def test_tables_are_made_and_the_password_is_not_told(postgres: PostgresServer) -> None:
-    told = prepare(postgres.url("prefect"))
-    assert told == f"postgresql+asyncpg://grpo:***@127.0.0.1:{postgres.port}/prefect"
+def test_tables_are_created_and_the_password_is_not_shown(postgres: PostgresServer) -> None:
+    assert prepare(postgres.url("prefect")) == f"postgresql+asyncpg://grpo:***@127.0.0.1:{postgres.port}/prefect"
     assert postgres.sql("SELECT count(*) FROM flow_run", "prefect") == "0"
 
 
@@ -76,44 +70,52 @@ def test_tables_of_a_later_prefect_are_left_alone(postgres: PostgresServer) -> N
     postgres.sql(
         "CREATE TABLE alembic_version (version_num text); INSERT INTO alembic_version VALUES ('ffff')", "later"
     )
-    with pytest.raises(InputError, match="of another release of Prefect"):
+    with pytest.raises(InputError, match="another release"):
         prepare(postgres.url("later"))
     assert postgres.sql("SELECT version_num FROM alembic_version", "later") == "ffff"
 
 
 @pytest.mark.parametrize(
-    ("name", "user", "password", "hint"),
+    ("name", "user", "password", "state"),
     [
-        ("prefect", "grpo", "wr0ng", "User or password is wrong"),
-        ("prefect", "nobody", "wr0ng", "User or password is wrong"),
-        ("absent", "grpo", PASSWORD, 'does not exist: as an administrator, CREATE DATABASE "absent"'),
-        ("prefect", "guest", "guest", "may not make tables there: .*ALTER DATABASE prefect OWNER"),
+        ("prefect", "grpo", "wr0ng", "28P01"),
+        ("absent", "grpo", PASSWORD, "3D000"),
+        ("owned", "guest", "guest", "42501"),
     ],
 )
-def test_what_postgres_refuses_is_told_with_a_mend(
-    postgres: PostgresServer, name: str, user: str, password: str, hint: str
+def test_a_refusal_of_postgres_has_its_hint(
+    postgres: PostgresServer, name: str, user: str, password: str, state: str
 ) -> None:
-    with pytest.raises(InputError, match=hint) as refused:
+    if name == "owned":
+        postgres.sql("CREATE DATABASE owned")
+    with pytest.raises(InputError) as refused:
         prepare(postgres.url(name, user=user, password=password))
+    assert refused.value.hint.endswith(database._HINTS[state])
     assert f"{user}:***@127.0.0.1" in str(refused.value)
     assert password not in str(refused.value).replace(user, "")
 
 
-def test_a_server_that_does_not_answer_is_told(postgres: PostgresServer) -> None:
+def test_a_server_that_does_not_answer_is_reported(postgres: PostgresServer) -> None:
     address = postgres.url("prefect").replace(str(postgres.port), "1")
-    with pytest.raises(InputError, match=r"PostgreSQL does not answer there .*hint host and port"):
-        prepare(address)
-    with pytest.raises(InputError, match=r"PostgreSQL does not answer there .*Name or service"):
-        prepare(address.replace("127.0.0.1", "nowhere.invalid"))
-
-
-def test_encryption_that_the_server_lacks_is_told(postgres: PostgresServer) -> None:
-    with pytest.raises(InputError, match=r"PostgreSQL does not answer there .*SSL"):
-        prepare(f"{postgres.url('prefect')}?sslmode=require")
+    for given in (
+        address,
+        address.replace("127.0.0.1", "nowhere.invalid"),
+        f"{postgres.url('prefect')}?sslmode=require",
+    ):
+        with pytest.raises(InputError, match="does not answer"):
+            prepare(given)
 
 
 def test_an_old_postgres_is_refused(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
     release = postgres.sql("SHOW server_version").split()[0]
     monkeypatch.setattr(database, "OLDEST_POSTGRES", (99, 1))
-    with pytest.raises(InputError, match=rf"PostgreSQL {release}.* Prefect needs 99\.1 or later"):
+    with pytest.raises(InputError) as refused:
         prepare(postgres.url("prefect"))
+    assert str(refused.value.value) == f"PostgreSQL {release}"
+    assert "99.1" in refused.value.hint
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="PREFECT_HOME"):
+        prepare(f"sqlite:///{tmp_path}/file/prefect.db")
