@@ -1,4 +1,4 @@
-"""`grpo worker`: a process that does the stages of a work pool."""
+"""`grpo worker`: a process that runs the stages of a work pool."""
 
 import asyncio
 from typing import Annotated
@@ -10,14 +10,16 @@ from grpo_core.errors import InputError
 
 
 def worker(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="made if there is none of this name")],
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="created if it does not exist")],
 ) -> None:
-    """Do the stages that runs send to a work pool, one by one, the model kept; beside them, one run deployed to it."""
+    """Run the stages that are sent to a work pool, one at a time with a resident model, and one deployed run."""
     with handle_errors():
         from flows.server.reachable import require_server, server_database, server_url
 
         if server_url() is None:
-            hint = "A worker asks a server for work: start one with `grpo ui` and export the address that it prints."
+            hint = (
+                "A worker gets its work from a server: start one with `grpo ui` and export the address that it prints."
+            )
             raise InputError("PREFECT_API_URL", None, hint)
         require_server()
         if server_database() == "sqlite":

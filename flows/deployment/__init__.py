@@ -1,5 +1,5 @@
 """`grpo deploy`: training, evaluation and rescoring of a configuration, registered with Prefect's server.
 
-deploy        what is asked for, checked and carried out; terminal prints it
+deploy        checks the options and registers the deployments
 deployments   what is registered: flow, parameters, schedule, limit, tags
 """

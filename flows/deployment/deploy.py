@@ -1,4 +1,4 @@
-"""`grpo deploy`: one configuration registered with Prefect's server; once more brings it up to date."""
+"""`grpo deploy`: registers a configuration with Prefect's server, or updates what is registered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ _ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
 
 @dataclass(frozen=True)
 class DeployRequest:
-    """The options as they were given.
+    """The options of `grpo deploy`.
 
     Attributes:
         config: the resolved configuration.
         name: of the deployments; None for the run's.
         pool: work pool whose workers run them.
-        cron: when training starts; None to leave a schedule as it is, empty to end it.
-        timezone: of that, as `Europe/Berlin`; None for UTC.
-        evaluation: whether evaluations of the run are registered too.
-        rescorings: files of rewards that its rollouts may be scored with.
+        cron: when training starts; None to keep a schedule, empty to remove it.
+        timezone: of `cron`, such as `Europe/Berlin`; None for UTC.
+        evaluation: whether to register evaluations of the run too.
+        rescorings: rewards files to register rescorings with.
     """
 
     config: RunConfig
@@ -55,11 +55,11 @@ class DeployedFlow(BaseModel):
     """A deployment as the server has it.
 
     Attributes:
-        name: `<flow>/<deployment>`, as prefect's own commands call it.
+        name: `<flow>/<deployment>`, as in Prefect's own commands.
         id: on the server.
-        url: its page in the UI; None where there is none.
+        url: its page in the UI; None if the server has no UI.
         schedule: in words; None without one.
-        updated: whether it was there before.
+        updated: whether it existed before.
     """
 
     name: str
@@ -77,7 +77,7 @@ class DeployedRun(BaseModel):
         pool: work pool.
         pool_type: `grpo`, `process` or another.
         deployments: training first.
-        root: where runs are kept; a relative folder is one of the worker's checkout.
+        root: where runs are kept; a relative folder is in the worker's checkout.
     """
 
     run: str
@@ -88,10 +88,10 @@ class DeployedRun(BaseModel):
 
 
 async def deploy_run(request: DeployRequest) -> DeployedRun:
-    """Register what is asked for; nothing else on the server is changed.
+    """Register the deployments that the options name.
 
     Raises:
-        InputError, InputErrors: with the option or key, the value and the hint; nothing is registered then.
+        InputError, InputErrors: an option or a key cannot be used; nothing has been registered.
     """
     name = request.name or request.config.run.name
     _require_name(name)
@@ -117,18 +117,18 @@ async def deploy_run(request: DeployRequest) -> DeployedRun:
 
 
 async def read_schedule(cron: str | None, timezone: str | None) -> CronSchedule | None:
-    """A cron expression and a time zone; None without an expression.
+    """Parse a cron expression and a time zone; None without an expression.
 
     Raises:
-        InputError: one of them is none, or there is no such day.
+        InputError: one of them is invalid, or the expression names a day that does not exist.
     """
     if not cron:
         if timezone is not None:
-            raise InputError("--timezone", timezone, "It says where the clock of --cron hangs; give both.")
+            raise InputError("--timezone", timezone, "It is the time zone of --cron; give both.")
         return None
     zone = "UTC" if timezone is None else timezone
     fields = 'Write minute, hour, day of the month, month and day of the week: "0 2 * * *" is every night at two.'
-    # Prefect takes a sixth field, for seconds.
+    # Prefect accepts a sixth field, for seconds.
     if not cron.startswith("@") and len(cron.split()) != _CRON_FIELDS:
         raise InputError("--cron", cron, fields)
     try:
@@ -142,7 +142,7 @@ async def read_schedule(cron: str | None, timezone: str | None) -> CronSchedule 
     try:
         await Scheduled(cron=cron, timezone=zone).get_dates(1)
     except ValueError as error:
-        raise InputError("--cron", cron, "There is no such day in any year; write one that there is.") from error
+        raise InputError("--cron", cron, "No year has such a day.") from error
     return schedule
 
 
@@ -156,7 +156,7 @@ def _require_name(name: str) -> None:
 def _require_distinct(wanted: Sequence[Deployable], files: Sequence[Path]) -> None:
     names = [(each.flow.name, each.name) for each in wanted]
     if len(set(names)) < len(names):
-        hint = "Rescorings have the names of their files, which must differ; rename one."
+        hint = "A rescoring is named after its file, and these names are equal; rename one file."
         raise InputErrors([InputError("--rescore", [str(file) for file in files], hint)])
 
 
@@ -171,7 +171,7 @@ async def _register(
         flow_id=await client.create_flow(wanted.flow),
         name=wanted.name,
         entrypoint=wanted.entrypoint,
-        # A worker has a checkout of its own, whose flows it imports.
+        # A worker imports the flows of its own checkout.
         pull_steps=[],
         job_variables=job_variables(pool_type),
         work_pool_name=request.pool,
@@ -179,9 +179,9 @@ async def _register(
         parameter_openapi_schema=dict(wanted.schema),
         enforce_parameter_schema=True,
         schedules=schedules,
-        concurrency_limit=1 if wanted.alone else None,
+        concurrency_limit=1 if wanted.exclusive else None,
         concurrency_options=ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
-        if wanted.alone
+        if wanted.exclusive
         else None,
         tags=[TAG, request.config.run.name],
         description=wanted.description,
@@ -198,7 +198,7 @@ async def _register(
 
 
 def _again(kept: DeploymentSchedule) -> DeploymentScheduleCreate:
-    """A schedule with what a person gave it in the UI; the server makes every one anew."""
+    """Copy a schedule with what was set in the UI; the server replaces all schedules."""
     return DeploymentScheduleCreate(
         schedule=kept.schedule,
         active=kept.active,
@@ -208,15 +208,15 @@ def _again(kept: DeploymentSchedule) -> DeploymentScheduleCreate:
 
 
 def job_variables(pool_type: str) -> dict[str, Any]:
-    """What a run needs of the worker that starts it.
+    """Return the job variables of a run.
 
     Args:
-        pool_type: as the server has it.
+        pool_type: type of the work pool.
     """
-    # A process that Prefect starts has read its settings before this project is imported, and would beat so seldom that
-    # flows.server.heartbeat_automation takes it for dead.
+    # A process that Prefect starts reads its settings before this project is imported, and its heartbeats would be so
+    # rare that flows.server.heartbeat_automation marks it as crashed.
     variables: dict[str, Any] = {"env": {name: CLIENT[name] for name in _SETTINGS}}
-    # Prefect's own workers begin each run in an empty folder; paths of a configuration are of the checkout.
+    # Prefect's own workers begin each run in an empty folder; a configuration's paths are relative to the checkout.
     return variables | ({"working_dir": "."} if pool_type == "process" else {})
 
 
@@ -228,10 +228,10 @@ async def _find(client: PrefectClient, name: str) -> DeploymentResponse | None:
 
 
 def in_words(schedule: DeploymentScheduleCreate) -> str:
-    """A schedule for people."""
+    """Describe a schedule for people."""
     when = schedule.schedule
     if isinstance(when, CronSchedule):
-        said = f"{when.cron} ({when.timezone or 'UTC'})"
+        text = f"{when.cron} ({when.timezone or 'UTC'})"
     else:
-        said = str(getattr(when, "rrule", None) or f"every {getattr(when, 'interval', 'now and then')}")
-    return said if schedule.active else f"{said}, switched off"
+        text = str(getattr(when, "rrule", None) or f"every {getattr(when, 'interval', 'now and then')}")
+    return text if schedule.active else f"{text}, switched off"

@@ -1,4 +1,4 @@
-"""What is registered of one configuration: its training, evaluations and rescorings, each with its parameters."""
+"""The deployments of one configuration: its training, evaluations and rescorings, each with its parameters."""
 
 import os
 import re
@@ -29,14 +29,14 @@ class Deployable:
     """A flow with parameters, under a name.
 
     Attributes:
-        flow: that runs.
+        flow: what runs.
         entrypoint: where a worker imports it from.
-        name: of the deployment, beside the flow's.
-        parameters: that a run has unless it is given others.
-        schema: what these may be.
+        name: of the deployment, next to the flow's.
+        parameters: defaults of a run.
+        schema: JSON schema of the parameters.
         description: for people.
-        alone: whether one run at a time is all that is allowed; a second is cancelled.
-        scheduled: whether the schedule is for it.
+        exclusive: whether only one run is allowed at a time; a second one is cancelled.
+        scheduled: whether the schedule applies to it.
     """
 
     flow: Flow[..., Any]
@@ -45,15 +45,15 @@ class Deployable:
     parameters: Mapping[str, Any]
     schema: Mapping[str, Any]
     description: str
-    alone: bool
+    exclusive: bool
     scheduled: bool
 
 
 def training(config: RunConfig, name: str) -> Deployable:
-    """Runs, or goes on with, the training run; the form is that of its own kind of policy.
+    """Describe the training deployment, whose form is that of its kind of policy.
 
     Raises:
-        InputErrors: a credential stands in the configuration.
+        InputErrors: the configuration has a credential.
     """
     problems = list(credential_problems(config.model_dump(mode="json")))
     if problems:
@@ -64,14 +64,14 @@ def training(config: RunConfig, name: str) -> Deployable:
         name=name,
         parameters={"config": config.model_dump(mode="json")},
         schema=form_schema("config", type(config)),
-        description=f"GRPO training of the run {config.run.name}; a run that was begun goes on where it was.",
-        alone=True,
+        description=f"GRPO training of the run {config.run.name}; a run that was started before is resumed.",
+        exclusive=True,
         scheduled=True,
     )
 
 
 def evaluation(config: RunConfig, name: str) -> Deployable:
-    """Held-out scores of a policy version of the run, the last one unless another is asked for."""
+    """Describe the deployment that evaluates a policy version of the run, by default the last one."""
     request = EvaluateRequest(run=config.run.name, root=config.storage.root)
     return Deployable(
         flow=evaluate,
@@ -80,16 +80,16 @@ def evaluation(config: RunConfig, name: str) -> Deployable:
         parameters={"request": request.model_dump(mode="json")},
         schema=form_schema("request", EvaluateRequest),
         description=f"Held-out scores of a policy version of the run {config.run.name}.",
-        alone=False,
+        exclusive=False,
         scheduled=False,
     )
 
 
 def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
-    """The run's rollouts scored with the rewards of a file, under the file's name.
+    """Describe the deployment that scores the run's rollouts with a rewards file, under the file's name.
 
     Raises:
-        InputErrors: the file is not there, or not of rewards.
+        InputErrors: the file is missing, or is not a rewards file.
     """
     read_rewards_file(file, "--rescore")
     form = RescoreForm(
@@ -102,19 +102,19 @@ def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
         parameters={"plan": form.model_dump(mode="json")},
         schema=form_schema("plan", RescoreForm),
         description=f"Stored rollouts of the run {config.run.name}, scored as {file.stem}.",
-        alone=False,
+        exclusive=False,
         scheduled=False,
     )
 
 
 def _below_checkout(file: Path) -> str:
-    """As a worker finds it, which is at work in its own checkout."""
+    """Return the path as a worker finds it in its own checkout."""
     place = Path(os.path.abspath(file))
     return place.relative_to(CHECKOUT).as_posix() if place.is_relative_to(CHECKOUT) else str(place)
 
 
 def credential_problems(values: Any, place: str = "") -> Iterator[InputError]:
-    """Every address with a user or password in it: parameters are shown to whoever opens the UI."""
+    """Find every address with a user or password in it, since the UI shows parameters to everyone."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from credential_problems(value, f"{place}.{key}".lstrip("."))
@@ -122,5 +122,5 @@ def credential_problems(values: Any, place: str = "") -> Iterator[InputError]:
         for index, value in enumerate(values):
             yield from credential_problems(value, f"{place}.{index}")
     elif isinstance(values, str) and _CREDENTIALS.search(values):
-        hint = "Parameters are shown to whoever opens the UI; leave user and password to the worker's environment."
+        hint = "The UI shows parameters to everyone; put user and password into the worker's environment."
         yield InputError(place, _CREDENTIALS.sub("://***@", values), hint)

@@ -1,8 +1,9 @@
-"""Prefect's server: started with good settings, and asked before a command relies on it.
+"""Prefect's server: started with our settings, and checked before a command relies on it.
 
-access        who may reach it: address, authentication, what browsers are allowed
-database      SQLite or PostgreSQL: the address mended, everything tried before the server starts
-start         `grpo ui`: the server in this process until it is told to end
-silent_runs   the automation that turns a run without heartbeats into a crashed one, and its patience after a restart
-reachable     what other commands ask of a server before any work: does it answer, are its pools there
+start                  `grpo ui`: the server in this process until a signal ends it
+access                 who may reach it: address, authentication, what browsers are allowed
+database               SQLite or PostgreSQL: the address, and a first connection before the server starts
+heartbeat_automation   the automation that marks a run without heartbeats as crashed
+reachable              what other commands check: the server answers, its pools are there
+temporary              the server that Prefect starts for a single run ends with that run
 """

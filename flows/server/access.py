@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from grpo_core.errors import InputError
 
 AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
-"""Where the server's user and password stand; the second is what clients read."""
+"""Variables with the server's user and password; clients read the second."""
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _EVERYWHERE = ("0.0.0.0", "::")
@@ -21,8 +21,8 @@ class Access:
     Attributes:
         host: to listen on.
         port: to listen on.
-        url: where browsers, runs and workers find it, without a path; with a proxy in front, the proxy's.
-        auth: `user:password` that every request must bear; None to ask for none.
+        url: where browsers, runs and workers find it, without a path; behind a proxy, the proxy's.
+        auth: `user:password` that every request must carry; None for no authentication.
         csrf: whether a page in a browser needs the server's token to change anything.
     """
 
@@ -34,16 +34,16 @@ class Access:
 
     @property
     def api_url(self) -> str:
-        """What PREFECT_API_URL is to be set to."""
+        """Value of PREFECT_API_URL for clients."""
         return f"{self.url}/api"
 
     @property
     def own_api_url(self) -> str:
-        """The same as this machine reaches it, whatever stands in front."""
+        """Value of PREFECT_API_URL on this machine, without a proxy."""
         return f"{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(self.host, self.host), self.port)}/api"
 
     def settings(self) -> Mapping[str, str]:
-        """Prefect's settings for it."""
+        """Return Prefect's settings, as environment variables."""
         origins = {self.url, _address(self.host, self.port)}
         if self.host in _LOOPBACK:
             origins |= {_address("127.0.0.1", self.port), _address("localhost", self.port)}
@@ -66,27 +66,26 @@ def decide_access(
     csrf: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> Access:
-    """What was asked for, refused where it would leave the server open.
+    """Check the options, and refuse those that would leave the server open.
 
     Args:
         host: to listen on.
         port: to listen on.
-        url: where others find the server; None for host and port.
-        auth: whether to ask for a user and a password; an environment that sets them for the server asks too.
-        csrf: whether to protect against pages of others in a browser; beyond this machine that is always so.
-        environment: holds the user and the password, which are never shown.
+        url: where others find the server; None for http://HOST:PORT.
+        auth: whether requests need a user and a password; always true if the environment sets them for the server.
+        csrf: whether to protect against other sites' pages in a browser; always true unless the host is loopback.
+        environment: has the user and the password, which are never shown.
 
     Raises:
-        InputError: an address that others can reach without authentication; no user and password, or a form that is
-            none; an address that nobody could use.
+        InputError: other machines can reach the address without authentication; user and password are missing or
+            malformed; or the URL cannot be used.
     """
     here = host in _LOOPBACK
     if not here and not (auth or environment.get(AUTH_VARIABLES[0])):
         hint = (
-            "Other machines can reach this address, and the server would do for each of them whatever they ask. Add "
-            f"--auth with {AUTH_VARIABLES[0]}=USER:PASSWORD in the environment, and put a proxy that speaks TLS in "
-            "front, since the password crosses the network with every request; or listen on 127.0.0.1 and let the "
-            "others in through the proxy or a tunnel."
+            "Other machines can reach this address, and could do anything on the server. Add "
+            f"--auth with {AUTH_VARIABLES[0]}=USER:PASSWORD in the environment, and put a TLS proxy in front, since "
+            "every request carries the password; or listen on 127.0.0.1 behind a proxy or a tunnel."
         )
         raise InputError("--host", host, hint)
     if url is None and host in _EVERYWHERE:
@@ -99,11 +98,11 @@ def decide_access(
 def _secret(environment: Mapping[str, str]) -> str:
     name = next((name for name in AUTH_VARIABLES if environment.get(name)), None)
     if name is None:
-        hint = f"Put USER:PASSWORD into {AUTH_VARIABLES[0]}; an argument would be seen by everyone on this machine."
+        hint = f"Put USER:PASSWORD into {AUTH_VARIABLES[0]}; everyone on this machine can read arguments."
         raise InputError("--auth", "no user and password in the environment", hint)
     user, _, password = environment[name].partition(":")
     if not user or not password or not environment[name].isascii():
-        # The server compares it in a way that other characters break: each request would end in an error of its own.
+        # The server's comparison fails for other characters: each request would end in an error.
         raise InputError(name, "(not shown)", "It must be USER:PASSWORD, neither of them empty, in ASCII characters.")
     return environment[name]
 

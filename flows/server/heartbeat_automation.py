@@ -1,4 +1,4 @@
-"""A run whose machine died cannot say so: the server tells it from the heartbeats that stop."""
+"""The automation that marks a run as crashed when its heartbeats stop."""
 
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 NAME = "grpo: silent runs have crashed"
 
 SILENCE = timedelta(seconds=75)
-"""Two and a half heartbeats of 30 s, which flows.prefect_settings asks of clients."""
+"""Two and a half heartbeats of 30 s, the interval that flows.prefect_settings sets."""
 
 FLOWS = ("grpo *", "collect rollouts", "score reward", "compute advantages", "update policy")
-"""Runs, and stages on workers. Other projects' flows on the same server may beat more slowly."""
+"""Runs, and stages on workers. Other projects' flows on the same server may have longer intervals."""
 
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended", "AwaitingRetry", "Rescheduled")
 
 
 def heartbeat_automation() -> AutomationCore:
-    """After a heartbeat another is due, or an end."""
+    """Build the automation: after a heartbeat another one must follow, or the end of the run."""
     trigger = EventTrigger(
         after={_HEARTBEAT},
         expect={_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in _ENDS)},
@@ -34,22 +34,20 @@ def heartbeat_automation() -> AutomationCore:
         threshold=1,
         within=SILENCE,
     )
-    told = f"no sign of life for {SILENCE.seconds} s; start the run again and it goes on from its last whole artifact"
+    message = f"no heartbeat for {SILENCE.seconds} s; start the run again and it goes on from its last artifact"
     return AutomationCore(
         name=NAME,
         description="A flow run whose process or machine died is marked as crashed.",
         trigger=trigger,
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=told)],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
     )
 
 
 async def ensure_automations(client: "PrefectClient") -> bool:
-    """Register the automation, once under its name; one that differs is brought up to date.
-
-    Whoever has switched it off keeps it off.
+    """Register the automation once, or update the one that differs; one that was disabled stays disabled.
 
     Args:
-        client: of the server, one of ours or not.
+        client: of the server.
 
     Returns:
         Whether anything was changed.
@@ -80,21 +78,21 @@ def _plain(automation: AutomationCore, fields: set[str]) -> object:
 
 
 async def extend_deadline() -> None:
-    """Count silence from now on: nobody could be heard while the server was away.
+    """Give every run a new deadline, since no heartbeat could arrive while the server was down.
 
-    For the server itself, before it starts, with its tables up to date. Without it every run that lives would be marked
-    as crashed when the server had been away for longer than a run may be silent.
+    Called by the server before it starts, once its tables are up to date. Otherwise a server that was down for longer
+    than the deadline would mark all live runs as crashed.
     """
     import sqlalchemy as sa
     from prefect.server.database import provide_database_interface
 
     db = provide_database_interface()
-    patient = datetime.now(UTC) + SILENCE
+    deadline = datetime.now(UTC) + SILENCE
     ours = sa.select(db.Automation.id).where(db.Automation.name == NAME).scalar_subquery()
     extended = (
         sa.update(db.AutomationBucket)
-        .where(db.AutomationBucket.automation_id.in_(ours), db.AutomationBucket.end < patient)
-        .values(end=patient)
+        .where(db.AutomationBucket.automation_id.in_(ours), db.AutomationBucket.end < deadline)
+        .values(end=deadline)
     )
     async with db.session_context(begin_transaction=True) as session:
         await session.execute(extended)

@@ -1,4 +1,4 @@
-"""`grpo ui`: Prefect's server in this process, until it is told to end."""
+"""`grpo ui`: Prefect's server in this process, until a signal ends it."""
 
 import asyncio
 import logging
@@ -23,15 +23,15 @@ _GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """What `grpo ui` is asked for.
+    """The options of `grpo ui`.
 
     Attributes:
         host: to listen on.
-        port: to listen on; 0 for any that is free.
-        url: where others find the server; None for host and port.
+        port: to listen on; 0 for any free one.
+        url: where others find the server; None for http://HOST:PORT.
         auth: whether requests need a user and a password.
         csrf: whether pages in a browser need the server's token.
-        database: address without a password; None for what the environment says, and SQLite where it says nothing.
+        database: address without a password; None for the environment's, and SQLite if it has none.
     """
 
     host: str = "127.0.0.1"
@@ -46,14 +46,14 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
     """Serve until SIGTERM or Ctrl-C.
 
     Args:
-        request: what is asked for.
-        tell: is called with each line for people, PREFECT_API_URL among them when requests are accepted.
+        request: the options.
+        report_progress: called with each line for people; with PREFECT_API_URL once requests are accepted.
 
     Raises:
-        InputError: an address that would leave the server open or is in use, a database that cannot be used.
-        RuntimeError: the server did not start; its log says why.
+        InputError: the address would leave the server open or is in use, or the database cannot be used.
+        RuntimeError: the server did not start; its log has the reason.
     """
-    # Before anything that takes seconds.
+    # Before the imports, which take seconds.
     decide_access(request.host, request.port, request.url, auth=request.auth, csrf=request.csrf)
     with _listening(request.host, request.port) as listener:
         port = int(listener.getsockname()[1])
@@ -63,9 +63,9 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
         _settle(access)
         database = asyncio.run(_prepare())
         if database.startswith("sqlite"):
-            _hush_sqlite()
+            _filter_sqlite_logs()
         with _database_named(database):
-            _serve(access, listener, lambda: _tell(access, database, report_progress))
+            _serve(access, listener, lambda: _report_addresses(access, database, report_progress))
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -78,14 +78,14 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _settle(access: Access) -> None:
-    """Put everything into the environment; Prefect reads it when it is imported."""
+    """Set the environment, which Prefect reads when it is imported."""
     for name, value in LASTING_SERVER.items():
         os.environ.setdefault(name, value)
-    # In this program the console is silent because failures are told by the command line; a server tells its own.
+    # For other commands the console is silent because they report failures themselves.
     if os.environ.get("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL") == CLIENT["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"]:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "NOTSET"
     os.environ.update(access.settings())
-    # The server talks to nobody; a client's address here would be shown to browsers as the server's own.
+    # The server would show a client's address to browsers as its own.
     os.environ.pop("PREFECT_API_URL", None)
 
 
@@ -98,16 +98,16 @@ async def _prepare() -> str:
 
 
 def _database_named(database: str) -> AbstractContextManager[object]:
-    """Settings that say which kind of database this is; clients may read them, and the address is hidden there."""
+    """Put the kind of database into the settings that clients may read; the address is hidden there."""
     from prefect.settings import PREFECT_SERVER_DATABASE_DRIVER, temporary_settings
 
     return temporary_settings({PREFECT_SERVER_DATABASE_DRIVER: database.partition("://")[0]})
 
 
-def _hush_sqlite() -> None:
-    """Leave out what SQLite makes the automation say: an event that found the database locked is tried again.
+def _filter_sqlite_logs() -> None:
+    """Drop log lines that only SQLite causes: an event that found the database locked is retried.
 
-    Where the tries do not suffice the end of a run goes unnoticed, and the run, which has ended, is not marked.
+    If the retries fail, the automation misses the end of a run, and does not change a run that has ended.
     """
     consumer = logging.getLogger("prefect.server.utilities.messaging.memory")
     consumer.addFilter(lambda record: not (record.exc_info and "database is locked" in str(record.exc_info[1])))
@@ -130,7 +130,7 @@ def _serve(access: Access, listener: socket.socket, report_progress: Callable[[]
         timeout_graceful_shutdown=_GRACE_SECONDS,
     )
     server = uvicorn.Server(config)
-    # When uvicorn has ended it raises the signal that ended it once more, for the handlers that stood before its own.
+    # uvicorn raises the signal that ended it once more, for the previous handlers.
     signals = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, lambda *_: None) for number in signals}
     try:
@@ -164,8 +164,8 @@ async def _serving(
     await ended
 
 
-def _tell(access: Access, database: str, report_progress: Callable[[str], None]) -> None:
-    report_progress(f"Prefect's server and UI: {access.url} (records in {database}); Ctrl-C ends it")
+def _report_addresses(access: Access, database: str, report_progress: Callable[[str], None]) -> None:
+    report_progress(f"Prefect's server and UI: {access.url} (records in {database}); Ctrl-C stops it")
     report_progress("For runs and workers, in their environment:")
     report_progress(f"    export PREFECT_API_URL={access.api_url}")
     if access.auth:

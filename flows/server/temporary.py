@@ -1,7 +1,7 @@
-"""The server that Prefect starts for a single run ends with its run, also where the run is killed.
+"""The server that Prefect starts for a single run ends with that run, even if the run is killed.
 
-Prefect stops it when the interpreter exits; after SIGKILL nobody would, and it would stay, idle, with its memory. So a
-small process waits for the end of this one, which it sees by a pipe that closes, and then ends the server.
+Prefect stops it when the interpreter exits, which SIGKILL prevents. So a small process waits until a pipe from this one
+closes, and then ends the server.
 """
 
 import atexit
@@ -11,7 +11,7 @@ from functools import cache
 
 from prefect.server.api.server import SubprocessASGIServer
 
-# A handle instead of a number: another process may have got the number by then.
+# A handle instead of a process id, which may be another process's by then.
 _WATCH = """
 import os, signal, sys
 server = os.pidfd_open(int(sys.argv[1]))
@@ -24,7 +24,7 @@ except ProcessLookupError:
 
 
 def end_temporary_server_with_this_process() -> None:
-    """Watch over the server that this process has started, if it has; where there is one already, nothing is done."""
+    """Start the watcher if this process has started a server; once per server."""
     server = SubprocessASGIServer().server_process
     if server is not None and sys.platform == "linux":
         _watch(server.pid)
@@ -32,7 +32,7 @@ def end_temporary_server_with_this_process() -> None:
 
 @cache
 def _watch(server: int) -> None:
-    # A session of its own: what a terminal sends to this process on Ctrl-C is not for the watcher.
+    # In its own session: Ctrl-C in the terminal must not end the watcher.
     watcher = subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", _WATCH, str(server)], stdin=subprocess.PIPE, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""What `grpo deploy` registered, in the terminal."""
+"""Prints what `grpo deploy` registered."""
 
 from rich.console import Console
 
@@ -6,7 +6,7 @@ from flows.deployment.deploy import DeployedRun
 
 
 def show_deployed(deployed: DeployedRun) -> None:
-    """Print each deployment with its page, and how to have it run."""
+    """Print each deployment with its page, and how to run it."""
     console = Console(stderr=True)
 
     def say(line: str) -> None:
@@ -14,7 +14,7 @@ def show_deployed(deployed: DeployedRun) -> None:
 
     say(f"{deployed.run}: registered for the work pool {deployed.pool}")
     for each in deployed.deployments:
-        say(f"  {each.name}, {'brought up to date' if each.updated else 'new'}")
+        say(f"  {each.name}, {'updated' if each.updated else 'new'}")
         say(f"    schedule: {each.schedule or 'none'}")
         if each.url:
             say(f"    {each.url}")
@@ -27,7 +27,7 @@ def show_deployed(deployed: DeployedRun) -> None:
 
 
 def worker_command(deployed: DeployedRun) -> str:
-    """What starts a worker of the pool."""
+    """Return the command that starts a worker of the pool."""
     if deployed.pool_type == "grpo":
         return f"grpo worker {deployed.pool}"
     return f"prefect worker start --pool {deployed.pool}"

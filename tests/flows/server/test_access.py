@@ -20,8 +20,9 @@ def test_by_default_this_machine_alone_and_its_own_pages() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "gpu-box"])
 def test_an_address_of_others_needs_authentication(host: str) -> None:
-    with pytest.raises(InputError, match=r"--host: .*--auth with PREFECT_SERVER_API_AUTH_STRING.*TLS"):
+    with pytest.raises(InputError) as refused:
         decide_access(host, 4200, environment={})
+    assert (refused.value.place, refused.value.value) == ("--host", host)
 
 
 @pytest.mark.parametrize("variable", ["PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"])
@@ -55,8 +56,9 @@ def test_an_url_that_is_none_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("environment", [{}, {"PREFECT_SERVER_API_AUTH_STRING": ""}])
 def test_authentication_without_user_and_password_is_refused(environment: Mapping[str, str]) -> None:
-    with pytest.raises(InputError, match="Put USER:PASSWORD into PREFECT_SERVER_API_AUTH_STRING"):
+    with pytest.raises(InputError) as refused:
         decide_access("127.0.0.1", 4200, auth=True, environment=environment)
+    assert refused.value.place == "--auth"
 
 
 @pytest.mark.parametrize("secret", ["adminonly", ":secret", "admin:", "ädmin:secret"])
