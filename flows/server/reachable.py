@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from grpo_core.errors import InputError, InputErrors
 
@@ -126,7 +126,7 @@ def server_database() -> str | None:
     return driver.partition("+")[0] if isinstance(driver, str) else None
 
 
-def _get(url: str, path: str) -> object:
+def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object:
     """Ask once; with its own settings Prefect's client would retry for minutes."""
     import httpx
     from prefect.client.orchestration import get_client
@@ -138,7 +138,7 @@ def _get(url: str, path: str) -> object:
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: _TIMEOUT_SECONDS}),
             get_client(sync_client=True) as client,
         ):
-            return client.request("GET", path).json()  # type: ignore[arg-type]  (any path is one of the API's)
+            return client.request("GET", path).json()
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise _not_prefect(url) from error
     except httpx.TransportError as error:
