@@ -1,4 +1,4 @@
-"""`grpo prune`: retention of what runs have stored."""
+"""`grpo prune`: deletes stored policy versions and images."""
 
 from typing import Annotated
 
@@ -10,10 +10,11 @@ from flows.command_line.errors import Json, handle_errors
 def prune(
     sources: Annotated[list[str], typer.Argument(metavar="RUN...", help="runs under the storage root, or their paths")],
     policies_every: Annotated[
-        int | None, typer.Option(metavar="N", help="keep policy versions N, 2N, ... and the last; the others go")
+        int | None,
+        typer.Option(metavar="N", help="keep policy versions N, 2N, ... and the last; the others are deleted"),
     ] = None,
     policies_last: Annotated[
-        int | None, typer.Option(metavar="K", help="versions kept at the end; 2 unless said otherwise")
+        int | None, typer.Option(metavar="K", help="number of versions kept at the end; 2 by default")
     ] = None,
     images_older_than: Annotated[
         str | None,
@@ -22,16 +23,18 @@ def prune(
     evaluations: Annotated[
         bool, typer.Option("--evaluations", help="images of evaluations too, but of the first, the best and the last")
     ] = False,
-    set_aside_older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="what was set aside, with the reason: 30d or 12h")
+    previous_older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="folders in previous/ and quarantine/: 30d or 12h")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="tell what would go, and change nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="report what would be deleted, and change nothing")
+    ] = False,
     root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """Remove policy versions and images that nothing needs any more; all records stay, and runs go on as before."""
+    """Delete policy versions and images that nothing needs any more; all records are kept, and runs can continue."""
     with handle_errors():
-        from flows.pruning.request import PruneRequest, read_rules
+        from flows.pruning.request import PruneRequest, check_request
 
         request = PruneRequest(
             sources=tuple(sources),
@@ -40,11 +43,11 @@ def prune(
             policies_last=policies_last,
             images_older_than=images_older_than,
             evaluations=evaluations,
-            set_aside_older_than=set_aside_older_than,
+            previous_older_than=previous_older_than,
             dry_run=dry_run,
         )
-        # Wrong input is told before Prefect and the models' libraries are imported, which takes many seconds.
-        read_rules(request)
+        # Wrong input is reported before Prefect and the models' libraries are imported, which takes many seconds.
+        check_request(request)
         from rich.console import Console
 
         from flows.pruning.prune import prune as carry_out

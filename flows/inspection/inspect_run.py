@@ -18,6 +18,7 @@ from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 
 MAX_GROUPS = 60
 """Groups that are shown with all their samples; an iteration may have thousands."""
@@ -31,7 +32,8 @@ class InspectSummary(RunSummary):
         iterations_planned: number in the configuration; None without a readable one.
         finished: whether every planned iteration is done.
         warnings: damaged and missing files, as sentences.
-        set_aside: place and reason of files that were moved out of the way.
+        quarantined: place and reason of damaged files in `quarantine/`.
+        previous: place and reason of what is in `previous/`, made by an older configuration.
         html: path of the page; None where none was requested.
     """
 
@@ -39,7 +41,8 @@ class InspectSummary(RunSummary):
     iterations_planned: int | None
     finished: bool
     warnings: list[str]
-    set_aside: list[dict[str, str]]
+    quarantined: list[dict[str, str]]
+    previous: list[dict[str, str]]
     html: str | None
 
 
@@ -80,9 +83,14 @@ class Inspection:
             iterations_planned=run.planned,
             finished=run.finished,
             warnings=list(self.warnings),
-            set_aside=[{"place": aside.place, "reason": aside.reason} for aside in run.set_aside],
+            quarantined=_moved(run, QUARANTINE),
+            previous=_moved(run, PREVIOUS),
             html=str(html) if html else None,
         )
+
+
+def _moved(run: RunView, folder: str) -> list[dict[str, str]]:
+    return [{"place": each.place, "reason": each.reason} for each in run.moved if each.place.startswith(folder)]
 
 
 def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Path | None = None) -> Inspection:

@@ -30,7 +30,7 @@ from tasks.runs.lookup import require_schema
 from tasks.storage.artifacts.open_store import open_store
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.run_description import CONFIG_FILE, RUN_FILE, read_description, write_description
-from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
 from tasks.storage.locks.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
@@ -135,7 +135,7 @@ def _shares_noise(config: RunConfig) -> bool:
 
 @contextmanager
 def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
-    """Check the inputs, then hold and open the run's folder; one with another configuration is set aside.
+    """Check the inputs, then hold and open the run's folder; files of another configuration move to `previous/`.
 
     Args:
         config: the run's configuration.
@@ -164,8 +164,8 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         store.clear_abandoned()
         previous = _described(store) or {}
         accepted = settle_code(stage_code(config, model), previous, accept=accept_code)
-        _set_other_lineage_aside(run)
-        _set_other_evaluations_aside(run)
+        _move_other_lineage(run)
+        _move_other_evaluations(run)
         _write_description(run, accepted, previous)
         yield run
 
@@ -186,18 +186,20 @@ def _lineage(run: Run) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def _set_other_lineage_aside(run: Run) -> None:
+def _move_other_lineage(run: Run) -> None:
     """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
     store = run.store
     described = _described(store)
     paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
     names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (SET_ASIDE, RUN_FILE)]
+    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (PREVIOUS, QUARANTINE, RUN_FILE)]
     if described is None:
         # Nobody says what these are; anything else in the folder may be a person's own.
         kept = [name for name in kept if is_result(name)]
         if kept:
-            store.set_aside(kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made")
+            store.move_to_previous(
+                kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made"
+            )
         return
     if described.get("lineage") == _lineage(run):
         return
@@ -215,15 +217,15 @@ def _set_other_lineage_aside(run: Run) -> None:
         log(f"{reason}; they run again. With --accept-code the run goes on with its results instead")
     else:
         reason = "the model, prompts, or a reward's function or weights changed"
-    # run.json goes last: while it stands, the next start goes on with setting aside.
-    store.set_aside([*kept, RUN_FILE], reason=reason)
+    # run.json goes last: while it stands, the next start continues to move.
+    store.move_to_previous([*kept, RUN_FILE], reason=reason)
 
 
-def _set_other_evaluations_aside(run: Run) -> None:
+def _move_other_evaluations(run: Run) -> None:
     """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
     held = run.store.filesystem.exists(run.store.path(EVALUATIONS))
     if held and run.heldout and _previous_evaluation(run) not in (None, _evaluation(run)):
-        run.store.set_aside([EVALUATIONS], reason="the held-out prompts, their targets, number or seed changed")
+        run.store.move_to_previous([EVALUATIONS], reason="the held-out prompts, their targets, number or seed changed")
 
 
 def _evaluation(run: Run) -> str | None:

@@ -33,7 +33,7 @@ from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
 from tasks.storage.locks.run_lock import RunLock, current_lock, use_lock
-from tasks.storage.prefect_results.result_storage import registered_records, use_records
+from tasks.storage.prefect_results import registered_records, use_records
 from tasks.update.policy import update_policy_task
 
 P = ParamSpec("P")

@@ -1,6 +1,7 @@
-"""`grpo prune`: what of a run may go, and its going.
+"""`grpo prune`: deletes what nothing needs any more.
 
-command, request   what is asked for, as rules
-needs, plan        what is still needed and by whom; what goes, and what stays although the rules would let it go
-prune              holds the run, carries the plan out and tells it; terminal prints that
+request    the options, as rules
+needs      what is still needed and by whom; scheduled reads what Prefect's server will run
+plan       decides what is deleted and what is kept, with the reasons
+prune      locks the run, carries the plan out and reports it
 """

@@ -1,4 +1,4 @@
-"""`grpo prune`: what a run can do without goes, and people are told what was kept and why."""
+"""`grpo prune`: deletes what a run can do without, and reports what was kept and why."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 
 from flows.pruning.plan import KINDS, RunPlan, plan_run
-from flows.pruning.request import PruneRequest, read_rules
+from flows.pruning.request import PruneRequest, check_request
 from flows.pruning.scheduled import read_scheduled
 from grpo_core.errors import InputError, InputErrors
 from tasks.runs.layout import LOCKED_APART
@@ -18,13 +18,13 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import LOCK, RunLock, locked
 
 
-class PrunedKind(BaseModel):
-    """What went of one kind.
+class Deleted(BaseModel):
+    """What was deleted of one kind.
 
     Attributes:
-        kind: of what.
+        kind: what it was.
         count: how many.
-        bytes: that this freed.
+        bytes: how much this freed.
     """
 
     kind: str
@@ -32,11 +32,11 @@ class PrunedKind(BaseModel):
     bytes: int
 
 
-class KeptKind(BaseModel):
-    """What stayed although the rules would have let it go.
+class Kept(BaseModel):
+    """What was kept although the rules would have deleted it.
 
     Attributes:
-        kind: of what.
+        kind: what it is.
         names: policy versions, or folders.
         reason: who needs it.
     """
@@ -51,16 +51,16 @@ class PrunedRun(BaseModel):
 
     Attributes:
         run: its name.
-        folder: where it is kept.
-        removed: by kind.
-        kept: by reason.
-        notes: what else people ought to know.
+        folder: where it is stored.
+        deleted: by kind.
+        kept: by kind and reason.
+        notes: what else people should know.
     """
 
     run: str
     folder: str
-    removed: list[PrunedKind]
-    kept: list[KeptKind]
+    deleted: list[Deleted]
+    kept: list[Kept]
     notes: list[str]
 
 
@@ -69,7 +69,7 @@ class PruneSummary(BaseModel):
 
     Attributes:
         dry_run: nothing was changed.
-        bytes: freed in all.
+        bytes: freed in total.
         schedules: whether a Prefect server was asked what it will run.
         runs: in the order in which they were named.
     """
@@ -81,43 +81,43 @@ class PruneSummary(BaseModel):
 
 
 def prune(request: PruneRequest) -> PruneSummary:
-    """Take away what the rules let go and nothing needs; with a dry run, tell it alone.
+    """Delete what the rules allow and nothing needs; a dry run only reports it.
 
     Raises:
         InputError, InputErrors: with the option, the value and the hint; nothing is changed then.
-        StorageError: a disk or a bucket does not take it.
+        StorageError: a disk or a bucket refuses it.
     """
-    rules = read_rules(request)
+    check_request(request)
     stores = _find_runs(request)
     scheduled = read_scheduled()
     now = datetime.now(UTC)
-    done: list[PrunedRun] = []
+    runs: list[PrunedRun] = []
     with ExitStack() as stack:
-        locks = [[] if request.dry_run else stack.enter_context(_held(store)) for store in stores]
+        locks = [[] if request.dry_run else stack.enter_context(_locked(store)) for store in stores]
         for store, held in zip(stores, locks, strict=True):
-            plan = plan_run(store, stored_config(store), rules, scheduled or (), now)
-            told = _told(plan)
+            plan = plan_run(store, stored_config(store), request, scheduled or (), now)
+            run = _report(plan)
             if not request.dry_run:
-                _carry_out(plan, held, told)
-            done.append(told)
-    freed = sum(each.bytes for run in done for each in run.removed)
-    return PruneSummary(dry_run=request.dry_run, bytes=freed, schedules=scheduled is not None, runs=done)
+                _carry_out(plan, held, run)
+            runs.append(run)
+    freed = sum(each.bytes for run in runs for each in run.deleted)
+    return PruneSummary(dry_run=request.dry_run, bytes=freed, schedules=scheduled is not None, runs=runs)
 
 
 def _find_runs(request: PruneRequest) -> list[ArtifactStore]:
     stores = [find_run(source, request.root) for source in request.sources]
     places = [store.path() for store in stores]
     if twice := sorted({place for place in places if places.count(place) > 1}):
-        raise InputErrors([InputError("RUN", twice, "A run stands twice; name each once.")])
+        raise InputErrors([InputError("RUN", twice, "A run is named twice; name each once.")])
     return stores
 
 
 @contextmanager
-def _held(store: ArtifactStore) -> Iterator[list[RunLock]]:
-    """Hold a run, and every part of it that an evaluation or a rescoring may be writing and reading at this moment.
+def _locked(store: ArtifactStore) -> Iterator[list[RunLock]]:
+    """Lock a run, and every part of it that an evaluation or a rescoring may be writing and reading.
 
     Raises:
-        InputError: another process holds one of them.
+        InputError: another process has one of the locks.
     """
     with ExitStack() as stack:
         locks = [stack.enter_context(locked(store, setting="RUN", value=store.run))]
@@ -128,28 +128,25 @@ def _held(store: ArtifactStore) -> Iterator[list[RunLock]]:
         yield locks
 
 
-def _carry_out(plan: RunPlan, locks: Sequence[RunLock], told: PrunedRun) -> None:
-    for removal in plan.deletions:
+def _carry_out(plan: RunPlan, locks: Sequence[RunLock], run: PrunedRun) -> None:
+    for deletion in plan.deleted:
         for lock in locks:
             lock.require_held()
         try:
-            removal.carry_out()
+            deletion.delete()
         except StaleReferenceError as error:
-            # The next start finds the same, sets it aside, and has its stage done again.
-            told.notes.append(f"left as it is, since it is damaged: {error}")
-            kind = next(each for each in told.removed if each.kind == removal.kind)
-            kind.count, kind.bytes = kind.count - 1, kind.bytes - removal.size
+            # The next start finds the same, quarantines it, and runs its stage again.
+            run.notes.append(f"not touched, since it is damaged: {error}")
+            kind = next(each for each in run.deleted if each.kind == deletion.kind)
+            kind.count, kind.bytes = kind.count - 1, kind.bytes - deletion.size
 
 
-def _told(plan: RunPlan) -> PrunedRun:
-    sizes = {kind: [each.size for each in plan.deletions if each.kind == kind] for kind in KINDS}
-    kept: dict[tuple[str, str], list[str]] = {}
-    for each in plan.kept_names:
-        kept.setdefault((each.kind, each.reason), []).append(each.name)
+def _report(plan: RunPlan) -> PrunedRun:
+    sizes = {kind: [each.size for each in plan.deleted if each.kind == kind] for kind in KINDS}
     return PrunedRun(
         run=plan.store.run,
         folder=plan.store.path(),
-        removed=[PrunedKind(kind=kind, count=len(each), bytes=sum(each)) for kind, each in sizes.items() if each],
-        kept=[KeptKind(kind=kind, names=names, reason=reason) for (kind, reason), names in kept.items()],
+        deleted=[Deleted(kind=kind, count=len(each), bytes=sum(each)) for kind, each in sizes.items() if each],
+        kept=[Kept(kind=kind, names=names, reason=reason) for (kind, reason), names in plan.kept.items()],
         notes=list(plan.notes),
     )

@@ -1,4 +1,4 @@
-"""What `grpo prune` is asked for -> rules to prune by, or every mistake at once, before anything is looked at."""
+"""What `grpo prune` is asked for, as rules; every mistake is reported before anything is read."""
 
 import re
 from collections.abc import Iterator
@@ -8,33 +8,31 @@ from datetime import datetime, timedelta
 from grpo_core.errors import InputError, InputErrors
 
 POLICIES_LAST = 2
-"""Versions that stay at the end of a run, where nothing else is said."""
+"""Versions kept at the end of a run by default."""
 
 _AGE = re.compile(r"(\d{1,6})(d|h|i)")
 
 
 @dataclass(frozen=True)
 class Age:
-    """How old something must be to go.
+    """A minimum age of what is deleted.
 
     Attributes:
-        text: as it was given.
-        time: since it was made; None where iterations are meant.
-        iterations: back from the last one; None where a time is meant.
+        time: time since it was made; None for an age in iterations.
+        iterations: number of iterations back from the last one; None for an age in time.
     """
 
-    text: str
     time: timedelta | None
     iterations: int | None
 
     def reached(self, made: datetime, now: datetime, iteration: int | None = None, last: int | None = None) -> bool:
-        """Whether something is as old.
+        """Whether something is at least as old.
 
         Args:
-            made: when.
-            now: the present.
-            iteration: that it belongs to, where it belongs to one.
-            last: iteration of the run.
+            made: when it was made.
+            now: the current time.
+            iteration: the iteration that it belongs to; None if it belongs to none.
+            last: the run's last iteration.
         """
         if self.time is not None:
             return now - made >= self.time
@@ -42,19 +40,30 @@ class Age:
         return iteration is not None and last is not None and iteration <= last - self.iterations
 
 
+def read_age(text: str | None) -> Age | None:
+    """Read an age such as 30d, 12h or 20i; None for None and for any other text."""
+    found = _AGE.fullmatch(text.strip()) if text is not None else None
+    if found is None:
+        return None
+    number, unit = int(found[1]), found[2]
+    if unit == "i":
+        return Age(None, number)
+    return Age(timedelta(days=number) if unit == "d" else timedelta(hours=number), None)
+
+
 @dataclass(frozen=True)
 class PruneRequest:
-    """The options as they were given.
+    """The options of `grpo prune`: what may be deleted unless something needs it.
 
     Attributes:
         sources: runs under the root, or paths of their folders.
         root: where runs are kept.
-        policies_every: keep every so many versions; None for no such version.
-        policies_last: keep so many at the end; None for the default.
-        images_older_than: age of rollouts whose images go; None for none.
-        evaluations: whether images of evaluations go too.
-        set_aside_older_than: age of what was set aside; None for none.
-        dry_run: tell, and change nothing.
+        policies_every: keep policy versions that are multiples of it; None for no such rule.
+        policies_last: number of versions to keep at the end; None for the default.
+        images_older_than: age of rollouts whose images are deleted; None keeps all.
+        evaluations: whether images of evaluations are deleted too.
+        previous_older_than: age of folders in `previous/` and `quarantine/` that are deleted; None keeps all.
+        dry_run: report, and change nothing.
     """
 
     sources: tuple[str, ...]
@@ -63,100 +72,65 @@ class PruneRequest:
     policies_last: int | None = None
     images_older_than: str | None = None
     evaluations: bool = False
-    set_aside_older_than: str | None = None
+    previous_older_than: str | None = None
     dry_run: bool = False
 
-
-@dataclass(frozen=True)
-class PruneRules:
-    """What may go, as far as nothing needs it.
-
-    Attributes:
-        every: policy versions that are multiples of it stay; None: none for that.
-        last: versions at the end that stay; None: all stay.
-        images: age of rollouts whose images go.
-        evaluations: whether those of evaluations go too.
-        set_aside: age.
-    """
-
-    every: int | None
-    last: int | None
-    images: Age | None
-    evaluations: bool
-    set_aside: Age | None
-
-    def keeps(self, version: int) -> bool:
-        """Whether every so many versions are kept, and this is one of them."""
-        return self.every is not None and version % self.every == 0
+    @property
+    def last(self) -> int | None:
+        """Number of versions to keep at the end; None keeps all versions."""
+        if self.policies_every is None and self.policies_last is None:
+            return None
+        return self.policies_last or POLICIES_LAST
 
     @property
-    def of_policies(self) -> str:
+    def policy_rule(self) -> str:
         """The rule for policies, as options."""
-        every = f"--policies-every {self.every} " if self.every is not None else ""
-        return f"{every}--policies-last {self.last}"
+        every = f"--policies-every {self.policies_every} " if self.policies_every is not None else ""
+        return f"{every}--policies-last {self.last}" if self.last else ""
 
     @property
-    def of_images(self) -> str:
+    def image_rule(self) -> str:
         """The rule for images, as options."""
-        assert self.images is not None, "images are pruned"
-        return f"--images-older-than {self.images.text}" + (" --evaluations" if self.evaluations else "")
+        if self.images_older_than is None:
+            return ""
+        return f"--images-older-than {self.images_older_than}" + (" --evaluations" if self.evaluations else "")
 
 
-def read_rules(request: PruneRequest) -> PruneRules:
-    """The rules that the options make.
+def check_request(request: PruneRequest) -> None:
+    """Check the options.
 
     Raises:
-        InputErrors: nothing to prune by, a number below 1, an age that is none, a run named twice.
+        InputErrors: no rule, a number below 1, an age that cannot be read, a run named twice.
     """
-    problems = list(_problems(request))
-    if problems:
+    if problems := list(_problems(request)):
         raise InputErrors(problems)
-    requested = request.policies_every is not None or request.policies_last is not None
-    return PruneRules(
-        every=request.policies_every,
-        last=(request.policies_last or POLICIES_LAST) if requested else None,
-        images=_age(request.images_older_than),
-        evaluations=request.evaluations,
-        set_aside=_age(request.set_aside_older_than),
-    )
 
 
 def _problems(request: PruneRequest) -> Iterator[InputError]:
-    numbers = (("--policies-every", request.policies_every), ("--policies-last", request.policies_last))
-    ages = (
-        ("--images-older-than", request.images_older_than),
-        ("--set-aside-older-than", request.set_aside_older_than),
-    )
-    if all(value is None for _, value in (*numbers, *ages)):
+    numbers = {"--policies-every": request.policies_every, "--policies-last": request.policies_last}
+    ages = {
+        "--images-older-than": request.images_older_than,
+        "--previous-older-than": request.previous_older_than,
+    }
+    if all(value is None for value in (*numbers.values(), *ages.values())):
         hint = (
-            "Say what may go: --policies-every N, --policies-last K, --images-older-than AGE or "
-            "--set-aside-older-than AGE; --dry-run then shows what that would remove."
+            "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE or "
+            "--previous-older-than AGE; add --dry-run to see what that would delete."
         )
         yield InputError("grpo prune", "no rule", hint)
-    for option, number in numbers:
+    for option, number in numbers.items():
         if number is not None and number < 1:
-            yield InputError(option, number, "Give 1 or more; the last version always stays.")
-    for option, text in ages:
+            yield InputError(option, number, "Give 1 or more; the last version is always kept.")
+    for option, text in ages.items():
         if text is None:
             continue
-        age = _age(text)
+        age, images = read_age(text), option.startswith("--images")
         if age is None:
-            hint = "Write days or hours, as 30d or 12h"
-            back = "; or iterations back from the last, as 20i" if option.startswith("--images") else ""
-            yield InputError(option, text, f"{hint}{back}.")
-        elif age.time is None and option.startswith("--set-aside"):
-            yield InputError(option, text, "What was set aside belongs to no iteration; write days or hours, as 30d.")
+            back = "; or iterations back from the last, as 20i" if images else ""
+            yield InputError(option, text, f"Write days or hours, as 30d or 12h{back}.")
+        elif age.time is None and not images:
+            yield InputError(option, text, "These folders belong to no iteration; write days or hours, as 30d.")
     if request.evaluations and request.images_older_than is None:
         yield InputError("--evaluations", True, "Say how old their images must be with --images-older-than.")
     if len(set(request.sources)) < len(request.sources):
-        yield InputError("RUN", list(request.sources), "A run stands twice; name each once.")
-
-
-def _age(text: str | None) -> Age | None:
-    found = _AGE.fullmatch(text.strip()) if text is not None else None
-    if found is None or text is None:
-        return None
-    number, unit = int(found[1]), found[2]
-    if unit == "i":
-        return Age(text.strip(), None, number)
-    return Age(text.strip(), timedelta(days=number) if unit == "d" else timedelta(hours=number), None)
+        yield InputError("RUN", list(request.sources), "A run is named twice; name each once.")

@@ -122,7 +122,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[Re
 
 
 def open_place(name: str, run: RescoredRun) -> None:
-    """Say what the scores are of; advantages that other rewards made under the same name are set aside."""
+    """Say what the scores are of; advantages that other rewards made under the same name are moved to `previous/`."""
     store, place = run.store, rescoring_folder(name)
     requested = RewardsFile(rewards=run.rewards, advantages=run.advantages)
     content = requested.model_dump_json(indent=1).encode()
@@ -134,7 +134,7 @@ def open_place(name: str, run: RescoredRun) -> None:
     parts = (store.manifest_path(ADVANTAGES), ADVANTAGES)
     stale = [f"{place}/{each}/{part}" for each, names in held.items() for part in parts if part in names]
     if stale:
-        store.set_aside(stale, reason=f"the rewards of the rescoring {name} changed")
+        store.move_to_previous(stale, reason=f"the rewards of the rescoring {name} changed")
     store.write_file(f"{place}/{REWARDS_FILE}", content)
 
 

@@ -41,7 +41,7 @@ def report(inspection: Inspection, html: Path | None, *, to_stderr: bool) -> Non
 
 
 def show_inspection(inspection: Inspection, console: Console) -> None:
-    """Print everything: summary, curves, samples, figures, what was set aside."""
+    """Print everything: summary, curves, samples, figures, what was moved away."""
     run = inspection.run
     show_warnings(inspection.warnings, console)
     show_heading(inspection, console)
@@ -52,12 +52,12 @@ def show_inspection(inspection: Inspection, console: Console) -> None:
         console.print(_groups(inspection, console))
     if run.shown is not None:
         console.print(_figures(inspection))
-    if run.set_aside:
-        table = Table(title="Set aside", title_justify="left", box=box.SIMPLE_HEAD)
+    if run.moved:
+        table = Table(title="Quarantined and previous", title_justify="left", box=box.SIMPLE_HEAD)
         for name in ("why", "what", "where"):
             table.add_column(name, overflow="fold")
-        for aside in run.set_aside:
-            table.add_row(plain(aside.reason), plain(", ".join(aside.paths)), plain(aside.place))
+        for moved in run.moved:
+            table.add_row(plain(moved.reason), plain(", ".join(moved.paths)), plain(moved.place))
         console.print(table)
     console.print(_configuration(inspection))
 

@@ -1,4 +1,4 @@
-"""What `grpo prune` removed and kept, in the terminal."""
+"""What `grpo prune` deleted and kept, in the terminal."""
 
 from rich import box
 from rich.console import Console
@@ -11,7 +11,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_pruned(summary: PruneSummary, console: Console) -> None:
-    """Print, run by run, what went and what stayed with the reason."""
+    """Print what was deleted and what was kept with the reason, run by run."""
     for run in summary.runs:
         _show_run(run, summary.dry_run, console)
     if not summary.schedules:
@@ -22,14 +22,14 @@ def show_pruned(summary: PruneSummary, console: Console) -> None:
 
 
 def _show_run(run: PrunedRun, dry_run: bool, console: Console) -> None:
-    verb = "would go" if dry_run else "gone"
+    verb = "would be deleted" if dry_run else "deleted"
     table = Table(title=plain(f"{run.run}: {verb}"), title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("what", overflow="fold")
     table.add_column("how many", justify="right", no_wrap=True)
     table.add_column("frees", justify="right", no_wrap=True)
-    for each in run.removed:
+    for each in run.deleted:
         table.add_row(each.kind, f"{each.count:,}", size(each.bytes))
-    if not run.removed:
+    if not run.deleted:
         table.add_row("nothing", "0", size(0))
     console.print(table)
     if run.kept:

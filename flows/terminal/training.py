@@ -28,8 +28,8 @@ def show_summary(summary: TrainSummary) -> None:
         table.add_row("reward beside its guardrails", _shown(summary.watch))
     for sign in summary.hacking:
         table.add_row("stopped by the watch" if summary.stopped_early else "watch", escape(sign))
-    for reason in summary.set_aside:
-        table.add_row("set aside", escape(reason))
+    for reason in (*summary.quarantined, *summary.previous):
+        table.add_row("moved away", escape(reason))
     progress.console.print(table)
 
 

@@ -7,6 +7,7 @@ from flows.training.guardrails import write_watch_plot
 from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 
 
 class TrainSummary(RunSummary):
@@ -18,7 +19,8 @@ class TrainSummary(RunSummary):
         watch: image of the held-out reward beside its guardrails, where there are any.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
         stopped_early: the watch ended the run.
-        set_aside: what this start moved out of the way, and why.
+        quarantined: damaged files that this start moved to `quarantine/`, and why.
+        previous: what this start moved to `previous/`, made by an older configuration, and why.
     """
 
     contact_sheet: str | None
@@ -26,7 +28,8 @@ class TrainSummary(RunSummary):
     watch: str | None
     hacking: list[str]
     stopped_early: bool
-    set_aside: list[str]
+    quarantined: list[str]
+    previous: list[str]
 
 
 def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: float) -> TrainSummary:
@@ -57,5 +60,6 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: fl
         watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
         hacking=[str(sign) for sign in history.signs],
         stopped_early=history.stopped_by(run.config, policy.version),
-        set_aside=run.store.reasons,
+        quarantined=[reason for reason in run.store.reasons if reason.startswith(QUARANTINE)],
+        previous=[reason for reason in run.store.reasons if reason.startswith(PREVIOUS)],
     )

@@ -23,8 +23,7 @@ from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.retries import retry_options
 from tasks.execution.stages import Arguments, Kind, Part, Sharding, Stage, register
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.prefect_results.result_storage import current_records
-from tasks.storage.prefect_results.serializer import reference_serializer
+from tasks.storage.prefect_results import current_records, reference_serializer
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)

@@ -6,7 +6,6 @@ curve       metrics over iterations as a small drawing
 iteration   the markdown report and the table that each iteration leaves in Prefect's UI
 heldout     the held-out samples before and after training, as a sheet of images or a page of texts
 artifact_reader   artifacts verified and never touched, for looking at a run that someone else may be writing
-run_records       a run, once read
 run_view          a run's folder -> these records
 group_records     samples and their groups, once read
 group_view        samples of an iteration or an evaluation, the best and worst of each group

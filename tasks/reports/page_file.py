@@ -7,14 +7,14 @@ from pathlib import Path
 import fsspec
 
 from grpo_core.errors import InputError
-from tasks.storage.filesystem.files import write_whole
+from tasks.storage.filesystem.files import write_file_atomically
 
 
 def write_page(place: Path, page: str) -> None:
     """Write a page, whole or not at all."""
     place = place.expanduser().absolute()
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".grpo-") as scratch:
-        write_whole(fsspec.filesystem("file"), str(place), page.encode(), scratch=Path(scratch))
+        write_file_atomically(fsspec.filesystem("file"), str(place), page.encode(), scratch=Path(scratch))
 
 
 def require_page_place(html: Path) -> None:

@@ -7,7 +7,7 @@ from grpo_core.errors import InputError
 from tasks.execution.stages import SHARDS
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
+from tasks.storage.artifacts.store import QUARANTINE, ArtifactStore
 
 
 def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str) -> None:
@@ -19,16 +19,16 @@ def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str)
         folder: of the table, or of a shard of it.
 
     Raises:
-        InputError: it was there, and is set aside; the command line ends with exit code 2.
+        InputError: it was there, and is in quarantine; the command line ends with exit code 2.
     """
     pruned = store.pruned_reason(rollouts)
     table = _joined(folder)
-    aside = _set_aside(store, table) if pruned is not None else None
-    if pruned is None or aside is None:
+    quarantined = _quarantined(store, table) if pruned is not None else None
+    if pruned is None or quarantined is None:
         return
-    place, reason = aside
+    place, reason = quarantined
     hint = (
-        f"It is set aside in {store.path(place)} ({reason}) and cannot be made again: the images of {rollouts.uri} "
+        f"It is in {store.path(place)} ({reason}) and cannot be made again: the images of {rollouts.uri} "
         f"were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. Put "
         f"{store.path(table)} and {store.manifest_path(store.path(table))} back from a copy and start again, or start "
         "under another --run name, which begins anew. Other iterations are untouched."
@@ -42,11 +42,11 @@ def _joined(folder: str) -> str:
     return f"{place}/{rest.partition('/')[2]}" if found else folder
 
 
-def _set_aside(store: ArtifactStore, table: str) -> tuple[str, str] | None:
+def _quarantined(store: ArtifactStore, table: str) -> tuple[str, str] | None:
     """Where the table was put last, and why; None where it alone never was."""
-    for name in sorted(RunReader(store).names(SET_ASIDE), reverse=True):
+    for name in sorted(RunReader(store).names(QUARANTINE), reverse=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            told = json.loads(store.read_file(f"{SET_ASIDE}/{name}/reason.json") or b"{}")
+            told = json.loads(store.read_file(f"{QUARANTINE}/{name}/reason.json") or b"{}")
             if table in told["paths"] or store.manifest_path(table) in told["paths"]:
-                return f"{SET_ASIDE}/{name}", str(told["reason"])
+                return f"{QUARANTINE}/{name}", str(told["reason"])
     return None

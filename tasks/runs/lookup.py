@@ -10,7 +10,7 @@ from tasks.prompts.files import nearest_names
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.run_description import RUN_FILE
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import SEAL, load_checked
+from tasks.storage.filesystem.checked_json import CHECKSUM, load_checked
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
@@ -42,7 +42,7 @@ def require_schema(store: ArtifactStore) -> None:
     content = store.read_file(RUN_FILE) or b"{}"
     try:
         described = json.loads(content)
-        if SEAL in described:
+        if CHECKSUM in described:
             described = load_checked(content)
         version = described.get("schema_version")
     except (ValueError, TypeError, AttributeError):

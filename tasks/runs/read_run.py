@@ -25,10 +25,10 @@ from tasks.runs.layout import (
     policy_folder,
 )
 from tasks.runs.reader import RunReader, StoredArtifact
-from tasks.runs.run_view import EvaluationView, IterationView, RunView, SetAside, Stages
+from tasks.runs.run_view import EvaluationView, IterationView, RunView, MovedFiles, Stages
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE
-from tasks.storage.artifacts.store import SET_ASIDE
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 from tasks.storage.filesystem.checked_json import load_checked
 
 Found = dict[str, dict[tuple[int, str], StoredArtifact]]
@@ -77,7 +77,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         evaluations=heldout,
         policy_version=version,
         policy_digest=digest,
-        set_aside=_read_set_aside(reader),
+        moved=(*_read_moved(reader, QUARANTINE), *_read_moved(reader, PREVIOUS)),
         damages=tuple(reader.damages),
         unverified=reader.unverified,
     )
@@ -233,12 +233,12 @@ def _read_json(reader: RunReader, name: str) -> Mapping[str, Any]:
     return values if isinstance(values, Mapping) else {}
 
 
-def _read_set_aside(reader: RunReader) -> tuple[SetAside, ...]:
+def _read_moved(reader: RunReader, folder: str) -> tuple[MovedFiles, ...]:
     found = []
-    for name in reader.names(SET_ASIDE):
-        note = _read_json(reader, f"{SET_ASIDE}/{name}/reason.json")
+    for name in reader.names(folder):
+        note = _read_json(reader, f"{folder}/{name}/reason.json")
         paths = note.get("paths")
         reason = str(note.get("reason", "no reason is written"))
         moved = tuple(str(path) for path in paths) if isinstance(paths, list) else ()
-        found.append(SetAside(f"{SET_ASIDE}/{name}", reason, moved))
+        found.append(MovedFiles(f"{folder}/{name}", reason, moved))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Frozen records of a run as reports show it: its iterations, its evaluations, and what was set aside."""
+"""Frozen records of a run as reports show it: its iterations, its evaluations, and the files that were moved away."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ class EvaluationView:
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """Files that a later start of the run moved out of the way.
+class MovedFiles:
+    """Files that a later start of the run moved to `quarantine/` or `previous/`.
 
     Attributes:
         place: folder within the run.
@@ -98,7 +98,7 @@ class RunView:
         evaluations: in order of the policy version.
         policy_version: number of updates; 0 is the model as given.
         policy_digest: of that policy's weights; None where no valid file states it.
-        set_aside: in order.
+        moved: files in `quarantine/`, then those in `previous/`.
         damages: files that differ from what was written.
         unverified: number of artifacts that are not shown and were too large to verify.
     """
@@ -112,7 +112,7 @@ class RunView:
     evaluations: tuple[EvaluationView, ...]
     policy_version: int
     policy_digest: str | None
-    set_aside: tuple[SetAside, ...]
+    moved: tuple[MovedFiles, ...]
     damages: tuple[Damage, ...]
     unverified: int
 

@@ -16,7 +16,7 @@ from tests.chaos.trail import Operation, read_sight
 from tests.flows.conftest import Runs
 
 SECONDS_AT_MOST = 600.0
-_OF_SETTING_ASIDE = 14
+_OF_MOVING_AWAY = 14
 """Operations that it takes."""
 
 Arguments = Callable[[Runs, str], list[str]]
@@ -137,14 +137,14 @@ def undisturbed(start: Start, arguments: Arguments, folder: Path) -> tuple[Golde
 def random_plans(rng: random.Random, census: Census, campaign: Campaign) -> Iterator[Plan]:
     """Half of the kills at any moment, each as likely; half at any kind of operation, rare ones as likely.
 
-    After a kill between an artifact's files and its manifest, the next one hits the setting aside of what is there.
+    After a kill between an artifact's files and its manifest, the next one hits the moving away of what is there.
     """
     followed = len(campaign.falls)
     while True:
         alone, last = rng.random() < 0.5, campaign.falls[-1:]
         if last and last[0].place.step == "commit: manifest" and followed < len(campaign.falls):
             followed = len(campaign.falls)
-            yield Plan(operation=Operation("set_aside", rng.randint(1, _OF_SETTING_ASIDE)))
+            yield Plan(operation=Operation("_move_away", rng.randint(1, _OF_MOVING_AWAY)))
         elif rng.random() < 0.5:
             # Without memory of where the run is: over many starts all moments of a run are hit alike.
             yield Plan(rng.expovariate(3.0 / census.seconds), alone=alone)

@@ -20,7 +20,7 @@ _STAGES = (
 )
 # The first that is in a stack counts: what is done for another step stands before it.
 _STEPS = (
-    (":set_aside", "set aside"),
+    (":_move_away", "move away"),
     (":write_manifest", "commit: manifest"),
     (":move_folder", "commit: move into place"),
     (":clear_place", "commit: clear the place"),
@@ -28,12 +28,11 @@ _STEPS = (
     ("store.py:commit", "commit: digests and fsync"),
     ("result_storage.py:write_path", "record"),
     ("result_storage.py:read_path", "look-up"),
-    (":bring_home", "look-up"),
+    (":restore_artifact", "look-up"),
     (":clear_abandoned", "clear what was left"),
     ("run_lock.py:", "lock"),
-    ("file_lock.py:", "lock"),
     (":_write_description", "config.yaml and run.json"),
-    (":_set_other_lineage_aside", "compare with the folder"),
+    (":_move_other_lineage", "compare with the folder"),
     ("record.py:write_metrics", "metrics.parquet"),
     ("train.py:publish", "report in Prefect"),
     (":staging", "write the files"),

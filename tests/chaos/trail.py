@@ -46,7 +46,7 @@ class Operation:
 
     Attributes:
         name: what it is, by the project's functions that made it, the innermost first, such as
-            `rename: files.py:write_whole < store.py:_write_manifest < store.py:commit`; or a part of that.
+            `rename: files.py:write_file_atomically < store.py:_write_manifest < store.py:commit`; or a part of that.
         number: which one of those that have this in their name, from 1.
     """
 

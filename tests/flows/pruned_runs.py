@@ -48,19 +48,19 @@ def pruned(runs: Runs, *sources: str, **requested: Any) -> PruneSummary:
     return prune(PruneRequest(sources or (RUN,), root=str(runs.root), **requested))
 
 
-def removed(summary: PruneSummary, index: int = 0) -> dict[str, int]:
-    return {each.kind: each.count for each in summary.runs[index].removed}
+def deleted(summary: PruneSummary, index: int = 0) -> dict[str, int]:
+    return {each.kind: each.count for each in summary.runs[index].deleted}
 
 
 def kept(summary: PruneSummary, kind: str) -> dict[str, str]:
     return {name: each.reason for each in summary.runs[0].kept if each.kind == kind for name in each.names}
 
 
-def refused(**requested: Any) -> list[str]:
+def refused(**requested: Any) -> list[tuple[str, object]]:
     with pytest.raises((InputError, InputErrors)) as caught:
         prune(PruneRequest(**{"sources": (RUN,), **requested}))
     errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
-    return [str(error) for error in errors]
+    return [(error.place, error.value) for error in errors]
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:

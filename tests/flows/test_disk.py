@@ -121,7 +121,7 @@ def test_full_again_and_again_wherever_that_falls(
     assert runs.start().stages == ()
 
 
-PLACES = ("take_file", "_write_description", "write_path", "write_metrics", "commit", "staging", "set_aside", "save")
+PLACES = ("_take_file", "_write_description", "write_path", "write_metrics", "commit", "staging", "_move_away", "save")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.pruning.plan import ASIDE, CALLS, ENDS, EVALUATIONS, IMAGES, UNSCORED, VERSIONS, WRITES
+from flows.pruning.plan import CALLS, ENDS, HELDOUT_IMAGES, IMAGES, MOVED, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from tasks.runs.stored import stored_versions
@@ -25,11 +25,11 @@ from tests.flows.pruned_runs import (
     RUN,
     best,
     contents,
+    deleted,
     images,
     iteration,
     kept,
     pruned,
-    removed,
     tree,
 )
 
@@ -48,21 +48,25 @@ class TestPruned:
         assert (done.dry_run, done.model_dump(exclude={"dry_run"})) == (False, told.model_dump(exclude={"dry_run"}))
         stays = {4, best(runs)}
         assert stored_versions(ArtifactStore(str(runs.root), RUN)) == sorted(stays)
-        assert removed(done) == {VERSIONS: 4 - len(stays), IMAGES: 3, **({EVALUATIONS: 1} if best(runs) == 4 else {})}
+        assert deleted(done) == {
+            VERSIONS: 4 - len(stays),
+            IMAGES: 3,
+            **({HELDOUT_IMAGES: 1} if best(runs) == 4 else {}),
+        }
         assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [0, 0, 0, 4]
         assert kept(done, VERSIONS) == ({} if best(runs) == 4 else {"2": "it has the best held-out reward"})
-        assert set(kept(done, EVALUATIONS)) >= {"evaluations/000000"}
-        assert ENDS in kept(done, EVALUATIONS)["evaluations/000000"]
+        assert set(kept(done, HELDOUT_IMAGES)) >= {"evaluations/000000"}
+        assert ENDS in kept(done, HELDOUT_IMAGES)["evaluations/000000"]
         left = sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
         assert size - left == pytest.approx(done.bytes, rel=0.05)
         # Nothing is left to do, for it or for the run.
         after = contents(runs.root)
         again = pruned(runs, **requested)
-        assert (again.bytes, removed(again), contents(runs.root)) == (0, {}, after)
+        assert (again.bytes, deleted(again), contents(runs.root)) == (0, {}, after)
         start = runs.start(RUN, run__iterations=ITERATIONS, **EVALUATED)
         assert start.stages == ()
         assert start.summary.policy_digest == trained[1].summary.policy_digest
-        assert start.summary.set_aside == []
+        assert (start.summary.quarantined, start.summary.previous) == ([], [])
         assert start.summary.model_dump(exclude={"seconds", "folder", "contact_sheet"}) == trained[
             1
         ].summary.model_dump(exclude={"seconds", "folder", "contact_sheet"})
@@ -70,15 +74,15 @@ class TestPruned:
     def test_every_second_version_and_the_last_two(self, runs: Runs) -> None:
         done = pruned(runs, policies_every=2)
         assert stored_versions(ArtifactStore(str(runs.root), RUN)) == [2, 3, 4]
-        assert (removed(done), kept(done, VERSIONS)) == ({VERSIONS: 1}, {})
+        assert (deleted(done), kept(done, VERSIONS)) == ({VERSIONS: 1}, {})
         assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))
 
     def test_by_age(self, runs: Runs) -> None:
-        assert removed(pruned(runs, images_older_than="30d")) == {}
+        assert deleted(pruned(runs, images_older_than="30d")) == {}
         long_ago = datetime.now(UTC).timestamp() - 40 * 86400
         manifest = runs.path(iteration(2), "rollouts.manifest.json", run=RUN)
         os.utime(manifest, (long_ago, long_ago))
-        assert removed(pruned(runs, images_older_than="30d")) == {IMAGES: 1}
+        assert deleted(pruned(runs, images_older_than="30d")) == {IMAGES: 1}
         assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [4, 0, 4, 4]
 
     def test_on_a_root_that_is_no_folder(self, runs: Runs) -> None:
@@ -103,7 +107,7 @@ class TestPruned:
     def test_what_is_left_over(self, runs: Runs) -> None:
         store = ArtifactStore(str(runs.root), RUN)
         store.write_file("damaged", b"12345")
-        store.set_aside(["damaged"], reason="it is damaged")
+        store.quarantine(["damaged"], reason="it is damaged")
         long_ago = datetime.now(UTC).timestamp() - 40 * 86400
         for name in ("aa.json", "bb.json"):
             store.write_file(f".calls/{name}", b"{}")
@@ -112,11 +116,11 @@ class TestPruned:
         gone.mkdir(parents=True)
         (gone / "half").write_bytes(b"half")
         (gone.parent / "lock").touch()
-        assert removed(pruned(runs, set_aside_older_than="30d", dry_run=True)) == {CALLS: 1, WRITES: 1}
-        (reason,) = runs.path("set_aside", run=RUN).glob("*/reason.json")
+        assert deleted(pruned(runs, previous_older_than="30d", dry_run=True)) == {CALLS: 1, WRITES: 1}
+        (reason,) = runs.path("quarantine", run=RUN).glob("*/reason.json")
         os.utime(reason, (long_ago, long_ago))
-        done = pruned(runs, set_aside_older_than="30d")
-        assert removed(done) == {ASIDE: 1, CALLS: 1, WRITES: 1}
+        done = pruned(runs, previous_older_than="30d")
+        assert deleted(done) == {MOVED: 1, CALLS: 1, WRITES: 1}
         assert not gone.exists()
         assert not reason.parent.exists()
         assert [path.name for path in runs.path(".calls", run=RUN).iterdir()] == ["bb.json"]
@@ -133,7 +137,7 @@ class TestNeeded:
         config = read_config_file(store).replace(b"staleness: 0", b"staleness: 1")
         write_description(store, read_description(store), config)
         done = pruned(runs, policies_last=1, dry_run=True)
-        assert kept(done, VERSIONS)["3"] == "the next iterations are sampled by it"
+        assert kept(done, VERSIONS)["3"] == "the next iterations are sampled with it"
 
     def test_damaged_versions_do_not_count_as_the_last(self, runs: Runs) -> None:
         (weights,) = runs.path("policies", "000004", run=RUN).rglob("adapter_model.safetensors")
@@ -167,11 +171,11 @@ class TestNeeded:
     def test_what_the_present_configuration_may_take_back(self, runs: Runs) -> None:
         store = ArtifactStore(str(runs.root), RUN)
         store.write_file("was/run.json", runs.path("run.json", run=RUN).read_bytes())
-        store.set_aside(["was"], reason="the configuration changed")
-        (folder,) = runs.path("set_aside", run=RUN).iterdir()
+        store.move_to_previous(["was"], reason="the configuration changed")
+        (folder,) = runs.path("previous", run=RUN).iterdir()
         (folder / "was" / "run.json").rename(folder / "run.json")
-        done = pruned(runs, set_aside_older_than="0d")
-        assert list(kept(done, ASIDE)) == [f"set_aside/{folder.name}"]
+        done = pruned(runs, previous_older_than="0d")
+        assert list(kept(done, MOVED)) == [f"previous/{folder.name}"]
         assert folder.exists()
 
 
@@ -181,7 +185,7 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
     assert (told["dry_run"], [each["run"] for each in told["runs"]]) == (True, [RUN])
-    assert "would go" in result.stderr
+    assert "would be deleted" in result.stderr
     assert VERSIONS in result.stderr
     assert "nothing was changed" in result.stderr
 
@@ -189,6 +193,7 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
 def test_texts_have_no_images(empty: Runs) -> None:
     store = ArtifactStore(str(empty.root), "text")
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
-    write_description(store, {}, yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode())
+    store.write_file("config.yaml", yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode())
+    store.write_file("run.json", b"{}")
     summary = prune(PruneRequest(("text",), root=str(empty.root), images_older_than="0i"))
     assert summary.runs[0].notes == ["its rollouts are texts, which have no images"]

@@ -13,7 +13,7 @@ from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError
 from tests.flows import pruned_runs
 from tests.flows.conftest import Runs, Start
-from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, best, images, iteration, kept, pruned, removed
+from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, best, deleted, images, iteration, kept, pruned
 
 trained, runs = pruned_runs.trained, pruned_runs.runs
 PRUNES = {"policies_last": 1, "images_older_than": "1i"}
@@ -44,7 +44,7 @@ def test_damaged_manifests_of_what_was_pruned(runs: Runs, trained: tuple[Runs, S
     assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
     assert [path.read_bytes() for path in manifests] == whole
     assert sum("took its place" in reason for reason in runs.reasons(RUN)) == len(manifests)
-    assert again(runs).summary.set_aside == []
+    assert again(runs).summary.quarantined == []
 
 
 def test_without_its_description_what_was_pruned_comes_back(runs: Runs, trained: tuple[Runs, Start]) -> None:
@@ -71,9 +71,9 @@ class TestScoresOfRemovedImages:
         for _ in range(2):
             with pytest.raises(InputError) as caught:
                 again(runs)
-        (aside,) = runs.path("set_aside", run=RUN).iterdir()
+        (aside,) = runs.path("quarantine", run=RUN).iterdir()
         told = str(caught.value)
-        assert told.startswith(f"{RUN}/{table}: got 'damaged'. It is set aside in {aside} (scores.parquet has sha256 ")
+        assert told.startswith(f"{RUN}/{table}: got 'damaged'. It is in {aside} (scores.parquet has sha256 ")
         assert f"the images of {RUN}/{iteration(2)}/rollouts were removed by `grpo prune --images" in told
         assert "start under another --run name, which begins anew. Other iterations are untouched." in told
         # As it says; a copy of the run has them.
@@ -110,13 +110,13 @@ def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], o
     left = part.read_bytes() if part.exists() else None
     told = pruned(runs, dry_run=True, **PRUNES)
     done = pruned(runs, **PRUNES)
-    assert removed(done)[VERSIONS] == removed(told)[VERSIONS]
-    assert (removed(done)[IMAGES], removed(told)[IMAGES]) == (2, 3)
+    assert deleted(done)[VERSIONS] == deleted(told)[VERSIONS]
+    assert (deleted(done)[IMAGES], deleted(told)[IMAGES]) == (2, 3)
     (note,) = [each for each in done.runs[0].notes if "damaged" in each]
-    assert f"{RUN}/{iteration(1)}/rollouts: a file of it is changed or missing" in note
+    assert f"{RUN}/{iteration(1)}/rollouts: one of its files is changed or missing" in note
     assert kept(done, IMAGES) == kept(told, IMAGES)
     # It is for the next start to move it.
-    assert not runs.path("set_aside", run=RUN).exists()
+    assert not runs.path("quarantine", run=RUN).exists()
     with contextlib.suppress(FileNotFoundError):
         assert part.read_bytes() == left
 

@@ -1,7 +1,6 @@
 """Readers of a pruned run: told what is gone, or kept what they will need; and prunes that are refused."""
 
 import asyncio
-import os
 import shutil
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,7 +19,7 @@ from flows.command_line.main import application
 from flows.evaluation.request import EvaluateRequest
 from flows.inspection.inspect_run import inspect_run
 from flows.pruning.plan import IMAGES, VERSIONS
-from flows.pruning.request import PruneRequest, read_rules
+from flows.pruning.request import PruneRequest
 from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
 from flows.replay.request import ReplayRequest, plan_replay
 from flows.rescoring.request import RescoreRequest, plan_rescore
@@ -39,10 +38,10 @@ from tests.flows.pruned_runs import (
     RUN,
     SSIM,
     contents,
+    deleted,
     kept,
     pruned,
     refused,
-    removed,
     tree,
 )
 
@@ -120,23 +119,22 @@ class TestScheduled:
         told = pruned(runs, **requested)
         assert "the schedule of grpo train/pruned evaluates it" in kept(told, VERSIONS)["3"]
         assert "1" not in kept(told, VERSIONS)
-        assert removed(told)[IMAGES] == 4
+        assert deleted(told)[IMAGES] == 4
         schedule(f"{RESCORE}/pruned-nightly", active=True)
         schedule(f"{EVALUATE}/pruned", active=True, parameters={"request": {**asked_of(runs), "policy": 1}})
         told = pruned(runs, **requested)
         assert told.schedules
         assert kept(told, VERSIONS)["1"] == "the schedule of grpo evaluate/pruned evaluates it"
-        assert IMAGES not in removed(told)
+        assert IMAGES not in deleted(told)
         assert set(kept(told, IMAGES).values()) == {"the schedule of grpo rescore/pruned-nightly scores them again"}
         for name in (f"{RESCORE}/pruned-nightly", f"{EVALUATE}/pruned"):
             schedule(name, active=False)
-        assert removed(pruned(runs, **requested))[IMAGES] == 4
+        assert deleted(pruned(runs, **requested))[IMAGES] == 4
 
     def test_a_server_that_does_not_answer(self, runs: Runs) -> None:
         before = tree(runs.root)
         with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-            (told,) = refused(root=str(runs.root), policies_last=1)
-        assert "PREFECT_API_URL: got 'http://127.0.0.1:9/api'. No server answers there" in told
+            assert refused(root=str(runs.root), policies_last=1) == [("PREFECT_API_URL", "http://127.0.0.1:9/api")]
         assert tree(runs.root) == before
         with temporary_settings({PREFECT_API_URL: None}):
             assert not pruned(runs, policies_last=1, dry_run=True).schedules
@@ -181,23 +179,24 @@ def schedule(name: str, *, active: bool, parameters: dict[str, Any] | None = Non
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("requested", "told"),
+        ("requested", "place", "value"),
         [
-            ({}, "grpo prune: got 'no rule'. Say what may go"),
-            ({"policies_every": 0}, "--policies-every: got 0. Give 1 or more"),
-            ({"policies_last": 0}, "--policies-last: got 0. Give 1 or more"),
-            ({"images_older_than": "a month"}, "--images-older-than: got 'a month'. Write days or hours"),
-            ({"images_older_than": "-3d"}, "--images-older-than: got '-3d'"),
-            ({"set_aside_older_than": "3i"}, "--set-aside-older-than: got '3i'. What was set aside belongs to no"),
-            ({"evaluations": True, "policies_last": 1}, "--evaluations: got True. Say how old"),
-            ({"sources": (RUN, RUN), "policies_last": 1}, "A run stands twice"),
-            ({"sources": ("prune",), "policies_last": 1}, "RUN: got 'prune'. Runs in"),
+            ({}, "grpo prune", "no rule"),
+            ({"policies_every": 0}, "--policies-every", 0),
+            ({"policies_last": 0}, "--policies-last", 0),
+            ({"images_older_than": "a month"}, "--images-older-than", "a month"),
+            ({"images_older_than": "-3d"}, "--images-older-than", "-3d"),
+            ({"previous_older_than": "3i"}, "--previous-older-than", "3i"),
+            ({"evaluations": True, "policies_last": 1}, "--evaluations", True),
+            ({"sources": (RUN, RUN), "policies_last": 1}, "RUN", [RUN, RUN]),
+            ({"sources": ("prune",), "policies_last": 1}, "RUN", "prune"),
         ],
     )
-    def test_in_one_message(self, trained: tuple[Runs, Start], requested: dict[str, Any], told: str) -> None:
+    def test_with_place_and_value(
+        self, trained: tuple[Runs, Start], requested: dict[str, Any], place: str, value: object
+    ) -> None:
         before = tree(trained[0].root)
-        (message,) = refused(root=str(trained[0].root), **requested)
-        assert told in message
+        assert refused(root=str(trained[0].root), **requested) == [(place, value)]
         assert tree(trained[0].root) == before
 
     def test_by_the_program_with_exit_code_2(self, trained: tuple[Runs, Start]) -> None:
@@ -208,17 +207,15 @@ class TestRefused:
     def test_while_somebody_writes(self, runs: Runs, place: str) -> None:
         before = contents(runs.root)
         with locked(ArtifactStore(str(runs.root), RUN), place, setting="run.name", value=RUN):
-            (told,) = refused(root=str(runs.root), policies_last=1)
-            assert "It is being written by" in told
-            assert f"process {os.getpid()}" in told
-            assert removed(pruned(runs, policies_last=1, dry_run=True))
+            assert refused(root=str(runs.root), policies_last=1) == [("RUN", f"{RUN}/{place}".rstrip("/"))]
+            assert deleted(pruned(runs, policies_last=1, dry_run=True))
         assert contents(runs.root) == before
 
 
 def test_rules_have_defaults() -> None:
-    assert read_rules(PruneRequest(("a",), policies_every=5)).last == 2
-    assert read_rules(PruneRequest(("a",), policies_last=7)).last == 7
-    assert read_rules(PruneRequest(("a",), images_older_than="3d")).last is None
+    assert PruneRequest(("a",), policies_every=5).last == 2
+    assert PruneRequest(("a",), policies_last=7).last == 7
+    assert PruneRequest(("a",), images_older_than="3d").last is None
 
 
 def test_a_flow_of_each_kind_is_known() -> None:

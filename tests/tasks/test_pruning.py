@@ -24,10 +24,8 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.checkout import CHECKOUT
 from tasks.execution.pool import CALLS
-from tasks.pruning.images import image_bytes, remove_images, strip_images
-from tasks.pruning.leftovers import abandoned_writes, old_calls
-from tasks.pruning.prunable import State, look_at
-from tasks.pruning.set_aside import folders_set_aside, remove_folder
+from tasks.pruning.artifacts import delete_images, find_prunable, image_bytes, strip_images
+from tasks.pruning.leftovers import abandoned_writes, delete_moved, moved_folders, old_calls
 from tasks.reports.images import SheetRow, contact_sheet
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
@@ -105,12 +103,12 @@ class TestImages:
         held = commit(store)
         told, sizes = image_bytes(store, held), [total(store)]
         assert told > GROUPS * SIBLINGS * 20_000
-        remove_images(store, held, PRUNED)
+        delete_images(store, held, PRUNED)
         sizes.append(total(store))
         assert sizes[0] - sizes[1] == pytest.approx(told, rel=0.02)
-        gone = look_at(store, FOLDER)
+        gone = find_prunable(store, FOLDER)
         assert gone is not None
-        assert (gone.state, image_bytes(store, gone)) == (State.PRUNED, 0)
+        assert (gone.is_complete, gone.half_pruned, image_bytes(store, gone)) == (False, False, 0)
         assert gone.reference.digest == held.reference.digest
         assert store.restore_artifact(held.reference) == held.reference
 
@@ -130,9 +128,9 @@ def commit(store: ArtifactStore):  # type: ignore[no-untyped-def]
         store.commit(
             staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={"num_tokens": 1}
         )
-    held = look_at(store, FOLDER)
+    held = find_prunable(store, FOLDER)
     assert held is not None
-    assert held.state is State.WHOLE
+    assert held.is_complete
     return held
 
 
@@ -150,29 +148,29 @@ def test_a_contact_sheet_says_where_a_image_was() -> None:
     assert sheet.crop((230, 52, left - 20, sheet.height)).getcolors(1 << 20)[1:]
 
 
-class TestSetAside:
+class TestMovedFolders:
     def test_age_size_and_whether_the_run_may_take_it_back(self, store: ArtifactStore) -> None:
         store.write_file("run.json", dump_checked({"lineage": "a"}))
         store.write_file("policies/x", b"12345")
-        store.set_aside(["run.json", "policies"], reason="the configuration changed")
+        store.move_to_previous(["run.json", "policies"], reason="the configuration changed")
         store.write_file("run.json", dump_checked({"lineage": "b"}))
         store.write_file("damaged", b"1")
-        store.set_aside(["damaged"], reason="it is damaged")
-        first, second = folders_set_aside(store)
-        assert (first.returns, second.returns) == (False, False)
+        store.quarantine(["damaged"], reason="it is damaged")
+        first, second = moved_folders(store)
+        assert (first.restorable, second.restorable) == (False, False)
         assert first.size > second.size > 1
         assert datetime.now(UTC) - first.since < timedelta(minutes=5)
         store.write_file("run.json", dump_checked({"lineage": "a"}))
-        assert [each.returns for each in folders_set_aside(store)] == [True, False]
-        remove_folder(store, second.folder)
-        assert folders_set_aside(store) == [folders_set_aside(store)[0]]
+        assert [each.restorable for each in moved_folders(store)] == [True, False]
+        delete_moved(store, second.folder)
+        assert moved_folders(store) == [moved_folders(store)[0]]
         assert not store.filesystem.exists(store.path(second.folder))
 
     def test_an_ended_removal_is_gone_on_with(self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("x", "y"):
             store.write_file(f"policies/{name}", b"1")
-        store.set_aside(["policies"], reason="the configuration changed")
-        (whole,) = folders_set_aside(store)
+        store.move_to_previous(["policies"], reason="the configuration changed")
+        (whole,) = moved_folders(store)
         real, removed = type(store.filesystem).rm_file, []
 
         def ended(self, path):  # type: ignore[no-untyped-def]
@@ -184,16 +182,17 @@ class TestSetAside:
         with monkeypatch.context() as patch:
             patch.setattr(type(store.filesystem), "rm_file", ended)
             with pytest.raises(KeyboardInterrupt):
-                remove_folder(store, whole.folder)
-        (left,) = folders_set_aside(store)
+                delete_moved(store, whole.folder)
+        (left,) = moved_folders(store)
         assert (left.folder, left.since) == (whole.folder, whole.since)
-        remove_folder(store, left.folder)
-        assert folders_set_aside(store) == []
+        delete_moved(store, left.folder)
+        assert moved_folders(store) == []
 
 
 WRITER = """
 import sys, time
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.checked_json import dump_checked
 with ArtifactStore(sys.argv[1], "run").staging() as staged:
     (staged / "half").write_bytes(b"half")
     print("writing", flush=True)

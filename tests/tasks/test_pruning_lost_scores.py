@@ -1,21 +1,28 @@
 """Scores that are to be made a second time when the images are gone."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_core.errors import InputError
 from tasks.rewards.lost import refuse_lost_scores
+from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.storage import made_artifacts as artifacts
 from tests.tasks.storage.made_artifacts import FOLDER, commit
 
-store = artifacts.store
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(str(tmp_path), "run")
+
+
 TABLE = "iteration_000001/rewards/ssim"
 SHARD = "iteration_000001/shards/01of02/rewards/ssim"
 PRUNED = {"removed": "images", "by": "grpo prune --images-older-than 1i", "on": "2026-01-01"}
 
 
 @pytest.mark.parametrize("folder", [TABLE, SHARD])
-def test_a_table_that_was_set_aside_is_told_with_the_last_reason(store: ArtifactStore, folder: str) -> None:
+def test_a_quarantined_table_is_named_with_the_last_reason(store: ArtifactStore, folder: str) -> None:
     rollouts = commit(store)
     for reason in ("a bit fell", "it was cut short"):
         commit(store, TABLE)
@@ -24,7 +31,7 @@ def test_a_table_that_was_set_aside_is_told_with_the_last_reason(store: Artifact
     refuse_lost_scores(store, rollouts, folder)
     with store.staging() as staged:
         (staged / "part-00000.parquet").write_bytes(b"less")
-        store.replace_artifact(rollouts, staged, pruned=PRUNED)
+        replace_artifact(store, rollouts, staged, pruned=PRUNED)
     with pytest.raises(InputError) as caught:
         refuse_lost_scores(store, rollouts, folder)
     assert caught.value.place == f"run/{TABLE}"
@@ -33,12 +40,12 @@ def test_a_table_that_was_set_aside_is_told_with_the_last_reason(store: Artifact
     assert f"Put {store.path(TABLE)} and {store.path(TABLE)}.manifest.json back" in caught.value.hint
 
 
-def test_what_was_never_scored_or_went_aside_with_its_run_is_not_meant(store: ArtifactStore) -> None:
+def test_what_was_never_scored_or_moved_with_its_run_is_not_meant(store: ArtifactStore) -> None:
     rollouts = commit(store)
     store.write_file("iteration_000001/rewards/psnr/scores.parquet", b"x")
-    store.set_aside(["iteration_000001"], reason="the configuration changed")
+    store.move_to_previous(["iteration_000001"], reason="the configuration changed")
     rollouts = commit(store)
-    store.replace_artifact(rollouts, None, pruned=PRUNED)
-    store.write_file("set_aside/0009-zzz/reason.json", b"[]")
+    replace_artifact(store, rollouts, None, pruned=PRUNED)
+    store.write_file("quarantine/0009-zzz/reason.json", b"[]")
     for folder in (TABLE, "iteration_000001/rewards/psnr", SHARD):
         refuse_lost_scores(store, rollouts, folder)

@@ -80,7 +80,7 @@ def corrupt(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [corrupt, Path.unlink])
-def test_damaged_input_is_refused_by_name_and_set_aside(store: ArtifactStore, damage: Callable[[Path], None]) -> None:
+def test_damaged_input_is_refused_by_name_and_quarantined(store: ArtifactStore, damage: Callable[[Path], None]) -> None:
     rollouts = collect(base(), plan())
     damage(Path(store.path(f"{rollouts.folder}/part-00000.parquet")))
     with pytest.raises(

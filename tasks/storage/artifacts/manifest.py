@@ -1,53 +1,63 @@
-"""The file that makes a folder an artifact: what it is, and the sha256 of every file in it, under a seal of its own."""
+"""The file that makes a folder an artifact: a description, the sha256 of every file in it, and a checksum."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from tasks.storage.artifacts.names import stays_inside
-from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.reference import ArtifactRef, stays_inside
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 
-FILES, FORMER, PRUNED, LEAVING = "files", "previous", "pruned", "leaving"
-_BESIDE_THE_REFERENCE = (FILES, FORMER, PRUNED, LEAVING)
+MANIFEST_ENDING = ".manifest.json"
+FILES, PREVIOUS, PRUNED, REPLACED = "files", "previous", "pruned", "replaced"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The content of a manifest.
 
     Attributes:
-        content: its bytes.
         described: fields of the reference, all but its uri and sha256.
         files: sha256 by name within the artifact's folder.
-        previous: sha256 of the manifests that it succeeded; references to them mean this one.
-        pruned: what was taken away from the artifact and why; None while it is as its stage made it.
-        leaving: files that are being replaced or removed, as they were. A process may have been killed amid that.
+        previous: sha256 of the manifests that this one replaced; references to them mean this one.
+        pruned: what was deleted from the artifact and why (a tombstone); None while it is as its stage made it.
+        replaced: sha256 of the files that were replaced by smaller ones or deleted. A replaced file is valid in both
+            forms, since the process that replaces it may be killed halfway.
     """
 
-    content: bytes
     described: Mapping[str, Any]
     files: Mapping[str, str]
     previous: tuple[str, ...] = ()
     pruned: Mapping[str, Any] | None = None
-    leaving: Mapping[str, str] | None = None
+    replaced: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def content(self) -> bytes:
+        """The bytes of the manifest's file.
+
+        Raises:
+            ValueError: a metric is not finite.
+        """
+        optional = {PREVIOUS: list(self.previous), PRUNED: self.pruned, REPLACED: dict(self.replaced)}
+        present = {name: value for name, value in optional.items() if value not in ([], None, {})}
+        return dump_checked({**self.described, FILES: dict(self.files), **present})
 
     @property
     def sha256(self) -> str:
-        """Of the manifest itself."""
+        """Digest of the manifest itself."""
         return hashlib.sha256(self.content).hexdigest()
 
     def reference(self, uri: str) -> ArtifactRef:
-        """The reference that stands for the artifact at `uri`.
+        """Make the reference that stands for the artifact at `uri`.
 
         Raises:
             ValueError: the manifest describes no artifact.
         """
         return ArtifactRef(uri=uri, sha256=self.sha256, **self.described)
 
-    def answers(self, reference: ArtifactRef) -> bool:
-        """Whether the reference means this manifest, or one that it succeeded."""
+    def matches(self, reference: ArtifactRef) -> bool:
+        """Whether the reference means this manifest, or one that it replaced."""
         known = (self.sha256, *self.previous)
         return reference.sha256 in known and self.described.get("digest") == reference.digest
 
@@ -59,56 +69,22 @@ class Manifest:
 
     def accepted(self, name: str) -> frozenset[str]:
         """The sha256 that a file may have."""
-        return frozenset({self.files[name]} | {(self.leaving or {}).get(name, self.files[name])})
-
-    def succeeding(
-        self,
-        other: "Manifest",
-        *,
-        pruned: Mapping[str, Any] | None = None,
-        leaving: Mapping[str, str] | None = None,
-    ) -> "Manifest":
-        """The same, so that references to `other` mean it too."""
-        previous = tuple(dict.fromkeys((other.sha256, *other.previous, *self.previous)))
-        return written(self.described, self.files, previous=previous, pruned=pruned, leaving=leaving)
-
-
-def written(
-    described: Mapping[str, Any],
-    files: Mapping[str, str],
-    *,
-    previous: Sequence[str] = (),
-    pruned: Mapping[str, Any] | None = None,
-    leaving: Mapping[str, str] | None = None,
-) -> Manifest:
-    """A manifest with its bytes."""
-    beside: dict[str, Any] = {FILES: dict(files)}
-    beside |= {FORMER: list(previous)} if previous else {}
-    beside |= {PRUNED: dict(pruned)} if pruned is not None else {}
-    beside |= {LEAVING: dict(leaving)} if leaving is not None else {}
-    return Manifest(dump_checked({**described, **beside}), described, files, tuple(previous), pruned, leaving)
+        return frozenset({self.files[name], self.replaced.get(name, self.files[name])})
 
 
 def read_manifest(content: bytes) -> Manifest:
-    """A manifest from its bytes.
+    """Read a manifest from its bytes.
 
     Raises:
         ValueError: it is no manifest, not as it was written, or names a file outside of its folder.
     """
     found = load_checked(content)
-    described = {name: value for name, value in found.items() if name not in _BESIDE_THE_REFERENCE}
-    leaving, pruned, previous = found.get(LEAVING), found.get(PRUNED), found.get(FORMER, [])
+    files, replaced = _checked(found.pop(FILES, None)), _checked(found.pop(REPLACED, {}))
+    previous, pruned = found.pop(PREVIOUS, []), found.pop(PRUNED, None)
     known = isinstance(previous, list) and all(isinstance(each, str) for each in previous)
     if not known or not isinstance(pruned, Mapping | None):
-        raise ValueError("the manifest has entries of another kind than it should")
-    return Manifest(
-        content,
-        described,
-        _checked(found.get(FILES)),
-        tuple(previous),
-        pruned,
-        None if leaving is None else _checked(leaving),
-    )
+        raise ValueError("the manifest has entries of the wrong kind")
+    return Manifest(found, files, tuple(previous), pruned, replaced)
 
 
 def _checked(files: object) -> Mapping[str, str]:

@@ -1,8 +1,10 @@
 """The small record that stands for an artifact between tasks: never the data, never a path of one machine."""
 
+import unicodedata
+
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from tasks.storage.artifacts.names import stays_inside
+from grpo_core.errors import InputError
 
 
 class ArtifactRef(BaseModel):
@@ -10,12 +12,12 @@ class ArtifactRef(BaseModel):
 
     Attributes:
         uri: folder of the artifact relative to the storage root, `<run>/iteration_000001/rollouts`.
-        sha256: of the artifact's manifest, which holds the sha256 of every file.
-        digest: of the values that later stages depend on; measured times are not among them.
-        schema_version: of the files' layout.
-        rows: samples.
-        seconds: that the stage took when it ran.
-        metrics: the stage's figures.
+        sha256: digest of the artifact's manifest, which lists the sha256 of every file.
+        digest: digest of the values that later stages depend on; measured times are not among them.
+        schema_version: version of the files' layout.
+        rows: number of samples.
+        seconds: time that the stage took when it ran.
+        metrics: the stage's metrics.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,10 +52,10 @@ class PolicyRef(BaseModel):
     """One version of the policy.
 
     Attributes:
-        version: updates made so far; 0 is the model as it was given.
-        digest: of the weights that sample: the given model's for version 0, the trained part's afterwards.
+        version: number of updates made so far; 0 is the initial model.
+        digest: digest of the weights that sample: those of the initial model for version 0, of the trained part later.
         checkpoint: weights, optimizer and schedule; None for version 0.
-        reference_digest: of the reference's weights; None while it is the model as it was given.
+        reference_digest: digest of the reference's weights; None while that is the initial model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,3 +68,14 @@ class PolicyRef(BaseModel):
 
 class StaleReferenceError(ValueError):
     """What a reference stands for is missing, or no longer what it was."""
+
+
+class PrunedArtifactError(InputError):
+    """The artifact's files were deleted on purpose; the command line ends with exit code 2."""
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a relative name, taken part by part, stays in the folder that it is looked up in."""
+    if "\\" in name or any(unicodedata.category(letter) == "Cc" for letter in name):
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/"))

@@ -1,147 +1,137 @@
-"""Files of an artifact replaced or removed while everything that refers to it stays right.
+"""Files of an artifact replaced or deleted under a tombstone, while every reference to the artifact stays valid.
 
-The manifest goes first and names the files both as they are to be and as they were, so a reader finds a whole artifact
-at every moment in between; when all is done, a last manifest names what is left, of which a copy is kept. A process
-that is killed amid that is made up for by doing it again.
+The tombstone is a manifest that names what it replaced, what was deleted and why. It is written first and accepts each
+replaced file both as it was and as it will be, so a killed process leaves a valid artifact and pruning again finishes
+the work. A copy is kept: nothing else says that the files were deleted on purpose, and they cannot be made again.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fsspec
+from tasks.storage.artifacts.manifest import Manifest, read_manifest
+from tasks.storage.artifacts.reference import ArtifactRef, PrunedArtifactError, StaleReferenceError
+from tasks.storage.filesystem.failures import translate_remote_errors
+from tasks.storage.filesystem.files import files_below, hashes_of, is_local, settle_folder
+from tasks.storage.filesystem.run_folder import PREVIOUS
 
-from grpo_core.errors import InputError
-from tasks.storage.artifacts.commit import upload, write_manifest
-from tasks.storage.artifacts.lineage import LINEAGE
-from tasks.storage.artifacts.manifest import Manifest, read_manifest, written
-from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
-from tasks.storage.artifacts.verified_folder import ValidFolder
-from tasks.storage.filesystem.files import files_below, fsync_path, is_local, settle_folder, sha256_of
-from tasks.storage.filesystem.run_folder import SET_ASIDE
+if TYPE_CHECKING:
+    from tasks.storage.artifacts.store import ArtifactStore
 
-COPIES = ".pruned"
-"""Folder of a run with a copy of the manifest of each artifact that lost files."""
-
-
-class PrunedArtifactError(InputError):
-    """What is asked for was taken away on purpose; the command line ends with exit code 2."""
+LINEAGE = "lineage"
+_COPIES = ".pruned"
+"""Folder of a run with a copy of each tombstone."""
 
 
-def pruned_error(store: ValidFolder, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
-    """Says that the artifact's files are gone, and what can be done."""
-    # One that was set aside would come back.
-    aside = sorted(store.filesystem.glob(f"{store.root}/{reference.run}/{SET_ASIDE}/*"))
-    places = [f"{each}/{reference.folder}" for each in aside]
-    matching_manifest = [place for place in places if isinstance(store.matching_manifest(place, reference), Manifest)]
-    manifests = [store.manifest_path(place) for place in (f"{store.root}/{reference.uri}", *matching_manifest)]
-    hint = (
-        "Its files were removed by `grpo prune`. Ask for one that is kept; or, to have it made again, remove "
-        f"{' and '.join(manifests)} and start the run again."
-    )
-    said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}
-    return PrunedArtifactError(reference.uri, said, hint)
-
-
-def replace_folder(
-    store: ValidFolder, reference: ArtifactRef, staged: Path | None, pruned: Mapping[str, Any], scratch: Path
-) -> Manifest:
-    """Put the staged files in the place of the artifact's; the manifest that stands afterwards.
+def replace_artifact(
+    store: ArtifactStore, reference: ArtifactRef, staged: Path | None, *, pruned: Mapping[str, Any]
+) -> ArtifactRef:
+    """Replace the files of an artifact of the run by fewer or smaller ones.
 
     Args:
-        store: the run of the artifact.
-        reference: to it, or to one that it succeeded.
-        staged: the files that are left, each by its previous name; None leaves none.
-        pruned: what was taken away and why, as JSON values.
-        scratch: folder of this process on the root's disk.
+        store: the run.
+        reference: the artifact, or one that it replaced.
+        staged: the files that are left, by their previous names, in a folder of `staging`; None leaves none.
+        pruned: what is deleted and why, as JSON values.
 
     Raises:
-        StaleReferenceError: what stands there is not what the reference says.
+        StaleReferenceError: the artifact there is not what the reference says.
         ValueError: a file that the artifact never had.
+        StorageError: a disk or a bucket refuses it.
     """
-    files = files_below(staged) if staged is not None else {}
-    local = fsspec.filesystem("file")
-    hashes = {name: sha256_of(local, str(file)) for name, file in files.items()}
+    files, hashes = (files_below(staged), hashes_of(staged)) if staged is not None else ({}, {})
     if staged is not None and is_local(store.filesystem):
         settle_folder(staged)
     place = store.path(reference.folder)
-    with store.alone():
-        present, found = _present(store, place, reference)
-        if present.leaving is None and dict(present.files) == hashes and present.pruned == pruned:
-            return present
-        if unknown := sorted(set(hashes) - set(found)):
-            raise ValueError(f"{reference.uri} has no {unknown[0]}; what succeeds it has its files or fewer")
-        leaving = {**(present.leaving or {}), **found}
-        kept = written(present.described, hashes)
-        amid = kept.succeeding(present, pruned=pruned, leaving=leaving)
-        write_manifest(store, reference.folder, amid, scratch)
+    with store.staging() as scratch, translate_remote_errors(store.filesystem, store.root), store.commit_lock():
+        manifest = store.matching_manifest(place, reference)
+        if isinstance(manifest, str):
+            raise StaleReferenceError(f"{reference.uri}: {manifest}")
+        if damage := store.files.damage(place, manifest):
+            raise StaleReferenceError(f"{reference.uri}: {damage}")
+        if unknown := sorted(set(hashes) - set(manifest.files)):
+            raise ValueError(f"{reference.uri} has no {unknown[0]}; what replaces it has its files or fewer")
+        current = {name: store.files.sha256(f"{place}/{name}") for name in manifest.files}
+        if manifest.pruned != pruned or manifest.files != hashes:
+            replaced = {**manifest.replaced, **current}
+            replaced = {name: sha256 for name, sha256 in replaced.items() if sha256 != hashes.get(name)}
+            previous = (manifest.sha256, *manifest.previous)
+            manifest = Manifest(manifest.described, hashes, previous, pruned, replaced)
+            store.write_file(_copy_of(reference), manifest.content)
+            store.write_manifest(reference.folder, manifest, scratch)
         for name, file in files.items():
-            _replace(store, file, f"{place}/{name}")
-        for name in sorted(set(leaving) - set(hashes)):
-            _remove(store, f"{place}/{name}")
-        done = kept.succeeding(amid, pruned=pruned)
-        store.write_file(_copy_of(reference), done.content)
-        write_manifest(store, reference.folder, done, scratch)
-    return done
+            if current[name] != hashes[name]:
+                store.put_file(file, f"{place}/{name}", hashes[name])
+        for name in _left_over(store, place, manifest):
+            store.filesystem.rm_file(f"{place}/{name}")
+    return manifest.reference(f"{store.run}/{reference.folder}")
 
 
-def _copy_of(reference: ArtifactRef) -> str:
-    return f"{COPIES}/{reference.folder}.json"
+def is_half_pruned(store: ArtifactStore, folder: str, manifest: Manifest) -> bool:
+    """Whether a process was killed while it pruned the artifact in this folder of the run."""
+    if manifest.pruned is None:
+        return False
+    place = store.path(folder)
+    if _left_over(store, place, manifest):
+        return True
+    replaced = [name for name in manifest.replaced if name in manifest.files]
+    return any(store.files.sha256(f"{place}/{name}") == manifest.replaced[name] for name in replaced)
 
 
-def restored_manifest(store: ValidFolder, reference: ArtifactRef) -> Manifest | None:
-    """The manifest of a pruned artifact of this run, put back in its place where it was damaged; None if it is not.
+def restored_tombstone(store: ArtifactStore, reference: ArtifactRef) -> Manifest | None:
+    """Put the damaged manifest of a pruned artifact of this run back from its copy; None if that is impossible.
 
-    Without it nothing would say that the artifact is lacking files on purpose, and what is gone cannot be made again.
-    A manifest that is missing stays so: whoever removes it wants the artifact to be made again.
+    A missing manifest is not put back: whoever removes it wants the artifact to be made again.
     """
-    path = store.manifest_path(reference.folder)
+    path, place = store.manifest_path(reference.folder), store.path(reference.folder)
     if reference.run != store.run or not _is_damaged(store.read_file(path)):
         return None
     try:
         manifest = read_manifest(store.read_file(_copy_of(reference)) or b"")
     except (ValueError, TypeError):
         return None
-    place = store.path(reference.folder)
-    if not manifest.answers(reference) or store.files.damage(place, manifest) is not None:
+    if not manifest.matches(reference) or store.files.damage(place, manifest) is not None:
         return None
-    with store.staging() as scratch, store.alone():
+    with store.staging() as scratch, store.commit_lock():
         if _is_damaged(store.read_file(path)):
-            store.set_aside([path], reason=f"{path} is damaged; {_copy_of(reference)} took its place", kept_names=True)
-            write_manifest(store, reference.folder, manifest, scratch)
+            store.quarantine([path], reason=f"{path} is damaged; {_copy_of(reference)} took its place", copy=True)
+            store.write_manifest(reference.folder, manifest, scratch)
     return manifest
 
 
+def pruned_error(store: ArtifactStore, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
+    """Make the error which says that an artifact's files were deleted, and what can be done."""
+    # One in previous/ would be restored.
+    folders = sorted(store.filesystem.glob(f"{store.root}/{reference.run}/{PREVIOUS}/*"))
+    places = [f"{store.root}/{reference.uri}", *(f"{folder}/{reference.folder}" for folder in folders)]
+    manifests = [
+        store.manifest_path(place)
+        for place in places
+        if isinstance(store.matching_manifest(place, reference), Manifest)
+    ]
+    hint = (
+        "Its files were deleted by `grpo prune`. Ask for one that is kept; or, to have it made again, remove "
+        f"{' and '.join(manifests)} and start the run again."
+    )
+    said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}
+    return PrunedArtifactError(reference.uri, said, hint)
+
+
 def _is_damaged(content: bytes | None) -> bool:
-    if content is None:
-        return False
     try:
-        read_manifest(content)
+        return content is not None and not read_manifest(content)
     except (ValueError, TypeError):
         return True
-    return False
 
 
-def _present(store: ValidFolder, place: str, reference: ArtifactRef) -> tuple[Manifest, dict[str, str]]:
-    """The manifest in the place and the sha256 of its files as they are: amid a succession they may be of either."""
-    manifest = store.matching_manifest(place, reference)
-    if isinstance(manifest, str):
-        raise StaleReferenceError(f"{reference.uri}: {manifest}")
-    if damage := store.files.damage(place, manifest):
-        raise StaleReferenceError(f"{reference.uri}: {damage}")
-    return manifest, {name: store.files.sha256(f"{place}/{name}") for name in manifest.files}
+def _left_over(store: ArtifactStore, place: str, manifest: Manifest) -> set[str]:
+    """Return names of files that are still there although the tombstone says that they are deleted."""
+    found = store.filesystem.find(place) if store.filesystem.exists(place) else []
+    names = {str(path).removeprefix(f"{place}/") for path in found}
+    return names & (set(manifest.replaced) - set(manifest.files))
 
 
-def _replace(store: ValidFolder, file: Path, path: str) -> None:
-    if not is_local(store.filesystem):
-        upload(store, file, path)
-        return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    file.replace(target)
-    fsync_path(target.parent)
-
-
-def _remove(store: ValidFolder, path: str) -> None:
-    if store.filesystem.exists(path):
-        store.filesystem.rm_file(path)
+def _copy_of(reference: ArtifactRef) -> str:
+    return f"{_COPIES}/{reference.folder}.json"

@@ -1,4 +1,4 @@
-"""Describe a run: run.json, which carries its own checksum, and config.yaml, whose sha256 run.json states."""
+"""Describe a run: run.json, which has a checksum, and config.yaml, whose sha256 run.json states."""
 
 import hashlib
 from collections.abc import Mapping

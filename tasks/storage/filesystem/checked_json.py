@@ -5,25 +5,29 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-SEAL = "seal"
+CHECKSUM = "checksum"
 
 
 def dump_checked(described: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest, or of another small record; `seal` is the sha256 of all the rest.
+    """Encode a record as JSON with a `checksum`: the sha256 of everything else.
 
-    References say which manifest they mean, but whoever looks a folder up has nothing else to hold it against.
+    Args:
+        described: names and JSON values; no number may be infinite or NaN.
+
+    Raises:
+        ValueError: a number is not finite.
     """
-    return _text({**described, SEAL: _digest(described)})
+    return _text({**described, CHECKSUM: _digest(described)})
 
 
 def load_checked(content: bytes) -> dict[str, Any]:
-    """What `dump_checked` was given.
+    """Decode what `dump_checked` encoded.
 
     Raises:
         ValueError: it is no such record, or not as it was written.
     """
     described = json.loads(content)
-    if not isinstance(described, dict) or described.pop(SEAL, None) != _digest(described):
+    if not isinstance(described, dict) or described.pop(CHECKSUM, None) != _digest(described):
         raise ValueError("it is not as it was written")
     return described
 

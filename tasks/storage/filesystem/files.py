@@ -1,14 +1,23 @@
-"""The steps that make a write whole: fsync of the content, one rename, fsync of the folder."""
+"""Steps of a write that is complete or absent: staging in a locked folder, fsync, rename, fsync of the folder."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+import stat
+import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-CHUNK = 1 << 20
+from grpo_core.errors import InputError
+
+_CHUNK = 1 << 20
+_LOCK = "lock"
 
 
 def is_local(filesystem: AbstractFileSystem) -> bool:
@@ -17,12 +26,24 @@ def is_local(filesystem: AbstractFileSystem) -> bool:
 
 
 def sha256_of(filesystem: AbstractFileSystem, path: str) -> str:
-    """Hex digest of a file."""
+    """Return the hex digest of a file."""
     digest = hashlib.sha256()
     with filesystem.open(path, "rb") as stream:
-        while chunk := stream.read(CHUNK):
+        while chunk := stream.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def files_below(folder: Path) -> dict[str, Path]:
+    """Return every file below a folder by its relative name with forward slashes, sorted."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every file below a local folder by its relative name."""
+    local = LocalFileSystem()
+    return {name: sha256_of(local, str(path)) for name, path in files_below(folder).items()}
 
 
 def fsync_path(path: Path) -> None:
@@ -34,21 +55,14 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_tree(folder: Path) -> None:
-    """Force everything below a folder to the disk."""
-    for path in sorted(folder.rglob("*")):
-        fsync_path(path)
-    fsync_path(folder)
-
-
-def write_whole(filesystem: AbstractFileSystem, path: str, content: bytes, *, scratch: Path) -> None:
-    """Write a small file so that a reader sees all of it or nothing; an existing one is replaced.
+def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: bytes, *, scratch: Path) -> None:
+    """Write or replace a small file so that a reader sees all of it or nothing.
 
     Args:
         filesystem: where the file goes.
         path: the file.
         content: all of it.
-        scratch: folder of this process on the same disk, for what is not whole yet.
+        scratch: folder of this process on the same disk, for the unfinished file.
     """
     if not is_local(filesystem):
         filesystem.pipe_file(path, content)
@@ -61,31 +75,78 @@ def write_whole(filesystem: AbstractFileSystem, path: str, content: bytes, *, sc
     fsync_path(target.parent)
 
 
-def _open_to_readers(folder: Path) -> None:
-    """Give the files the rights that the folder has: safetensors writes for their owner alone, and a run is shared."""
-    rights = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
+def settle_folder(staged: Path) -> None:
+    """Force a staged folder to the disk, its files with the folder's own rights.
+
+    safetensors writes for the owner alone, and a run is shared.
+    """
+    rights = staged.stat().st_mode & 0o666
+    for path in sorted(staged.rglob("*")):
         if path.is_file():
             path.chmod(rights)
-
-
-def settle_folder(staged: Path) -> None:
-    """Force a staged folder to the disk, with the rights that its files are to have."""
-    _open_to_readers(staged)
-    fsync_tree(staged)
+        fsync_path(path)
+    fsync_path(staged)
 
 
 def move_folder(staged: Path, target: Path) -> None:
     """Move a settled folder to its place on the same disk, in one rename.
 
-    It lasts once the manifest beside it does, which forces the entries of their folder to the disk; where the power
-    fails in between, a manifest without its folder is no artifact.
+    The fsync of the manifest's folder makes the rename last; if the power fails in between, a manifest without its
+    folder is no artifact.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staged.rename(target)
 
 
-def files_below(folder: Path) -> dict[str, Path]:
-    """Every file below a folder by its relative name with forward slashes, sorted."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in paths}
+@contextlib.contextmanager
+def staging_folder(incoming: Path) -> Iterator[Path]:
+    """Make a new folder below `incoming`, locked while it is used and removed afterwards."""
+    incoming.mkdir(parents=True, exist_ok=True)
+    folder = incoming / uuid.uuid4().hex
+    with contextlib.ExitStack() as owner:
+        # Nobody clears while there is a folder that is not locked yet.
+        with locked_file(incoming / _LOCK):
+            folder.mkdir()
+            owner.enter_context(locked_file(folder / _LOCK))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_abandoned(incoming: Path) -> None:
+    """Remove the staging folders whose process is gone; those in use are left alone."""
+    if not incoming.is_dir():
+        return
+    with locked_file(incoming / _LOCK):
+        for folder in [path for path in incoming.iterdir() if path.is_dir()]:
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), locked_file(folder / _LOCK, wait=False):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_folder() -> Path:
+    """Return a folder below TMPDIR that all processes of this user share, and nobody else.
+
+    Raises:
+        InputError: something else is there, perhaps another user's.
+    """
+    folder = Path(tempfile.gettempdir()) / f"grpo-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        hint = f"{folder} is not a folder that this user alone writes; remove it, or set TMPDIR to another place."
+        raise InputError("TMPDIR", tempfile.gettempdir(), hint)
+    return folder
+
+
+@contextlib.contextmanager
+def locked_file(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Lock a file for a moment; the kernel frees a killed holder's lock.
+
+    Raises:
+        BlockingIOError: another process has the lock, and `wait` is False.
+    """
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield

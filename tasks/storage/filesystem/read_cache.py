@@ -1,164 +1,134 @@
 """Copies of what was read from a bucket, on a disk of this machine, bounded in size.
 
-Contents are kept under their sha256, which is checked each time that one is taken, as it is for a file of a local root.
-Beside them stands which content an object had when it had a given size and tag, so that an object that is as it was
-need not be read again. Readers get hard links: what is removed here stays whole with them.
+fsspec's own file cache has no bound and no check of what it keeps. Here contents are kept under their sha256, which is
+checked each time one is taken. Notes remember the sha256 of an object while it has a given size and tag, so that an
+unchanged object is not read again. Readers get hard links: what is evicted stays valid for them.
 """
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 
 from grpo_core.errors import InputError
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
-from tasks.storage.filesystem.files import sha256_of
-from tasks.storage.filesystem.staging import clear_abandoned, locked_file, staging_folder
+from tasks.storage.filesystem.files import locked_file, sha256_of
 
 GIB = 2**30
-_CONTENTS, _SEEN, _LOCKS, _INCOMING = "contents", "seen", "locks", ".incoming"
-_NOTES_A_FOLDER = 128
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP})
 _LOCAL = fsspec.filesystem("file")
 
 
 class ReadCache:
-    """A folder of copies that several processes share; a disk that is full or read-only makes it do nothing."""
+    """A folder of copies that several processes share; on a full or read-only disk it keeps nothing.
+
+    Args:
+        folder: a folder of this user alone; nothing is written yet.
+        limit: bytes of all copies; a larger file is not kept.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
-        """Point at a folder; nothing is written yet.
-
-        Args:
-            folder: of this user alone.
-            limit: bytes of all copies; a file that is larger is not kept.
-        """
         self.folder, self.limit = folder, limit
+        self._contents, self._seen, self._locks = folder / "contents", folder / "seen", folder / "locks"
 
     def require_usable(self) -> None:
         """Raise InputError unless copies can be kept there."""
         try:
-            with self._staging() as staged:
-                (staged / "probe").write_bytes(b"")
+            self._make(self._contents)
+            probe = self._contents / f".{uuid.uuid4().hex}"
+            probe.touch()
+            probe.unlink()
         except OSError as error:
             hint = f"Copies cannot be kept there ({error}). Choose a folder that can be written."
             raise InputError("storage.cache_dir", str(self.folder), hint) from error
 
     @contextlib.contextmanager
     def reading(self, sha256: str) -> Iterator[None]:
-        """One process at a time fetches a content; the others find it kept."""
+        """Let one process at a time fetch a content; the others then find it kept."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                self._make(_LOCKS)
-                stack.enter_context(locked_file(self.folder / _LOCKS / sha256[:2]))
+                self._make(self._locks)
+                stack.enter_context(locked_file(self._locks / sha256[:2]))
             yield
 
-    def seen(self, place: str, stamp: Mapping[str, str]) -> str | None:
-        """The sha256 of the object at this URL, if it is as it was when it was last read or written."""
+    def seen(self, version: str) -> str | None:
+        """Return the sha256 of an object in this version, if it was read or written before.
+
+        Args:
+            version: URL, size and tag of the object.
+        """
         try:
-            known = load_checked(self._note(place).read_bytes())
+            known = load_checked(self._note(version).read_bytes())
         except (OSError, ValueError):
             return None
-        if known.get("place") != place or known.get("stamp") != dict(stamp):
-            return None
-        return str(known.get("sha256"))
+        return str(known.get("sha256")) if known.get("version") == version else None
 
-    def note(self, place: str, stamp: Mapping[str, str], sha256: str) -> None:
-        """Remember what the object at this URL holds while it has this size and tag."""
-        content = dump_checked({"place": place, "stamp": dict(stamp), "sha256": sha256})
-        with contextlib.suppress(OSError), self._staging() as staged:
-            (staged / "note").write_bytes(content)
-            target = self._note(place)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (staged / "note").replace(target)
-            self._forget(target.parent)
+    def note(self, version: str, sha256: str) -> None:
+        """Remember the content of an object in this version."""
+        with contextlib.suppress(OSError):
+            self._make(self._seen)
+            with _replacing(self._note(version)) as partial:
+                partial.write_bytes(dump_checked({"version": version, "sha256": sha256}))
 
     def take(self, sha256: str, target: Path) -> bool:
-        """Put a content at `target`; False where it is not kept, or is no longer what it was.
+        """Put a content at `target`; False if it is not kept, or its copy was damaged.
 
         Raises:
             OSError: `target` cannot be written.
         """
-        kept = self._content(sha256)
-        try:
-            kept.open("rb").close()
-        except OSError:
+        kept = self._contents / sha256
+        if not os.access(kept, os.R_OK):
             return False
-        try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
             _link(kept, target)
-        except FileNotFoundError:
-            return False
-        if sha256_of(_LOCAL, str(target)) != sha256:
+            if sha256_of(_LOCAL, str(target)) == sha256:
+                with contextlib.suppress(OSError):
+                    os.utime(kept)
+                return True
             target.unlink()
             with contextlib.suppress(OSError):
                 kept.unlink()
-            return False
-        with contextlib.suppress(OSError):
-            os.utime(kept)
-        return True
+        return False
 
     def keep(self, path: Path, sha256: str) -> None:
-        """Keep a file whose sha256 is known; the longest unread go until it fits."""
-        size = path.stat().st_size
-        kept = self._content(sha256)
+        """Keep a file whose sha256 is known; the least recently read are evicted until it fits."""
+        size, kept = path.stat().st_size, self._contents / sha256
         if size > self.limit or kept.exists():
             return
-        # Nobody's stage fails for want of a copy.
-        with contextlib.suppress(OSError), self._staging() as staged:
-            self._make_room(size)
-            _link(path, staged / "content")
-            os.utime(staged / "content")
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            (staged / "content").replace(kept)
+        with contextlib.suppress(OSError):
+            self._make(self._contents)
+            self._evict(self.limit - size)
+            _link(path, kept)
+            os.utime(kept)
 
-    def _make_room(self, size: int) -> None:
-        entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
-        total = size + sum(status.st_size for _, status in entries)
-        for path, status in entries:
-            if total <= self.limit:
+    def _evict(self, limit: int) -> None:
+        entries: list[tuple[int, int, Path]] = []
+        for path in (*self._contents.iterdir(), *(self._seen.iterdir() if self._seen.exists() else ())):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= limit:
                 break
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            total -= status.st_size
+            path.unlink(missing_ok=True)
+            total -= size
 
-    @staticmethod
-    def _forget(folder: Path) -> None:
-        """Notes are small, but each new place of an object makes one."""
-        notes = sorted(folder.iterdir(), key=lambda note: note.stat().st_mtime_ns)
-        for note in notes[:-_NOTES_A_FOLDER]:
-            note.unlink(missing_ok=True)
-
-    def _entries(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for path in (self.folder / _CONTENTS).glob("*/*"):
-            with contextlib.suppress(FileNotFoundError):
-                yield path, path.stat()
-
-    @contextlib.contextmanager
-    def _staging(self) -> Iterator[Path]:
-        self._make(_INCOMING)
-        clear_abandoned(self.folder / _INCOMING)
-        with staging_folder(self.folder / _INCOMING) as folder:
-            yield folder
-
-    def _make(self, name: str) -> None:
+    def _make(self, folder: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.folder / name).mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
 
-    def _content(self, sha256: str) -> Path:
-        return self.folder / _CONTENTS / sha256[:2] / sha256
-
-    def _note(self, place: str) -> Path:
-        name = hashlib.sha256(place.encode()).hexdigest()
-        return self.folder / _SEEN / name[:2] / f"{name}.json"
+    def _note(self, version: str) -> Path:
+        return self._seen / f"{hashlib.sha256(version.encode()).hexdigest()}.json"
 
 
 def default_cache(limit: int = 20 * GIB) -> ReadCache | None:
-    """The cache in the user's cache folder; None for a user without a home."""
+    """Return the cache in the user's cache folder; None for a user without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
@@ -167,18 +137,24 @@ def default_cache(limit: int = 20 * GIB) -> ReadCache | None:
     return ReadCache(base / "grpo", limit)
 
 
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name, in the place of what is there; a copy where the disk has no such thing."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A file that takes the place of `target` in one step; a killed process's is evicted like any other."""
     partial = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        try:
-            partial.hardlink_to(source)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            shutil.copyfile(source, partial)
+        yield partial
         partial.replace(target)
     finally:
         # Renaming one name of a file to another name of the same file leaves both.
         partial.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file another name, or copy it where the disk has no links."""
+    with _replacing(target) as partial:
+        try:
+            partial.hardlink_to(source)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copyfile(source, partial)

@@ -51,7 +51,7 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
     return filesystem, path.rstrip("/")
 
 
-def without_patience(root: str) -> AbstractFileSystem:
+def impatient_filesystem(root: str) -> AbstractFileSystem:
     """The same filesystem for a look before the work begins: one that does not answer is told in seconds."""
     if not root.startswith(_S3):
         return open_root(root)[0]

@@ -1,10 +1,10 @@
-"""A run's folder under a storage root: its paths, its small files, where artifacts are staged and what is set aside."""
+"""A run's folder under a storage root: paths, small files, staging, commit lock, `quarantine/` and `previous/`."""
 
 import contextlib
 import json
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_core.errors import InputError
@@ -14,17 +14,36 @@ from tasks.storage.filesystem.failures import (
     translate_remote_errors,
     translate_storage_errors,
 )
-from tasks.storage.filesystem.files import is_local, write_whole
-from tasks.storage.filesystem.roots import open_root, without_patience
-from tasks.storage.filesystem.staging import clear_abandoned, locked_file, staging_folder, temporary_folder
+from tasks.storage.filesystem.files import (
+    clear_abandoned,
+    is_local,
+    locked_file,
+    staging_folder,
+    temporary_folder,
+    write_file_atomically,
+)
+from tasks.storage.filesystem.roots import impatient_filesystem, open_root
+from tasks.storage.locks.lease import Lease, wait_for_lease
+from tasks.storage.locks.lock_holder import this_process
 
-SET_ASIDE = "set_aside"
+QUARANTINE, PREVIOUS = "quarantine", "previous"
+"""Folders for what is damaged, and for what an older configuration made."""
 INCOMING = ".incoming"
+REASON_FILE = "reason.json"
 _COMMIT_LOCK = "commit.lock"
 
 
 class RunFolder:
-    """One run under a storage root that may be any fsspec URL."""
+    """One run under a storage root that may be any fsspec URL.
+
+    Attributes:
+        filesystem: the root's filesystem.
+        root: the root's path in it.
+        run: the run's name.
+        reasons: what was moved to `quarantine/` or `previous/` since this store was opened, and why.
+        unread: records and artifacts of finished stages that a bucket failed to return.
+        requested: file with the request for what is written. A run that has its result, or wants another, removes it.
+    """
 
     def __init__(self, root: str, run: str) -> None:
         """Point at a run; nothing is written yet.
@@ -35,16 +54,14 @@ class RunFolder:
         self.filesystem, self.root = open_root(root)
         self.run = run
         self.reasons: list[str] = []
-        """Why things were set aside since this store was opened, for people to be told."""
         self.unread: set[str] = set()
-        """Records and artifacts of finished stages that a bucket did not give out when they were asked for."""
         self.requested: str | None = None
-        """File of the run that asks for what is written; a run that has its answer, or wants another, removed it."""
         self._given_root = root
-        self._alone, self._depth = threading.RLock(), 0
+        self._threads, self._depth = threading.RLock(), 0
+        self._lease: Lease | None = None
 
     def path(self, relative: str = "") -> str:
-        """Where something of this run is, for the filesystem."""
+        """Return the path in the filesystem of something of this run."""
         return f"{self.root}/{self.run}/{relative}".rstrip("/")
 
     def require_writable(self) -> None:
@@ -53,37 +70,35 @@ class RunFolder:
         try:
             if is_local(self.filesystem):
                 with self.staging() as staged:
-                    write_whole(self.filesystem, probe, b"probe", scratch=staged)
+                    write_file_atomically(self.filesystem, probe, b"probe", scratch=staged)
                 self.filesystem.rm_file(probe)
                 return
-            filesystem = without_patience(self._given_root)
+            filesystem = impatient_filesystem(self._given_root)
             with translate_remote_errors(filesystem, self.root):
                 filesystem.pipe_file(probe, b"probe")
                 readable = filesystem.cat_file(probe) == b"probe" and bool(filesystem.ls(probe.rsplit("/", 1)[0]))
                 filesystem.rm_file(probe)
             if not readable:
-                raise OSError("what was written there does not come back")
+                raise OSError("a file that was written there cannot be read back")
         except StorageError as error:
             raise InputError(error.place, error.value, f"{error.reason[:1].upper()}{error.reason[1:]}.") from error
-        # A path that no disk takes; a URL that can be read alone.
+        # A path that no disk takes; a URL that is read-only.
         except (OSError, ValueError, NotImplementedError) as error:
             raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
 
     def require_read(self) -> None:
-        """Refuse to do a stage while it is not known whether it has been done.
+        """Refuse to run a stage while it is not known whether it has run.
 
         Raises:
-            UnreachableStorageError: the bucket did not say; it is asked again when the stage is tried again.
+            UnreachableStorageError: a bucket failed to return a record or an artifact.
         """
         if self.unread:
-            reason = (
-                f"{min(self.unread)} could not be read just now, so it is not known whether this stage has been done"
-            )
+            reason = f"{min(self.unread)} could not be read, so it is not known whether this stage has been done"
             raise UnreachableStorageError("storage.root", self.filesystem.unstrip_protocol(self.root), reason)
 
     @contextlib.contextmanager
     def noting_unread(self, name: str) -> Iterator[None]:
-        """Remember, until it is asked for again, what a bucket did not give out.
+        """Remember what a bucket failed to return, until it is read.
 
         Prefect takes every error of a reader for a stage that has not been done.
         """
@@ -98,19 +113,18 @@ class RunFolder:
         self.unread.discard(name)
 
     def clear_abandoned(self) -> None:
-        """Remove what a killed process left half-written; what a living one is writing is left alone."""
+        """Remove the unfinished files of killed processes; those of living ones are left alone."""
         clear_abandoned(self._incoming())
 
     def _incoming(self) -> Path:
-        """Where processes of this machine write what is not whole yet."""
         return Path(self.path(INCOMING)) if is_local(self.filesystem) else temporary_folder()
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """A local folder to write an artifact's files into; on the root's own disk where the root is local.
+        """Make a local folder for an artifact's files; on the root's own disk where the root is local.
 
         Raises:
-            StorageError: the disk is full or read-only, or it is not known what has been done.
+            StorageError: the disk is full or read-only, or it is not known whether the stage has run.
         """
         self.require_read()
         with translate_storage_errors(self.filesystem, self.root), staging_folder(self._incoming()) as parent:
@@ -119,38 +133,59 @@ class RunFolder:
             yield folder
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process moves artifacts of this run on a local disk; a bucket has no such lock."""
-        if not is_local(self.filesystem):
-            yield
-            return
-        with self._alone, contextlib.ExitStack() as stack:
-            if not self._depth:
+    def commit_lock(self) -> Iterator[None]:
+        """Let one process at a time move artifacts of this run; a killed holder's lock is taken over."""
+        with self._threads, contextlib.ExitStack() as stack:
+            if not self._depth and is_local(self.filesystem):
                 incoming = Path(self.path(INCOMING))
                 incoming.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked_file(incoming / _COMMIT_LOCK))
+            elif not self._depth:
+                self._lease = wait_for_lease(self.filesystem, self.path(f".{_COMMIT_LOCK}"), this_process())
+                stack.callback(self._release)
             self._depth += 1
             try:
                 yield
             finally:
                 self._depth -= 1
 
-    def set_aside(self, paths: list[str], *, reason: str, kept_names: bool = False) -> None:
-        """Move paths of this run out of the way, keeping them and saying why.
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None, "a lease is released once"
+        lease.release()
+
+    def require_commit_lock(self) -> None:
+        """Refuse to finish a commit in a bucket whose lock another process has taken over meanwhile.
+
+        Raises:
+            UnreachableStorageError: this process did not renew its lock in time.
+        """
+        if self._lease is not None and (loss := self._lease.find_loss()) is not None:
+            raise UnreachableStorageError("storage.root", self.path(), loss)
+
+    def quarantine(self, paths: Sequence[str], *, reason: str, copy: bool = False) -> None:
+        """Move damaged files and folders of this run to `quarantine/`, with the reason.
 
         Args:
-            paths: files and folders within the run.
+            paths: within the run.
             reason: for people.
-            staying: they are files, of which copies are kept; whoever asks is about to write over them.
+            copy: they are files that the caller is about to overwrite, so they are copied.
         """
-        others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        self.reasons.append(f"{paths[0]}{others}: {reason}")
-        with self.alone(), translate_remote_errors(self.filesystem, self.root):
-            taken = self.filesystem.glob(self.path(f"{SET_ASIDE}/*"))
-            place = f"{SET_ASIDE}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
-            self.write_file(f"{place}/reason.json", json.dumps({"reason": reason, "paths": paths}, indent=1).encode())
+        self._move_away(QUARANTINE, paths, reason, copy=copy)
+
+    def move_to_previous(self, paths: Sequence[str], *, reason: str) -> None:
+        """Move valid files and folders of this run to `previous/`, from where they can come back."""
+        self._move_away(PREVIOUS, paths, reason)
+
+    def _move_away(self, folder: str, paths: Sequence[str], reason: str, *, copy: bool = False) -> None:
+        with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
+            taken = self.filesystem.glob(self.path(f"{folder}/*"))
+            place = f"{folder}/{len(taken) + 1:04d}-{uuid.uuid4().hex[:6]}"
+            self.reasons.append(f"{place}: {paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {reason}")
+            said = json.dumps({"reason": reason, "paths": list(paths)}, indent=1).encode()
+            self.write_file(f"{place}/{REASON_FILE}", said)
             for path in paths:
-                if kept_names:
+                if copy:
                     self.write_file(f"{place}/{path}", self.filesystem.cat_file(self.path(path)))
                 else:
                     self._move(self.path(path), self.path(f"{place}/{path}"))
@@ -161,17 +196,17 @@ class RunFolder:
             Path(source).rename(target)
             return
         for path in sorted(self.filesystem.find(source)):
-            # What is missing here, another process has moved first.
+            # Another process may have moved it first.
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.cp_file(path, target + path[len(source) :])
                 self.filesystem.rm_file(path)
 
     def read_file(self, name: str) -> bytes | None:
-        """A small file of the run, or None where there is none."""
+        """Read a small file of the run; None if there is none."""
         return self._read(self.path(name))
 
     def read_shared(self, name: str) -> bytes | None:
-        """A small file that all runs of the root share, or None where there is none."""
+        """Read a small file that all runs of the root share; None if there is none."""
         return self._read(f"{self.root}/{name}")
 
     def _read(self, path: str) -> bytes | None:
@@ -183,17 +218,17 @@ class RunFolder:
         return content
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a small file of the run, whole."""
+        """Write a small file of the run, complete or not at all."""
         self._write(self.path(name), content)
 
     def write_shared(self, name: str, content: bytes) -> None:
-        """Write a small file that all runs of the root share, whole."""
+        """Write a small file that all runs of the root share, complete or not at all."""
         self._write(f"{self.root}/{name}", content)
 
     def _write(self, path: str, content: bytes) -> None:
         if is_local(self.filesystem):
             with self.staging() as staged:
-                write_whole(self.filesystem, path, content, scratch=staged)
+                write_file_atomically(self.filesystem, path, content, scratch=staged)
             return
         with translate_remote_errors(self.filesystem, self.root):
             self.filesystem.pipe_file(path, content)

@@ -1,45 +1,94 @@
-"""A lock in a bucket: a lease that its holder renews, in one object for each time that it was taken.
+"""A lock in a bucket: a lease that its holder renews, one object for each time that it was taken.
 
-`.lock/000001`, `.lock/000002`, ...: the highest number holds. Each object is made on the condition that it is not there
-yet, so of two that want the next number one gets it, and whoever slept through the loss of its lease renews an object
-that no longer counts, never another's. Clocks of two machines are not compared: a lease is stale when the one that
-wants it has seen no renewal for the lease time.
+`.lock/000001`, `.lock/000002`, ...: the highest number has the lock. Each object is created on the condition that it
+does not exist, so only one of two processes gets the next number, and one that slept through the loss of its lease
+renews an object that no longer counts. Clocks of two machines are never compared: a lease is stale once the process
+that wants it has seen no renewal for LEASE_SECONDS.
 """
 
 import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from tasks.progress import log
 from tasks.storage.filesystem.failures import is_conflict
-from tasks.storage.locks.lock_holder import Holder, described_holder
+from tasks.storage.locks.lock_holder import Holder, holder_name, read_holder
 
 RENEWAL_SECONDS, LEASE_SECONDS = 5.0, 60.0
 _FRESH = 3
-"""Renewals that may be late before a holder asks whether it still holds."""
-
+"""Renewals that may be late before a holder asks whether it still has the lease."""
+_POLL_SECONDS = 0.5
 _RELEASED = b'{"released": true}'
 
 
+class _Objects:
+    """The numbered objects of one lease."""
+
+    def __init__(self, filesystem: AbstractFileSystem, folder: str) -> None:
+        self.filesystem, self.folder = filesystem, folder
+
+    def numbers(self) -> list[int]:
+        try:
+            paths: list[str] = self.filesystem.ls(self.folder, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    @property
+    def highest(self) -> int:
+        return max(self.numbers(), default=0)
+
+    def read(self, number: int) -> bytes:
+        """Read an object; empty if it was removed meanwhile."""
+        try:
+            content: bytes = self.filesystem.cat_file(self.path(number))
+        except FileNotFoundError:
+            return b""
+        return content
+
+    def holder(self, number: int) -> Holder | None:
+        return _holder(self.read(number))
+
+    def write(self, number: int, content: bytes) -> None:
+        self.filesystem.pipe_file(self.path(number), content)
+
+    def create(self, number: int, content: bytes) -> bool:
+        """Write an object that does not exist; False if it does."""
+        try:
+            self.filesystem.pipe_file(self.path(number), content, mode="create")
+        except OSError as error:
+            if not is_conflict(error):
+                raise
+            # A request that was repeated after its response was lost finds its own object.
+            return self.read(number) == content
+        return True
+
+    def remove(self, number: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm_file(self.path(number))
+
+    def path(self, number: int) -> str:
+        return f"{self.folder}/{number:06d}"
+
+
 class Lease:
-    """One hold of a lease, renewed by a thread until it is released.
+    """A held lease, renewed by a thread until it is released.
 
     Attributes:
-        previous: the holder that ended without releasing it, if the one before did.
+        previous: the last holder, if it ended without releasing the lease.
     """
 
-    def __init__(
-        self, filesystem: AbstractFileSystem, folder: str, number: int, holder: Holder, previous: Holder | None
-    ) -> None:
+    def __init__(self, objects: _Objects, number: int, holder: Holder, previous: Holder | None) -> None:
         self.previous = previous
-        self._filesystem, self._folder, self._number, self._holder = filesystem, folder, number, holder
+        self._objects, self._number, self._holder = objects, number, holder
         self._ended = threading.Event()
         self._loss: str | None = None
-        self._fault: Exception | None = None
+        self._failure: Exception | None = None
         self._renewed = _now()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
@@ -49,32 +98,32 @@ class Lease:
         while not self._ended.wait(RENEWAL_SECONDS):
             count, begun = count + 1, _now()
             try:
-                self._loss = self._look()
+                self._loss = self._check()
                 if self._loss is not None:
                     return
-                self._filesystem.pipe_file(_object(self._folder, self._number), _held(self._holder, count))
-                self._renewed, self._fault = begun, None
+                self._objects.write(self._number, _held(self._holder, count))
+                self._renewed, self._failure = begun, None
             except Exception as error:
-                # The clients of buckets raise errors of many kinds, and most pass by; if the lease does not outlive it,
-                # the next stage is told.
-                self._fault = error
+                # Clients of buckets raise errors of many kinds, and most pass; if the lease does not survive this one,
+                # the next stage says so.
+                self._failure = error
 
     def find_loss(self) -> str | None:
-        """Why the lease is no longer held; None while it is."""
-        # A lease that was renewed a moment ago is nobody else's; only one who slept has to ask.
+        """Say why the lease is no longer held; None while it is."""
+        # A lease that was just renewed is nobody else's; only a process that slept has to ask.
         if self._loss is None and _now() - self._renewed > _FRESH * RENEWAL_SECONDS:
-            self._loss = self._look()
+            self._loss = self._check()
         return self._loss
 
-    def _look(self) -> str | None:
-        highest = max(_numbers(self._filesystem, self._folder), default=0)
+    def _check(self) -> str | None:
+        highest = self._objects.highest
         if highest == self._number and self._is_own():
             return None
         if highest < self._number:
             return "its lock was removed while it was being written"
-        holder, cause = _describing(_read(self._filesystem, self._folder, highest)), self._fault
+        holder, cause = holder_name(self._objects.holder(highest)), self._failure
         because = f" ({type(cause).__name__}: {cause})" if cause else ""
-        return f"this process did not renew its hold for {LEASE_SECONDS:.0f} s{because}, and it was taken by {holder}"
+        return f"this process did not renew its lock for {LEASE_SECONDS:.0f} s{because}, and it was taken by {holder}"
 
     def release(self) -> None:
         """Let others take it; afterwards the object names nobody."""
@@ -82,53 +131,61 @@ class Lease:
         self._thread.join()
         try:
             if self._is_own():
-                self._filesystem.pipe_file(_object(self._folder, self._number), _RELEASED)
+                self._objects.write(self._number, _RELEASED)
         except Exception as error:
-            # The work is over, or failed with an error that must not give way to this one; the lease grows stale.
-            self._fault = error
+            # The work is over, or failed with an error that this one must not hide; the lease becomes stale.
+            self._failure = error
 
     def _is_own(self) -> bool:
-        holder = _holder(_read(self._filesystem, self._folder, self._number))
+        holder = self._objects.holder(self._number)
         return holder is not None and holder.token == self._holder.token
 
 
-def take_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) -> Lease | str:
-    """Take the lease, or tell who holds it; waits while it is not known whether the holder lives.
+def wait_for_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) -> Lease:
+    """Take a lease as soon as the process that has it releases it, or dies."""
+    while isinstance(lease := take_lease(filesystem, folder, holder), str):
+        pass
+    return lease
+
+
+def take_lease(
+    filesystem: AbstractFileSystem, folder: str, holder: Holder, on_wait: Callable[[str], None] = lambda line: None
+) -> Lease | str:
+    """Take a lease, or say who has it; waits while it is not known whether the holder is alive.
 
     Args:
-        filesystem: of the bucket.
-        folder: of the lease's objects.
+        filesystem: the bucket's filesystem.
+        folder: folder of the lease's objects.
         holder: this process.
+        on_wait: called with a message before a wait.
     """
-    number = max(_numbers(filesystem, folder), default=0)
-    content = _read(filesystem, folder, number) if number else _RELEASED
-    if content != _RELEASED and not _is_stale(filesystem, folder, number, content):
-        return _describing(_read(filesystem, folder, number))
-    if not _create(filesystem, folder, number + 1, holder):
-        return _describing(_read(filesystem, folder, number + 1))
-    highest = max(_numbers(filesystem, folder), default=0)
-    if highest > number + 1:
+    objects = _Objects(filesystem, folder)
+    number = objects.highest
+    content = objects.read(number) if number else _RELEASED
+    if content != _RELEASED and not _is_stale(objects, number, content, on_wait):
+        return holder_name(objects.holder(number))
+    if not objects.create(number + 1, _held(holder, 0)):
+        return holder_name(objects.holder(number + 1))
+    if (highest := objects.highest) > number + 1:
         # Others took it and removed this number while this process slept between looking and taking; the next of them
-        # may remove what this one made.
-        with contextlib.suppress(FileNotFoundError):
-            filesystem.rm_file(_object(folder, number + 1))
-        return _describing(_read(filesystem, folder, highest))
-    for lower in _numbers(filesystem, folder):
+        # may remove this object.
+        objects.remove(number + 1)
+        return holder_name(objects.holder(highest))
+    for lower in objects.numbers():
         if lower <= number:
-            filesystem.rm_file(_object(folder, lower))
-    previous = None if content == _RELEASED else _holder(content)
-    return Lease(filesystem, folder, number + 1, holder, previous)
+            objects.remove(lower)
+    return Lease(objects, number + 1, holder, None if content == _RELEASED else _holder(content))
 
 
-def _is_stale(filesystem: AbstractFileSystem, folder: str, number: int, content: bytes) -> bool:
+def _is_stale(objects: _Objects, number: int, content: bytes, on_wait: Callable[[str], None]) -> bool:
     holder = _holder(content)
     if holder is not None and holder.is_gone:
         return True
-    log(f"held by {_describing(content)}; looking for up to {LEASE_SECONDS:.0f} s whether it lives")
+    on_wait(f"held by {holder_name(holder)}; waiting up to {LEASE_SECONDS:.0f} s to see whether it is alive")
     until = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < until:
-        time.sleep(min(1.0, RENEWAL_SECONDS))
-        seen = _read(filesystem, folder, number)
+        time.sleep(min(_POLL_SECONDS, RENEWAL_SECONDS))
+        seen = objects.read(number)
         if seen == _RELEASED:
             return True
         if seen != content:
@@ -136,43 +193,9 @@ def _is_stale(filesystem: AbstractFileSystem, folder: str, number: int, content:
     return True
 
 
-def _create(filesystem: AbstractFileSystem, folder: str, number: int, holder: Holder) -> bool:
-    content = _held(holder, 0)
-    try:
-        filesystem.pipe_file(_object(folder, number), content, mode="create")
-    except OSError as error:
-        if not is_conflict(error):
-            raise
-        # A request that was sent again after its answer was lost finds what it made itself.
-        return _read(filesystem, folder, number) == content
-    return True
-
-
 def _now() -> float:
     """Seconds that also pass while the machine sleeps, where the system has such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _object(folder: str, number: int) -> str:
-    return f"{folder}/{number:06d}"
-
-
-def _numbers(filesystem: AbstractFileSystem, folder: str) -> list[int]:
-    try:
-        paths: list[str] = filesystem.ls(folder, detail=False, refresh=True)
-    except FileNotFoundError:
-        return []
-    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-    return [int(name) for name in names if name.isdigit()]
-
-
-def _read(filesystem: AbstractFileSystem, folder: str, number: int) -> bytes:
-    """The object's content; nothing where it was removed in the meantime."""
-    try:
-        content: bytes = filesystem.cat_file(_object(folder, number))
-    except FileNotFoundError:
-        return b""
-    return content
 
 
 def _held(holder: Holder, count: int) -> bytes:
@@ -184,9 +207,4 @@ def _holder(content: bytes) -> Holder | None:
         described: Any = json.loads(content)
     except ValueError:
         return None
-    held = described.get("holder") if isinstance(described, dict) else None
-    return described_holder(json.dumps(held).encode())
-
-
-def _describing(content: bytes) -> str:
-    return str(_holder(content) or "another process, which has not said who it is")
+    return read_holder(json.dumps(described.get("holder") if isinstance(described, dict) else None).encode())

@@ -1,4 +1,4 @@
-"""Who holds a run: what a lock says of its process, and whether that process is still there."""
+"""What a lock says of the process that holds it, and whether that process is still there."""
 
 import getpass
 import os
@@ -12,22 +12,22 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-_LONGEST_COMMAND = 200
+_MAX_COMMAND = 200
 _CLOCK_SECONDS = 2.0
-"""How far two readings of a process's start may be apart; the clock that it is told by can be set in between."""
+"""How far two readings of a process's start may be apart; the clock may be set in between."""
 
 
 class Holder(BaseModel):
-    """A process that holds a run.
+    """A process that holds a lock.
 
     Attributes:
-        token: of this one hold.
-        user: whose process it is.
+        token: identifies this hold.
+        user: name of the process's user.
         host: name of its machine.
-        machine: boot and process namespace, within which a process id means one process; empty where unknown.
+        machine: boot and process namespace, within which a process id means one process; empty if unknown.
         pid: process id.
-        started: of the process, seconds since 1970.
-        since: when it took hold, UTC.
+        started: start of the process, seconds since 1970.
+        since: when it took the lock, UTC.
         command: its command line, shortened.
     """
 
@@ -47,7 +47,7 @@ class Holder(BaseModel):
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process ended for sure; that of another machine, or another container, is never known to have."""
+        """Whether its process certainly ended; unknown for another machine or container, which counts as alive."""
         if not self.machine or self.machine != _machine():
             return False
         try:
@@ -60,33 +60,36 @@ class Holder(BaseModel):
 
 
 def this_process() -> Holder:
-    """A holder that is this process and takes hold at this moment."""
+    """Describe this process as a holder from this moment on."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container's user need not have a name.
+        user = f"user {os.getuid()}"
     return Holder(
         token=uuid.uuid4().hex,
-        user=_user(),
+        user=user,
         host=socket.gethostname(),
         machine=_machine(),
         pid=os.getpid(),
         started=psutil.Process().create_time(),
         since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
-        command=_command(),
+        command=command if len(command) <= _MAX_COMMAND else f"{command[:_MAX_COMMAND]} ...",
     )
 
 
-def described_holder(content: bytes) -> Holder | None:
-    """The holder that a lock's file describes; None for an empty file or one that is not whole."""
+def read_holder(content: bytes) -> Holder | None:
+    """Read the holder from a lock's content; None if it is empty or damaged."""
     try:
         return Holder.model_validate_json(content)
     except ValidationError:
         return None
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # A container's user need not have a name.
-        return f"user {os.getuid()}"
+def holder_name(holder: Holder | None) -> str:
+    """Name the holder of a lock for people."""
+    return str(holder or "another process, which has not said who it is")
 
 
 def _machine() -> str:
@@ -95,9 +98,3 @@ def _machine() -> str:
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
-
-
-def _command() -> str:
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    command = shlex.join(words)
-    return command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]} ..."

@@ -1,5 +1,12 @@
-"""One writer at a time: a run, a rescoring or an evaluation is held by the process that writes it."""
+"""One writer at a time: a process locks the run, the rescoring or the evaluation that it writes.
 
+On a local disk the kernel keeps the lock and frees it when the process dies, however it dies. In a bucket it is a
+lease.
+"""
+
+import errno
+import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,63 +17,104 @@ from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors, translate_storage_errors
 from tasks.storage.filesystem.files import is_local
-from tasks.storage.locks.file_lock import FileLock, take_file
 from tasks.storage.locks.lease import Lease, take_lease
-from tasks.storage.locks.lock_holder import this_process
+from tasks.storage.locks.lock_holder import Holder, holder_name, read_holder, this_process
 
 LOCK = ".lock"
+_HELD: set[int] = set()
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def _close_inherited() -> None:
+    """A forked process shares its parent's open file, and would keep the lock beyond the parent's death."""
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 class LockLostError(RuntimeError):
     """Another process writes what this one was writing; the command line ends with exit code 1."""
 
 
-class RunLock:
-    """A hold of a place in a run.
+class FileLock:
+    """A locked file; its content describes the holder, and is empty while there is none.
 
     Attributes:
-        place: in words, for people.
+        previous: the last holder, if it ended without releasing the lock.
+    """
+
+    def __init__(self, descriptor: int, path: Path, holder: Holder) -> None:
+        self._descriptor, self._path = descriptor, path
+        self.previous = read_holder(_content(descriptor))
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            # Everybody who may write in the folder may take the lock after this process.
+            os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.model_dump_json(indent=1).encode(), 0)
+        _HELD.add(descriptor)
+
+    def find_loss(self) -> str | None:
+        """Say why the lock is no longer held; None while it is."""
+        if _is_at(self._descriptor, self._path):
+            return None
+        return "its folder was moved or removed while it was being written"
+
+    def release(self) -> None:
+        """Let others take it."""
+        os.ftruncate(self._descriptor, 0)
+        _HELD.discard(self._descriptor)
+        os.close(self._descriptor)
+
+
+class RunLock:
+    """A held lock of a place in a run.
+
+    Attributes:
+        place: the run, or a folder of it, for people.
     """
 
     def __init__(self, hold: FileLock | Lease, place: str, store: ArtifactStore) -> None:
         self.place, self._hold, self._store = place, hold, store
 
     def require_held(self) -> None:
-        """Refuse to write on after the hold was lost.
+        """Refuse to write after the lock was lost.
 
         Raises:
             LockLostError: another process took it, or its file was removed.
-            StorageError: a bucket does not say.
+            StorageError: a bucket does not answer.
         """
         with translate_remote_errors(self._store.filesystem, self._store.root):
             reason = self._hold.find_loss()
         if reason is not None:
             raise LockLostError(
-                f"{self.place} is no longer held by this process: {reason}. This process stops here; what is "
-                "whole is kept, and whoever holds it goes on from there."
+                f"{self.place} is no longer held by this process: {reason}. This process stops here; complete "
+                "artifacts are kept, and the process that has the lock continues from there."
             )
 
 
 @contextmanager
 def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -> Iterator[RunLock]:
-    """Hold a place of a run; one whose holder died is taken over, and people are told.
+    """Lock a place of a run; the lock of a dead holder is taken over, and that is logged.
 
     Args:
         store: the run.
         place: folder within the run; by default all of it.
-        setting: that names the place, as the person would find it.
-        value: what it says.
+        setting: the setting that names the place, for the error.
+        value: its value.
 
     Raises:
-        InputError: another process holds it.
+        InputError: another process holds the lock, or the file system has no locks.
         StorageError: it cannot be written there.
     """
     path, shown = store.path(f"{place}/{LOCK}" if place else LOCK), f"{store.run}/{place}".rstrip("/")
     with translate_storage_errors(store.filesystem, store.root), translate_remote_errors(store.filesystem, store.root):
+        hold: FileLock | Lease | str
         if is_local(store.filesystem):
-            hold: FileLock | Lease | str = take_file(Path(path), this_process())
+            hold = _take_file(Path(path), this_process())
         else:
-            hold = take_lease(store.filesystem, path, this_process())
+            hold = take_lease(store.filesystem, path, this_process(), on_wait=log)
     if isinstance(hold, str):
         hint = f"It is being written by {hold}. Wait until that ends or stop it there, or choose another name."
         raise InputError(setting, value, hint)
@@ -78,14 +126,51 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
         hold.release()
 
 
+def _take_file(path: Path, holder: Holder) -> FileLock | str:
+    """Take the lock, or say who holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        # Python closes its descriptors in the programs that it starts.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between opening and locking, the folder may have been moved away.
+            if _is_at(descriptor, path):
+                return FileLock(descriptor, path, holder)
+            os.close(descriptor)
+        except BlockingIOError:
+            content = _content(descriptor)
+            os.close(descriptor)
+            return holder_name(read_holder(content))
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _WITHOUT_LOCKS:
+                hint = "This file system keeps no locks, so two runs could write at once. Mount it with locks, or move."
+                raise InputError("storage.root", str(path.parent), hint) from error
+            raise
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
 _CURRENT: ContextVar[RunLock] = ContextVar("run_lock")
 
 
 def use_lock(lock: RunLock) -> None:
-    """Make this the hold that stages of the present context need."""
+    """Make this the lock that stages of the current context need."""
     _CURRENT.set(lock)
 
 
 def current_lock() -> RunLock:
-    """The hold of the present context."""
+    """Return the lock of the current context."""
     return _CURRENT.get()

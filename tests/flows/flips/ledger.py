@@ -10,7 +10,7 @@ from enum import Enum
 class Outcome(Enum):
     """What comes of a flipped bit; each is a column of the table."""
 
-    SET_ASIDE = "named and set aside"
+    QUARANTINED = "named and quarantined"
     REFUSED = "named and refused"
     ANEW = "written anew by the next start"
     UNUSED = "not used"
@@ -29,7 +29,7 @@ class Flip:
 _PATTERNS = {
     r"\.lock$": "lock",
     r"\.incoming/": "locks of writing",
-    r"set_aside/": "what was set aside",
+    r"(quarantine|previous)/": "what was moved away",
     r"^\.stages/": "stage record of the root",
     r"/\.stages/": "stage record of the run",
     r"rescored/\w+/report": "report of a rescoring",

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.storage.prefect_results.result_storage import FOLDER, StageRecords
+from tasks.storage.prefect_results import FOLDER, StageRecords
 from tests.flows.conftest import Runs
 from tests.flows.flips import looks
 from tests.flows.flips.conftest import SETTINGS, Evaluated
@@ -60,7 +60,7 @@ def test_two_hundred_bits_and_none_is_trusted(
     assert len(meaningless) < 0.05 * len(flips)
 
 
-def test_artifacts_that_are_cut_short_are_named_and_set_aside(evaluated: Evaluated, tmp_path: Path) -> None:
+def test_artifacts_that_are_cut_short_are_named_and_quarantined(evaluated: Evaluated, tmp_path: Path) -> None:
     for artifact, file in evaluated.files():
         evaluated.bring(artifact, ArtifactStore(str(tmp_path), "run"))
         place = tmp_path / "run" / file

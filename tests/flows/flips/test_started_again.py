@@ -31,7 +31,7 @@ def of_artifacts(evaluated: Evaluated, runs: Runs, chance: random.Random) -> lis
 def of_others(evaluated: Evaluated, runs: Runs) -> list[Path]:
     """Each file that belongs to no artifact."""
     held = {runs.path(file) for _, file in evaluated.files()}
-    return [path for path in files_of(runs) if path not in held and "set_aside" not in path.parts]
+    return [path for path in files_of(runs) if path not in held and not {"quarantine", "previous"} & set(path.parts)]
 
 
 def test_two_hundred_bits_by_rounds(
@@ -70,7 +70,7 @@ def test_a_bit_in_any_file_and_a_start_time_and_again(copied: Runs, evaluated: E
     chance = random.Random(24)
     for _ in range(24):
         present = files_of(copied)
-        kept = [path for path in present if "set_aside" not in path.parts]
+        kept = [path for path in present if not {"quarantine", "previous"} & set(path.parts)]
         # Half of them among what was set aside as well: nothing comes home from there damaged.
         rot(chance.choice(chance.choice((kept, present))), chance)
         evaluated.require_same_end(copied, copied.start(**SETTINGS))

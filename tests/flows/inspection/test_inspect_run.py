@@ -156,7 +156,7 @@ def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
 
 def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
-    maker.store.set_aside(["iteration_000001/rewards/ssim"], reason="scores.parquet has another sha256")
+    maker.store.quarantine(["iteration_000001/rewards/ssim"], reason="scores.parquet has another sha256")
     text = shown(tmp_path)
     for said in (
         "finished: 2 iterations",

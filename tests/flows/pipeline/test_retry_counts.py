@@ -21,7 +21,7 @@ from tasks.execution.stages import Arguments, Part, Sharding
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
-from tasks.storage.prefect_results.result_storage import registered_records, use_records
+from tasks.storage.prefect_results import registered_records, use_records
 from tests.flows.conftest import Heard
 
 LIMITS = RetrySection(lost=2, timeout=1, storage=1, service=0, delay=0.01)

@@ -25,13 +25,13 @@ def write(path: Path, **columns: str) -> Path:
 
 
 def reasons(prompts: Path, *overrides: str) -> list[str]:
-    """Why the folder's content was set aside, after opening the run once more."""
+    """Why the folder's content was moved to `previous/`, after opening the run once more."""
     root = prompts.parent / "runs"
     sets = [f"storage.root={root}", f"data.prompts={prompts}", "data.target_column=null", "data.targets=null"]
     jpeg = ['rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null"]
     with open_run(read_config(TINY, [*sets, *jpeg, *overrides])):
         pass
-    return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/set_aside/*/reason.json"))]
+    return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/previous/*/reason.json"))]
 
 
 def test_opened_again_as_it_was(prompts: Path) -> None:
@@ -157,6 +157,6 @@ def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path
     (run / "run.json").write_bytes(b"{")
     (reason,) = reasons(prompts)
     assert "run.json is missing or damaged" in reason
-    (aside,) = (run / "set_aside").iterdir()
+    (aside,) = (run / "previous").iterdir()
     assert {path.name for path in aside.iterdir()} == {*made, "reason.json"}
     assert (run / "notes" / "file").read_text() == "notes"

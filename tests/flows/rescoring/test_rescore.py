@@ -136,7 +136,7 @@ def test_a_rescoring_changed_under_its_name_leaves_no_former_advantages(finished
     scored_again(finished, PSNR, name="one", iterations="2")
     assert not finished.path("rescored", "one", "iteration_000001", "advantages.manifest.json").exists()
     assert "the rewards of the rescoring one changed" in finished.reasons()[-1]
-    (kept,) = finished.path("set_aside").rglob("one/iteration_000001/advantages/advantages.parquet")
+    (kept,) = finished.path("previous").rglob("one/iteration_000001/advantages/advantages.parquet")
     assert pl.read_parquet(kept).equals(whole)
     with pytest.raises(InputErrors, match=r"iteration_000001/advantages"):
         plan_replay(ReplayRequest("run", root=str(finished.root), advantages="one"))

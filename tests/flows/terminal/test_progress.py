@@ -41,7 +41,8 @@ def summary(**changes: Any) -> TrainSummary:
         "watch": None,
         "hacking": [],
         "stopped_early": False,
-        "set_aside": [],
+        "quarantined": [],
+        "previous": [],
     }
     return TrainSummary(**known | changes)
 
@@ -93,7 +94,7 @@ def test_a_place_below_is_shortened(screen: io.StringIO, tmp_path: Path, monkeyp
 
 
 def test_reasons_are_no_markup(screen: io.StringIO) -> None:
-    show_summary(summary(reward_first=None, set_aside=["[red]changed[/red] [/]"], policy_digest=None))
+    show_summary(summary(reward_first=None, previous=["[red]changed[/red] [/]"], policy_digest=None))
     assert "[red]changed[/red] [/]" in screen.getvalue()
     assert screen.getvalue().count("none") == 3  # both rewards and the digest
 

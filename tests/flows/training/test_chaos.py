@@ -14,13 +14,11 @@ from tests.chaos.trail import Operation
 from tests.flows.conftest import Runs, Start
 
 PLANS = (
-    # Files of rollouts in their place, the manifest not; then right in the setting aside of what is there.
-    Plan(operation=Operation("rename: files.py:write_whole < commit.py:write_manifest", 1)),
-    Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:set_aside", 1)),
+    # Files of rollouts in their place, the manifest not; then right in moving away what is there.
+    Plan(operation=Operation("rename: files.py:write_file_atomically < store.py:write_manifest", 1)),
+    Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:_move_away", 1)),
     # Scores whole, the record of the second reward not.
-    Plan(
-        operation=Operation("rename: files.py:write_whole < result_storage.py:_keep < result_storage.py:write_path", 3)
-    ),
+    Plan(operation=Operation("rename: files.py:write_file_atomically < prefect_results.py:_keep", 3)),
     Plan(operation=Operation("_save_state", 1), alone=True),
     Plan(operation=Operation("write_metrics", 1)),
 )

@@ -133,7 +133,7 @@ class TestReuse:
         assert changed.stages == ("iteration 1: update policy", *SECOND)
         assert [reason for reason in finished.reasons() if "update.learning_rate 0.002 -> 0.001" in reason]
         assert len(finished.reasons()) == 1
-        aside = next(finished.path("set_aside").iterdir())
+        aside = next(finished.path("previous").iterdir())
         assert (aside / "policies/000002/adapter_model.safetensors").is_file()
         back = finished.start()
         assert back.stages == ()
@@ -245,14 +245,14 @@ class TestDamage:
         assert again.stages == ()
         final(finished, again)
 
-    def test_killed_while_setting_aside_goes_on_setting_aside(self, finished: Runs) -> None:
-        finished.path("set_aside", "0001-000000").mkdir(parents=True)
-        finished.path("config.yaml").rename(finished.path("set_aside", "0001-000000", "config.yaml"))
+    def test_killed_while_moving_to_previous_continues_to_move(self, finished: Runs) -> None:
+        finished.path("previous", "0001-000000").mkdir(parents=True)
+        finished.path("config.yaml").rename(finished.path("previous", "0001-000000", "config.yaml"))
         changed = finished.start(update__learning_rate=1e-3, run__iterations=1)
         assert changed.stages == (FIRST[4],)
         assert not finished.path("iteration_000002").exists()
 
-    def test_flipped_record_is_set_aside_by_name(self, finished: Runs, final: Compare) -> None:
+    def test_flipped_record_is_quarantined_by_name(self, finished: Runs, final: Compare) -> None:
         records = [
             path for name in (".stages", "run/.stages") for path in finished.root.joinpath(name).glob("update-*")
         ]

@@ -351,13 +351,13 @@ def test_a_killed_child_leaves_nothing_half_and_is_replaced(stages: ChildProcess
 @pytest.mark.slow
 def test_a_timeout_in_the_middle_of_the_commit_leaves_nothing_half(stages: ChildProcess, store: ArtifactStore) -> None:
     carry_out(stages, collecting(store, "before"))
-    with store.alone(), pytest.raises(StageTimeoutError):
+    with store.commit_lock(), pytest.raises(StageTimeoutError):
         # The child has its files staged, and waits for the lock under which they become an artifact.
         carry_out(stages, collecting(store, "late"), 20.0)
     assert half_written(store) == []
     assert store.find("late/rollouts") is None
     assert carry_out(stages, collecting(store, "late")).reference() == store.find("late/rollouts")
-    assert not Path(store.path("set_aside")).exists()
+    assert not Path(store.path("quarantine")).exists()
 
 
 @pytest.mark.slow

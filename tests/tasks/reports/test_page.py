@@ -82,12 +82,12 @@ def test_nothing_is_asked_of_any_server(tmp_path: Path) -> None:
 def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
     maker = whole_run(tmp_path, prompts=(EVIL, "plain"))
     maker.store.write_file("config.yaml", ("run: {iterations: 2}\n# " + EVIL).encode())
-    maker.store.set_aside(["run.json"], reason=EVIL)
+    maker.store.move_to_previous(["run.json"], reason=EVIL)
     page = Page(page_of(maker, warnings=(EVIL,)))
     assert not page.named("script")
     assert page.open == []
     text = "".join(page.text)
-    assert text.count(EVIL) == 5  # the group, the held-out pair, the configuration, what was set aside, the warning
+    assert text.count(EVIL) == 5  # the group, the held-out pair, the configuration, what was moved, the warning
     assert "49" not in text
 
 

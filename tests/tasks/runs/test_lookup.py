@@ -30,7 +30,7 @@ def test_another_schema_version(tmp_path: Path, version: int, content: bytes) ->
     assert contents(maker.folder) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"seal": "0", "schema_version": 99}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"checksum": "0", "schema_version": 99}'])
 def test_a_damaged_description_is_not_taken_for_another_version(tmp_path: Path, content: bytes) -> None:
     maker = whole_run(tmp_path)
     (maker.folder / "run.json").write_bytes(content)

@@ -132,13 +132,13 @@ def test_a_damaged_configuration(tmp_path: Path, content: bytes | None) -> None:
     assert run.series("reward") == [(1.0, 0.5), (2.0, 0.6)]
 
 
-def test_what_was_set_aside_and_why(tmp_path: Path) -> None:
+def test_what_was_moved_away_and_why(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
-    maker.store.set_aside(["iteration_000002"], reason="the configuration changed: seed 1 -> 2")
-    broken = maker.folder / "set_aside" / "0002-abcdef"
+    maker.store.move_to_previous(["iteration_000002"], reason="the configuration changed: seed 1 -> 2")
+    broken = maker.folder / "previous" / "0002-abcdef"
     broken.mkdir()
     (broken / "reason.json").write_text(json.dumps({"reason": 3, "paths": 4}))
-    first, second = read(maker).set_aside
+    first, second = read(maker).moved
     assert first.reason == "the configuration changed: seed 1 -> 2"
     assert first.paths == ("iteration_000002",)
     assert (second.reason, second.paths) == ("3", ())

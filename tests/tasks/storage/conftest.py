@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""Roots of runs: a local disk, a bucket of an S3 server, and a disk that is soon full."""
 
 import subprocess
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.s3_server import S3Server, forget_clients, s3_server
 
 
@@ -18,7 +19,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting a small disk needs root ({error})")
+        pytest.skip(f"mounting a small disk needs root; run the tests as root ({error})")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -40,3 +41,22 @@ def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     forget_clients()
     yield f"s3://{s3.make_bucket()}"
     forget_clients()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> ArtifactStore:
+    """A run on a local disk."""
+    return ArtifactStore(str(tmp_path / "runs"), "run")
+
+
+@pytest.fixture
+def remote(bucket: str) -> ArtifactStore:
+    """A run in a bucket."""
+    return ArtifactStore(f"{bucket}/runs", "run")
+
+
+@pytest.fixture(params=["local", "remote"])
+def store(request: pytest.FixtureRequest) -> ArtifactStore:
+    """A run on each kind of root."""
+    found: ArtifactStore = request.getfixturevalue(request.param)
+    return found

@@ -1,4 +1,4 @@
-"""Locks of runs and who holds them: this process, or one that does as it is told."""
+"""Locks of runs and who holds them: this process, or one that obeys."""
 
 import contextlib
 import contextvars
@@ -8,34 +8,31 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from grpo_core.errors import InputError
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.locks.lock_holder import this_process
 from tasks.storage.locks.run_lock import RunLock, locked
+from tests.tasks.storage.made_artifacts import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-BUCKET = "memory://bucket/runs"
-# Holds a place of a run and does as it is told, a word a line; says so in a line each.
+# Locks a run and obeys one word a line; answers with a line each.
 HOLDER = """
 import os, subprocess, sys, time
 from tasks.storage.locks import lease
 from tasks.storage.locks.run_lock import locked
 from tasks.storage.artifacts.store import ArtifactStore
-lease.RENEWAL_SECONDS, lease.LEASE_SECONDS = 0.2, float(sys.argv[3])
-with locked(ArtifactStore(sys.argv[1], "run"), sys.argv[2], setting="run.name", value="run") as lock:
+lease.RENEWAL_SECONDS, lease.LEASE_SECONDS = 0.2, 600.0
+with locked(ArtifactStore(sys.argv[1], "run"), setting="run.name", value="run") as lock:
     print("held", flush=True)
     for line in sys.stdin:
         if line == "fork\\n":
             if os.fork() == 0:
                 print("forked", flush=True)
-                time.sleep(60)
+                time.sleep(600)
         if line == "start\\n":
-            print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
+            print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
         if line == "require\\n":
             lock.require_held()
             print("still", flush=True)
@@ -45,10 +42,9 @@ with locked(ArtifactStore(sys.argv[1], "run"), sys.argv[2], setting="run.name", 
 class Process:
     """The script above, in a process of its own."""
 
-    def __init__(self, root: str, place: str = "", *, lease_seconds: float = 2.0) -> None:
-        command = [sys.executable, "-c", HOLDER, root, place, str(lease_seconds)]
+    def __init__(self, root: str) -> None:
         self.child = subprocess.Popen(
-            command,
+            [sys.executable, "-c", HOLDER, root],
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -58,18 +54,22 @@ class Process:
         )
         self.pid = self.child.pid
 
-    def says(self) -> str:
+    def read(self) -> str:
         assert self.child.stdout is not None
         return self.child.stdout.readline().strip()
 
-    def told(self, word: str) -> None:
+    def say(self, word: str) -> None:
         assert self.child.stdin is not None
         self.child.stdin.write(f"{word}\n")
         self.child.stdin.flush()
 
+    def ask(self, word: str) -> str:
+        self.say(word)
+        return self.read()
+
     def ended(self) -> str:
-        """What it said on the way out."""
-        return self.child.communicate(timeout=60)[1]
+        """What it wrote on the way out."""
+        return self.child.communicate(timeout=120)[1]
 
     def kill(self) -> None:
         self.child.kill()
@@ -81,11 +81,15 @@ class Process:
         self.child.communicate()
 
 
+def url(store: ArtifactStore) -> str:
+    return str(store.filesystem.unstrip_protocol(store.root))
+
+
 @contextlib.contextmanager
-def held_elsewhere(root: str, place: str = "", *, lease_seconds: float = 2.0) -> Iterator[Process]:
-    process = Process(root, place, lease_seconds=lease_seconds)
+def held_elsewhere(store: ArtifactStore) -> Iterator[Process]:
+    process = Process(url(store))
     try:
-        assert process.says() == "held", process.ended()
+        assert process.read() == "held", process.ended()
         yield process
     finally:
         process.close()
@@ -103,8 +107,8 @@ class Lines:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[str]]:
-    """The lines that people are told."""
+def logged() -> Iterator[list[str]]:
+    """The lines that are logged."""
     listener, context = Lines(), contextvars.copy_context()
     listen(listener)
     yield listener.lines
@@ -124,7 +128,7 @@ def refusal(store: ArtifactStore, place: str = "") -> str:
 
 
 def winners(store: ArtifactStore, count: int) -> int:
-    """How many of so many threads that begin at one moment get hold of it before the first lets go."""
+    """How many of so many threads that begin at one moment get the lock before the first releases it."""
     begin, end, got = threading.Barrier(count), threading.Barrier(count), []
 
     def take() -> None:
@@ -141,8 +145,3 @@ def winners(store: ArtifactStore, count: int) -> int:
     for thread in threads:
         thread.join()
     return len(got)
-
-
-def described_by_this_process() -> str:
-    holder = this_process()
-    return f"{holder.user} on {holder.host}, process {holder.pid}"

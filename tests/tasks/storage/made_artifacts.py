@@ -1,44 +1,65 @@
-"""Artifacts for tests of the store, and what is left of them."""
+"""Artifacts for tests of the store, and what is left of them, on any root."""
 
 import json
 from pathlib import Path
 
-import pytest
-
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
 
 FOLDER = "iteration_000001/rollouts"
+MANIFEST = f"{FOLDER}.manifest.json"
+PART = f"{FOLDER}/part-00000.parquet"
 FILES = {"part-00000.parquet": b"first part", "nested/part-00001.bin": bytes(range(256))}
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+def stage(staged: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (staged / name).parent.mkdir(exist_ok=True)
+        (staged / name).write_bytes(content)
+
+
 def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, rows: int = 4) -> ArtifactRef:
     with store.staging() as staged:
-        for name, content in FILES.items():
-            (staged / name).parent.mkdir(exist_ok=True)
-            (staged / name).write_bytes(content)
+        stage(staged, FILES)
         return store.commit(
             staged, folder, digest="d" * 64, schema_version=1, rows=rows, seconds=seconds, metrics={"reward": 0.5}
         )
 
 
-def reasons(store: ArtifactStore) -> list[str]:
-    notes = sorted(Path(store.path(SET_ASIDE)).glob("*/reason.json"))
-    return [json.loads(note.read_text())["reason"] for note in notes]
+def another(store: ArtifactStore, run: str = "run") -> ArtifactStore:
+    """A run of the same root, opened anew."""
+    return ArtifactStore(str(store.filesystem.unstrip_protocol(store.root)), run)
 
 
-def kept(store: ArtifactStore) -> dict[str, bytes]:
-    top = Path(store.path())
-    return {path.relative_to(top).as_posix(): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
+def read(store: ArtifactStore, reference: ArtifactRef, folder: Path) -> dict[str, bytes]:
+    local = store.local_files(reference, folder)
+    return {path.relative_to(local).as_posix(): path.read_bytes() for path in local.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(str(tmp_path), "run")
+def moved(store: ArtifactStore, *folders: str) -> list[str]:
+    """Reasons why something was moved to `quarantine/` or `previous/`."""
+    notes = [
+        note
+        for folder in folders or (QUARANTINE, PREVIOUS)
+        for note in sorted(store.filesystem.glob(store.path(f"{folder}/*/reason.json")))
+    ]
+    return [json.loads(store.filesystem.cat_file(note))["reason"] for note in notes]
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
+def contents(store: ArtifactStore) -> dict[str, bytes]:
+    """Every file of a run but those of locks, `quarantine/` and `previous/`."""
+    top = store.path()
+    found = {str(path).removeprefix(f"{top}/"): path for path in store.filesystem.find(top)}
+    shown = {name: path for name, path in found.items() if not name.startswith((".", QUARANTINE, PREVIOUS))}
+    return {name: store.filesystem.cat_file(path) for name, path in shown.items()}
+
+
+def overwrite(store: ArtifactStore, name: str, content: bytes) -> None:
+    store.filesystem.pipe_file(store.path(name), content)
+
+
+def flip(store: ArtifactStore, name: str) -> None:
+    content = bytearray(store.filesystem.cat_file(store.path(name)))
     content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    overwrite(store, name, bytes(content))

@@ -48,7 +48,7 @@ def scoring(store: ArtifactStore) -> tuple[StageCall, ArtifactRef]:
 
 
 def copies(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "contents").glob("*/*")}
+    return {path.name for path in (folder / "contents").glob("*")}
 
 
 def contents_of(store: ArtifactStore, reference: ArtifactRef) -> set[str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.storage.artifacts.lineage import lineage_of
 from tasks.storage.artifacts.run_description import (
     CONFIG_FILE,
     RUN_FILE,
@@ -13,7 +12,7 @@ from tasks.storage.artifacts.run_description import (
     read_description,
     write_description,
 )
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore, lineage_of
 
 DESCRIBED = {"lineage": "a", "evaluation": None, "schema_version": 4}
 CONFIG = b"run:\n  name: run\nupdate:\n  learning_rate: 0.001\n"

@@ -1,29 +1,36 @@
-"""The URL of a root: no secret in it, and none in what is told of it."""
+"""The URL of a root: no secret in it, and none in a message."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from grpo_core.errors import InputError
+from configs.loader import read_config
+from flows.preflight.inputs import require_inputs
+from grpo_core.errors import InputError, InputErrors
 from tasks.storage.filesystem.roots import open_root
+from tests.tasks.storage.made_artifacts import REPOSITORY
 
 
 @pytest.mark.parametrize(
-    ("root", "told"),
+    ("root", "shown"),
     [
         ("s3://KEY:12/34HIDDEN@bucket/runs", "s3://***@bucket/runs"),
         ("s3a://KEY:12/34HIDDEN@bucket/runs", "s3a://***@bucket/runs"),
         ("s3://KEY:HID/DEN/@bucket/runs", "s3://***@bucket/runs"),
         ("s3://KEY:443/HIDDEN@bucket", "s3://***@bucket"),
-        ("s3://KEY:HIDDEN@bucket/runs", "s3://***@bucket/runs"),
         ("s3://KEY@bucket/runs", "s3://***@bucket/runs"),
-        ("sftp://me:HIDDEN@host/runs", "sftp://***@host/runs"),
+        ("sftp://me:HIDDEN@host:22/runs", "sftp://***@host:22/runs"),
+        ("simplecache::s3://k:HIDDEN@bucket/runs", "simplecache::s3://***@bucket/runs"),
     ],
 )
-def test_credentials_are_refused_and_not_repeated(root: str, told: str) -> None:
+def test_credentials_are_refused_and_not_repeated(root: str, shown: str) -> None:
     with pytest.raises(InputError) as caught:
         open_root(root)
-    assert caught.value.value == told
-    assert "HIDDEN" not in str(caught.value)
-    assert "12/34" not in str(caught.value)
+    assert (caught.value.place, caught.value.value) == ("storage.root", shown)
+    for secret in ("HIDDEN", "12/34", "KEY@"):
+        assert secret not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +41,41 @@ def test_credentials_are_refused_and_not_repeated(root: str, told: str) -> None:
             "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/mine/runs",
             "arn:aws:s3:eu-west-1:123456789012:accesspoint/mine/runs",
         ),
+        ("file:///tmp/a@b:c", "/tmp/a@b:c"),
+        ("memory://bucket:80/a@b", "/bucket:80/a@b"),
     ],
 )
 def test_other_signs_in_a_path_are_no_credentials(root: str, path: str) -> None:
-    pytest.importorskip("s3fs")
     assert open_root(root)[1] == path
+
+
+def test_without_its_package_the_extra_is_named() -> None:
+    script = (
+        "import sys; sys.modules['s3fs'] = None\n"
+        "from grpo_core.errors import InputError\n"
+        "from tasks.storage.filesystem.roots import open_root\n"
+        "try:\n    open_root('s3://bucket/runs')\n"
+        "except InputError as error:\n    print(error.place, error.value, error.hint)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    assert ended.stdout.startswith("storage.root s3://bucket/runs")
+    assert "s3fs" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"root": "s3://key:secret@bucket/runs"}, "storage.root"),
+        ({"root": "{}-absent/runs"}, "storage.root"),
+        ({"cache_dir": "/dev/null"}, "storage.cache_dir"),
+    ],
+)
+def test_a_wrong_root_is_reported_before_the_run_starts(
+    bucket: str, tmp_path: Path, changes: dict[str, str], place: str
+) -> None:
+    config = read_config(REPOSITORY / "configs/tiny.yaml", [f"storage.root={bucket}/runs", "run.name=run"])
+    changed = {name: value.format(bucket) for name, value in changes.items()}
+    section = config.storage.model_copy(update=changed)
+    with pytest.raises(InputErrors) as caught:
+        require_inputs(config.model_copy(update={"storage": section}))
+    assert [error.place for error in caught.value.errors] == [place]

@@ -10,9 +10,8 @@ from prefect.results import ResultRecord, ResultRecordMetadata
 from prefect.serializers import PickleSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
-from tasks.storage.artifacts.store import SET_ASIDE, ArtifactStore, use_store
-from tasks.storage.prefect_results.result_storage import FOLDER, StageRecords
-from tasks.storage.prefect_results.serializer import decode_reference, encode_reference, reference_serializer
+from tasks.storage.artifacts.store import QUARANTINE, ArtifactStore, use_store
+from tasks.storage.prefect_results import FOLDER, StageRecords, decode_reference, encode_reference, reference_serializer
 from tests.tasks.storage.made_artifacts import commit
 
 KEY = "collect-rollouts-" + "a" * 64
@@ -100,7 +99,7 @@ def test_every_flipped_bit_of_a_record_is_noticed_or_without_effect(store: Artif
             noticed += 1
             assert not own(store).exists()
     assert noticed > len(whole) / 3 * 0.7
-    notes = [json.loads(path.read_text()) for path in Path(store.path(SET_ASIDE)).glob("*/reason.json")]
+    notes = [json.loads(path.read_text()) for path in Path(store.path(QUARANTINE)).glob("*/reason.json")]
     assert len(notes) == noticed
     assert {tuple(note["paths"]) for note in notes} == {(f"{FOLDER}/{KEY}.json",)}
 
@@ -120,8 +119,8 @@ def test_record_of_another_key_is_refused(store: ArtifactStore) -> None:
     own(store).rename(own(store).with_name(f"{other}.json"))
     with pytest.raises(StaleReferenceError):
         StageRecords().read_path(other)
-    (note,) = Path(store.path(SET_ASIDE)).glob("*/reason.json")
-    assert f"{other}.json does not have the sha256" in json.loads(note.read_text())["reason"]
+    (note,) = Path(store.path(QUARANTINE)).glob("*/reason.json")
+    assert f"{other}.json is not the record" in json.loads(note.read_text())["reason"]
 
 
 class _Bomb:

@@ -1,0 +1,131 @@
+"""Artifacts that may be pruned, and rollouts without images: other values, row groups and digests are unchanged."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tasks.storage.artifacts.manifest import Manifest
+from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
+from tasks.storage.artifacts.replace import is_half_pruned, replace_artifact
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.tables.parquet import DIGESTS
+
+IMAGE = "image"
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """An artifact of a run that may be pruned.
+
+    Attributes:
+        folder: within the run.
+        reference: the reference to it.
+        manifest: its manifest.
+        made: when its manifest was written.
+        half_pruned: a process that pruned it was killed.
+    """
+
+    folder: str
+    reference: ArtifactRef
+    manifest: Manifest
+    made: datetime
+    half_pruned: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of it was ever deleted."""
+        return self.manifest.pruned is None
+
+
+def find_prunable(store: ArtifactStore, folder: str) -> Prunable | None:
+    """Return the artifact in a folder of the run; None if there is none that this program reads."""
+    manifest = store.manifest_at(store.path(folder))
+    if manifest is None:
+        return None
+    try:
+        reference = manifest.reference(f"{store.run}/{folder}")
+    except (ValueError, TypeError):
+        return None
+    made = modified(store, store.path(f"{folder}{MANIFEST_ENDING}"))
+    return Prunable(folder, reference, manifest, made, is_half_pruned(store, folder, manifest))
+
+
+def modified(store: ArtifactStore, path: str) -> datetime:
+    """Return when a file of the filesystem was last written, UTC."""
+    written: datetime = store.filesystem.modified(path)
+    return written if written.tzinfo is not None else written.replace(tzinfo=UTC)
+
+
+def bytes_below(store: ArtifactStore, path: str) -> int:
+    """Return the size of a file, or of all files in a folder, of the filesystem; 0 if there is none."""
+    if not store.filesystem.exists(path):
+        return 0
+    return sum(int(each["size"] or 0) for each in store.filesystem.find(path, detail=True).values())
+
+
+def image_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
+    """Return the stored size of the images; 0 for texts, and if they are deleted or damaged."""
+    # pyarrow may end the whole process on a damaged footer.
+    if store.find(rollouts.folder) is None:
+        return 0
+    total = 0
+    for name in rollouts.manifest.files:
+        with store.filesystem.open(store.path(f"{rollouts.folder}/{name}"), "rb") as stream:
+            metadata = pq.read_metadata(stream)
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+        total += sum(column.total_compressed_size for column in columns if _has_images(column))
+    return total
+
+
+def _has_images(column: pq.ColumnChunkMetaData) -> bool:
+    if column.path_in_schema.split(".")[0] != IMAGE:
+        return False
+    # Nulls take a few bytes in each row group.
+    return column.statistics is None or column.statistics.null_count < column.num_values
+
+
+def delete_images(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str, Any]) -> None:
+    """Replace rollouts by the same rollouts without images.
+
+    Raises:
+        StaleReferenceError: its files are not what the manifest says.
+        StorageError: a disk or a bucket refuses it.
+    """
+    # Reading a damaged artifact would quarantine it; the next start does that and makes it again.
+    if store.find(rollouts.folder) is None:
+        raise StaleReferenceError(f"{rollouts.reference.uri}: one of its files is changed or missing")
+    with tempfile.TemporaryDirectory(prefix="grpo-") as fetched, store.staging() as staged:
+        folder = store.local_files(rollouts.reference, Path(fetched) / "rollouts")
+        for name in rollouts.manifest.files:
+            target = staged / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            strip_images(folder / name, target)
+        replace_artifact(store, rollouts.reference, staged, pruned=pruned)
+
+
+def strip_images(source: Path, target: Path) -> None:
+    """Copy a file; a table with images is written again, one row group at a time, with every image null."""
+    file = pq.ParquetFile(source) if source.suffix == ".parquet" else None
+    if file is None or IMAGE not in file.schema_arrow.names:
+        shutil.copyfile(source, target)
+        return
+    digests = (file.metadata.metadata or {}).get(DIGESTS.encode())
+    # Sorted, so that the same table always gives the same bytes.
+    schema = file.schema_arrow.with_metadata(dict(sorted((file.schema_arrow.metadata or {}).items())))
+    others = [name for name in schema.names if name != IMAGE]
+    with pq.ParquetWriter(target, schema, compression="zstd") as writer:
+        for index in range(file.num_row_groups):
+            kept = file.read_row_group(index, columns=others)
+            absent = pa.nulls(kept.num_rows, schema.field(IMAGE).type)
+            columns = [absent if name == IMAGE else kept[name] for name in schema.names]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, kept.num_rows))
+        if digests is not None:
+            writer.add_key_value_metadata({DIGESTS: digests.decode()})

@@ -1,0 +1,164 @@
+"""Which stage made which artifact: Prefect's results, kept in the run's folder and verified when they are read.
+
+Prefect's own record of a result names the class that decodes it, pickle among them, so a changed file could run code.
+Only the reference is kept here, as JSON with a checksum; it is always decoded by `decode_reference`.
+"""
+
+import json
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from prefect.filesystems import WritableFileSystem
+from prefect.results import ResultRecord, ResultRecordMetadata  # type: ignore[attr-defined]
+from prefect.serializers import JSONSerializer
+
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.filesystem.checked_json import dump_checked, load_checked
+from tasks.storage.filesystem.files import is_local, write_file_atomically
+
+FOLDER = ".stages"
+"""In the run, so that its folder is enough to continue; and next to the runs, so that they find each other's."""
+_ARTIFACT, _POLICY = "$artifact", "$policy"
+
+
+class StageRecords(WritableFileSystem):
+    """Prefect's result storage over the artifact store of the current context; its keys are those of the stages."""
+
+    _block_type_name = "GRPO stage records"
+    _block_type_slug = "grpo-stage-records"
+    _description = "References to the artifacts of finished stages, in the folder of their run."
+
+    # Prefect calls the plain methods with _sync=True, and those with an "a" from coroutines.
+    def read_path(self, path: str, *, _sync: bool = True) -> bytes:  # type: ignore[override]
+        """Read the record of a key in Prefect's format.
+
+        Raises:
+            StaleReferenceError: there is none, or it was changed.
+            StorageError: a bucket did not answer; the stage then refuses to run.
+        """
+        with current_store().noting_unread(path):
+            content = _find(path)
+        metadata = ResultRecordMetadata(
+            serializer=reference_serializer(), storage_key=path, storage_block_id=self._block_document_id
+        )
+        record: ResultRecord[str] = ResultRecord(metadata=metadata, result=json.dumps(content))
+        return record.model_dump_json(serialize_as_any=True).encode()
+
+    async def aread_path(self, path: str) -> bytes:
+        """Do the same as read_path."""
+        return self.read_path(path)
+
+    def write_path(self, path: str, content: bytes, *, _sync: bool = True) -> None:  # type: ignore[override]
+        """Keep the reference that a Prefect record contains."""
+        result = json.loads(json.loads(content)["result"])
+        _keep(current_store(), f"{FOLDER}/{path}.json", dump_checked({"key": path, "result": result}))
+
+    async def awrite_path(self, path: str, content: bytes) -> None:
+        """Do the same as write_path."""
+        self.write_path(path, content)
+
+
+def _keep(store: ArtifactStore, name: str, content: bytes) -> None:
+    """Write a record in the run and next to the runs; one that a power failure loses there is another run's miss."""
+    if not is_local(store.filesystem):
+        store.write_file(name, content)
+        store.write_shared(name, content)
+        return
+    with store.staging() as scratch:
+        write_file_atomically(store.filesystem, store.path(name), content, scratch=scratch)
+        shared, temporary = Path(store.root) / name, scratch / "shared"
+        temporary.write_bytes(content)
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        temporary.replace(shared)
+
+
+def _find(key: str) -> Any:
+    """Return the result under this key: of this run, or of another run of the same root."""
+    store, name = current_store(), f"{FOLDER}/{key}.json"
+    own = store.read_file(name)
+    if own is not None:
+        try:
+            return _checked(key, own)
+        except StaleReferenceError as error:
+            store.quarantine([name], reason=str(error))
+    shared = store.read_shared(name)
+    if shared is None:
+        raise StaleReferenceError(f"{key}: no stage has been recorded")
+    result = _checked(key, shared)
+    store.write_file(name, shared)
+    return result
+
+
+def _checked(key: str, content: bytes) -> Any:
+    try:
+        kept = load_checked(content)
+        if kept["key"] != key:
+            raise ValueError(f"it has the key {kept['key']}")
+        return kept["result"]
+    except (ValueError, KeyError) as error:
+        raise StaleReferenceError(f"{key}.json is not the record that was written ({error})") from error
+
+
+def encode_reference(value: object) -> dict[str, Any]:
+    """Encode a reference as plain JSON.
+
+    Raises:
+        TypeError: the value is no reference.
+    """
+    if isinstance(value, PolicyRef):
+        return {_POLICY: value.model_dump(mode="json")}
+    if isinstance(value, ArtifactRef):
+        return {_ARTIFACT: value.model_dump(mode="json")}
+    raise TypeError(f"a task returned {type(value).__name__}; tasks return references only")
+
+
+def decode_reference(value: dict[str, Any]) -> Any:
+    """Decode a reference whose files are present and verified in this run's folder.
+
+    Prefect takes an error here for a cache miss, so a stage whose files are gone or changed runs again.
+
+    Raises:
+        StaleReferenceError: there is no valid copy of the files.
+        StorageError: a bucket did not answer; the stage then refuses to run.
+    """
+    if _ARTIFACT in value:
+        return _restored(ArtifactRef.model_validate(value[_ARTIFACT]))
+    if _POLICY in value:
+        policy = PolicyRef.model_validate(value[_POLICY])
+        if policy.checkpoint is None:
+            return policy
+        return policy.model_copy(update={"checkpoint": _restored(policy.checkpoint)})
+    return value
+
+
+def _restored(reference: ArtifactRef) -> ArtifactRef:
+    store = current_store()
+    with store.noting_unread(reference.uri):
+        return store.restore_artifact(reference)
+
+
+def reference_serializer() -> JSONSerializer:
+    """Make Prefect's JSON serializer with `encode_reference` and `decode_reference`."""
+    return JSONSerializer(object_encoder=f"{__name__}.encode_reference", object_decoder=f"{__name__}.decode_reference")
+
+
+async def registered_records() -> StageRecords:
+    """Register the storage with Prefect's server, which a task needs before it can use it."""
+    records = StageRecords()
+    await records.asave("stages", overwrite=True)
+    return records
+
+
+_CURRENT: ContextVar[StageRecords] = ContextVar("stage_records")
+
+
+def use_records(records: StageRecords) -> None:
+    """Make this the storage of the results of stages in the current context."""
+    _CURRENT.set(records)
+
+
+def current_records() -> StageRecords:
+    """Return the storage of the current context."""
+    return _CURRENT.get()

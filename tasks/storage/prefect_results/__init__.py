@@ -1,1 +1,0 @@
-"""Prefect's result records as JSON references in the run folder."""

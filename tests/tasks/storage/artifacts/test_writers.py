@@ -1,0 +1,218 @@
+"""An artifact is complete or absent, whoever else writes it and whenever its writer is killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.storage.artifacts.store import INCOMING, PREVIOUS, QUARANTINE, ArtifactStore
+from tests.tasks.storage.made_artifacts import FILES, FOLDER, REPOSITORY, another, commit, contents, moved, read
+
+AT_ONCE = """
+import sys
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.made_artifacts import commit
+
+root, number, rows = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(4):
+    print(commit(ArtifactStore(root, f"run{turn}"), seconds=float(number), rows=int(rows)).sha256, flush=True)
+"""
+
+
+def write_at_once(store: ArtifactStore, *rows: int) -> list[list[str]]:
+    """Commit to four runs from several processes that begin together; the sha256 that each got back."""
+    root = str(store.filesystem.unstrip_protocol(store.root))
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", AT_ONCE, root, str(number), str(count)],
+                    cwd=REPOSITORY,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for number, count in enumerate(rows)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        found = [writer.communicate(timeout=300)[0].split() for writer in writers]
+        assert [writer.returncode for writer in writers] == [0] * len(rows)
+    return found
+
+
+class TestWritersAtOnce:
+    def test_all_get_the_first_where_they_have_the_same_result(self, store: ArtifactStore, tmp_path: Path) -> None:
+        written = write_at_once(store, 4, 4)
+        for turn in range(4):
+            run = another(store, f"run{turn}")
+            found = run.find(FOLDER)
+            assert found is not None
+            assert {each[turn] for each in written} == {found.sha256}
+            assert read(run, found, tmp_path / str(turn)) == FILES
+            assert moved(run) == []
+
+    def test_each_other_result_is_kept_in_previous(self, store: ArtifactStore) -> None:
+        written = write_at_once(store, 4, 5)
+        for turn in range(4):
+            run = another(store, f"run{turn}")
+            found = run.find(FOLDER)
+            assert found is not None
+            assert moved(run) == moved(run, PREVIOUS) == ["another result of the same stage took its place"]
+            references = [found.model_copy(update={"sha256": each[turn]}) for each in written]
+            assert [run.restore_artifact(each) for each in references] == references
+
+
+# Before which step of a commit, over another artifact, the writer is killed.
+STEPS = {
+    "settle_folder": "staged",
+    "clear_place": "the old one in its place",
+    "move_folder": "the old one moved",
+    "put_file": "the old one moved",
+    "write_manifest": "files in their place",
+    "never": "",
+}
+KILL = """
+import os, signal, sys
+from tasks.storage.artifacts import store as module
+from tests.tasks.storage.made_artifacts import commit
+
+root, steps = sys.argv[1], sys.argv[2:]
+for step in steps:
+    commit(module.ArtifactStore(root, step), rows=4)
+    pid = os.fork()
+    if pid == 0:
+        owner = module if hasattr(module, step) else module.ArtifactStore
+        setattr(owner, step, lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))
+        commit(module.ArtifactStore(root, step), rows=5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (0 if step == "never" else -signal.SIGKILL), step
+"""
+LOCAL_STEPS = [step for step in STEPS if step != "put_file"]
+REMOTE_STEPS = [step for step in STEPS if step not in ("settle_folder", "move_folder")]
+
+
+def require_complete(store: ArtifactStore, folder: Path) -> bool:
+    """Whether an artifact is there: then it is valid; after the next commit the new one is."""
+    found = store.find(FOLDER)
+    if found is not None:
+        assert read(store, found, folder / "found") == FILES
+    again = commit(store, rows=5)
+    assert (again.rows, store.find(FOLDER)) == (5, again)
+    assert read(store, again, folder / "again") == FILES
+    assert set(contents(store)) == {f"{FOLDER}.manifest.json", *(f"{FOLDER}/{name}" for name in FILES)}
+    return found is not None
+
+
+class TestKill:
+    def test_at_every_step_on_a_disk(self, local: ArtifactStore, tmp_path: Path) -> None:
+        subprocess.run([sys.executable, "-c", KILL, local.root, *LOCAL_STEPS], cwd=REPOSITORY, check=True)
+        found = {}
+        for step in LOCAL_STEPS:
+            store = another(local, step)
+            left = [path for path in Path(store.path(INCOMING)).iterdir() if path.is_dir()]
+            assert bool(left) == (step != "never")
+            store.clear_abandoned()
+            assert [path for path in left if path.exists()] == []
+            found[step] = require_complete(store, tmp_path / step)
+            assert len(moved(store, QUARANTINE)) == (1 if step == "write_manifest" else 0)
+        assert found == {step: step not in ("move_folder", "write_manifest") for step in LOCAL_STEPS}
+
+    def test_at_every_step_in_a_bucket(self, remote: ArtifactStore, tmp_path: Path) -> None:
+        root = f"s3://{remote.root}"
+        subprocess.run([sys.executable, "-c", KILL, root, *REMOTE_STEPS], cwd=REPOSITORY, check=True)
+        found = {step: require_complete(another(remote, step), tmp_path / step) for step in REMOTE_STEPS}
+        assert found == {step: step not in ("put_file", "write_manifest") for step in REMOTE_STEPS}
+
+    @pytest.mark.slow
+    def test_before_every_request_to_a_bucket(self, remote: ArtifactStore, tmp_path: Path) -> None:
+        command = [sys.executable, "-c", KILL_REQUESTS, f"s3://{remote.root}"]
+        numbers = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
+        found = [require_complete(another(remote, f"run{number}"), tmp_path / number) for number in numbers]
+        assert len(found) > 15
+        assert found[0]
+        assert found[-1]
+        assert False in found
+
+
+KILL_REQUESTS = """
+import itertools, os, signal, sys
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.made_artifacts import commit
+
+CALLS = ("put_file", "pipe_file", "cp_file", "rm_file", "cat_file", "exists", "info", "find", "glob", "ls")
+left = 0
+
+def counted(real):
+    def call(*arguments, **options):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+    return call
+
+for number in itertools.count(1):
+    pid = os.fork()
+    if pid == 0:
+        store = ArtifactStore(sys.argv[1], f"run{number}")
+        commit(store, rows=4)
+        for name in CALLS:
+            setattr(store.filesystem, name, counted(getattr(store.filesystem, name)))
+        left = number
+        commit(store, rows=5)
+        os._exit(0)
+    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+        break
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def writer(store: ArtifactStore, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that has begun to write files of an artifact; it says in which folder."""
+    script = (
+        "import sys; from tasks.storage.artifacts.store import ArtifactStore\n"
+        "with ArtifactStore(sys.argv[1], 'run').staging() as staged:\n"
+        "    (staged / 'theirs').write_bytes(b'x'); print(staged, flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, str(store.filesystem.unstrip_protocol(store.root))]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        yield child
+        child.kill()
+
+
+@pytest.fixture(autouse=True)
+def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def test_unfinished_files_of_living_processes_are_left_alone(
+    store: ArtifactStore, writer: "subprocess.Popen[str]"
+) -> None:
+    assert writer.stdout is not None
+    theirs = Path(writer.stdout.readline().strip())
+    with store.staging() as ours:
+        store.clear_abandoned()
+        assert ours.is_dir()
+        assert (theirs / "theirs").read_bytes() == b"x"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    assert theirs.is_dir()
+    another(store).clear_abandoned()
+    assert not theirs.parent.exists()
