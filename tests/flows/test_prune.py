@@ -193,7 +193,7 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
 def test_texts_have_no_images(empty: Runs) -> None:
     store = ArtifactStore(str(empty.root), "text")
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
-    store.write_file("config.yaml", yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode())
-    store.write_file("run.json", b"{}")
+    content = yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode()
+    write_description(store, {}, content)
     summary = prune(PruneRequest(("text",), root=str(empty.root), images_older_than="0i"))
     assert summary.runs[0].notes == ["its rollouts are texts, which have no images"]
