@@ -8,11 +8,11 @@ from pathlib import Path
 
 from flows.pipeline.run_summary import RunSummary
 from grpo_core.errors import InputError
-from tasks.reports.group_records import Groups
-from tasks.reports.group_view import LARGE, read_groups
-from tasks.reports.page import Heldout, pair_heldout, render_page
-from tasks.reports.page_file import require_page_place, write_page
+from tasks.reports.pages import require_page_path, write_page
+from tasks.reports.run_page import Heldout, pair_heldout, render_run_page
+from tasks.reports.samples import LARGE, Groups, read_groups
 from tasks.reports.target_reader import TargetReader
+from tasks.reports.text import change
 from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
@@ -106,7 +106,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
         InputError: there is no such run or iteration, or the page cannot be written there.
     """
     if html is not None:
-        require_page_place(html)
+        require_page_path(html)
     reader = RunReader(find_run(name, root))
     if iteration is not None and iteration not in (known := reader.iterations()):
         raise InputError("--iteration", iteration, f"The run has iterations {spans(known)}. Choose one of these.")
@@ -118,7 +118,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
         heldout = _read_heldout(reader, run, Path(fetched), targets)
     inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
-        page = render_page(run, groups, heldout, inspection.warnings, heading(inspection.summary(html)))
+        page = render_run_page(run, groups, heldout, inspection.warnings, heading(inspection.summary(html)))
         write_page(html, page)
     return inspection
 
@@ -186,12 +186,3 @@ def heading(summary: InspectSummary) -> list[tuple[str, str]]:
         ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
         ("policy digest", (summary.policy_digest or "unknown")[:12]),
     ]
-
-
-def change(first: float | None, last: float | None) -> str:
-    """Return two rewards and their difference in words; None is a reward that is not known."""
-    if first is None:
-        return "none"
-    if last is None:
-        return f"{first:.3f} → none yet"
-    return f"{first:.3f} → {last:.3f} ({last - first:+.3f})"

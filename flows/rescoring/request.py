@@ -17,7 +17,7 @@ from flows.rescoring.needed_scores import NeededScores, needed_scores
 from flows.server.reachable import require_pools
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
-from tasks.reports.page_file import require_page_place
+from tasks.reports.pages import require_page_path
 from tasks.runs.lookup import find_run
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import (
@@ -113,7 +113,7 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     if problems:
         raise InputErrors(problems)
     if request.html is not None:
-        require_page_place(request.html)
+        require_page_path(request.html)
     chosen = None if request.iterations is None else read_range(request.iterations)
     stores = [find_run(source, request.root) for source in request.sources]
     names = [store.run for store in stores]

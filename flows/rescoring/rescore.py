@@ -20,13 +20,10 @@ from flows.rescoring.form import RescoreForm, read_form
 from flows.rescoring.request import RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
-from tasks.reports.page_file import write_page
-from tasks.reports.rescoring.compare import compare
-from tasks.reports.rescoring.moved import moved_most
-from tasks.reports.rescoring.page import rescoring_page
-from tasks.reports.rescoring.records import RescoringComparison
-from tasks.reports.rescoring.samples import RescoredIteration, read_outputs, read_rescored
-from tasks.reports.rescoring.table import HEADINGS, reward_rows
+from tasks.reports.pages import write_page
+from tasks.reports.rescoring import HEADINGS, RescoringComparison, compare, moved_most, reward_rows
+from tasks.reports.rescoring_page import render_rescoring_page
+from tasks.reports.rescoring_samples import RescoredIteration, read_outputs, read_rescored
 from tasks.rewards.stored import failed_scores
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -177,7 +174,8 @@ def report(
     outputs: dict[tuple[str, str], Image.Image | str] = {}
     for name, each in done.items():
         outputs |= read_outputs(stores[name], each, moved)
-    page = rescoring_page(comparison, moved, outputs, f"{', '.join(done)}: scored again as {plan.name}")
+    title = f"{', '.join(done)}: scored again as {plan.name}"
+    page = render_rescoring_page(comparison, samples, moved, outputs, title)
     pages = []
     for store in stores.values():
         place = rescoring_folder(plan.name)

@@ -17,13 +17,12 @@ from flows.rescoring.needed_scores import needed_scores
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from grpo_core.rewards.registry import build_reward
-from tasks.reports.page_file import require_page_place, write_page
-from tasks.reports.rewards_analysis.analyse import analyse
-from tasks.reports.rewards_analysis.page import analysis_page
-from tasks.reports.rewards_analysis.plots import draw_plots
-from tasks.reports.rewards_analysis.records import RewardAnalysis
-from tasks.reports.rewards_analysis.scores import read_scores, score_again
-from tasks.reports.rewards_analysis.watch_plot import draw_watch
+from tasks.reports.pages import require_page_path, write_page
+from tasks.reports.reward_analysis import RewardAnalysis, analyse
+from tasks.reports.reward_page import render_reward_page
+from tasks.reports.reward_plots import plot_rewards
+from tasks.reports.reward_scores import read_scores, score_again
+from tasks.reports.watch_plot import plot_watch
 from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, WATCH_PLOT, rescoring_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
@@ -82,7 +81,7 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
         InputError, InputErrors: with the option, the value and the hint.
     """
     if request.html is not None:
-        require_page_place(request.html)
+        require_page_path(request.html)
     if request.repeats < 0:
         raise InputError("--repeats", request.repeats, "Give a whole number of samples; 0 scores none again.")
     store = find_run(request.source, request.root)
@@ -91,9 +90,9 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
     repeats, not_repeated = _score_again(store, sections, rounds, request.repeats)
     analysis = analyse(read_scores(store, rounds), repeats)
     signs, watch = _watch(store, config)
-    plots = {**draw_plots(analysis), **watch}
+    plots = {**plot_rewards(analysis), **watch}
     title = f"{store.run}: rewards" + (f" of the rescoring {request.rescored}" if request.rescored else "")
-    page = analysis_page(analysis, plots, title)
+    page = render_reward_page(analysis, plots, title)
     store.write_file(f"{ANALYSIS}/{REPORT_PAGE}", page.encode())
     store.write_file(f"{ANALYSIS}/{REPORT_FILE}", json.dumps(analysis.summary(), indent=1).encode())
     for name, content in plots.items():
@@ -168,4 +167,4 @@ def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, 
         signs = hacking_signs(versions, rewards, levels, hacking_rule(config.watch))
     except InputError as error:
         raise InputErrors([error]) from error
-    return signs, {WATCH_PLOT: draw_watch(versions, rewards, levels)}
+    return signs, {WATCH_PLOT: plot_watch(versions, rewards, levels)}

@@ -7,8 +7,7 @@ from rich.table import Table
 from flows.evaluation.evaluate import EvaluateSummary
 from flows.terminal.reward_table import reward_table
 from flows.terminal.text import plain
-from tasks.reports.layout import counted
-from tasks.reports.page import number
+from tasks.reports.text import counted, number
 
 HEADINGS = ("reward", "mean", "std", "without", "failed")
 

@@ -12,13 +12,22 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from flows.inspection.inspect_run import Inspection, change, heading
-from flows.terminal.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, plain, sparkline
-from tasks.reports.group_records import GroupView, SampleView
+from flows.inspection.inspect_run import Inspection, heading
+from flows.terminal.text import plain
 from tasks.reports.images import PRUNED
-from tasks.reports.metric_titles import metric_title
-from tasks.reports.page import CHARTED, counted, metric_rows, number, progress, reward_means, signed, stage_shares
-from tasks.reports.passages import shortened
+from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, reward_means
+from tasks.reports.run_page import progress, stage_shares
+from tasks.reports.samples import GroupView, SampleView
+from tasks.reports.text import (
+    ASCII_BLOCKS,
+    SPARK_WIDTH,
+    UNICODE_BLOCKS,
+    change,
+    number,
+    one_line,
+    signed,
+    sparkline,
+)
 
 WIDE = 100
 MAX_ROWS = 24
@@ -51,7 +60,7 @@ def show_inspection(inspection: Inspection, console: Console) -> None:
     if inspection.groups.shown:
         console.print(_groups(inspection, console))
     if run.shown is not None:
-        console.print(_figures(inspection))
+        console.print(_metrics(inspection))
     if run.moved:
         table = Table(title="Quarantined and previous", title_justify="left", box=box.SIMPLE_HEAD)
         for name in ("why", "what", "where"):
@@ -89,16 +98,18 @@ def _curves(inspection: Inspection, console: Console) -> Table:
     table.add_column("", no_wrap=True)
     for name in ("first", "last", *(("least", "most") if wide else ())):
         table.add_column(name, justify="right", no_wrap=True)
-    series = {name: run.series(name) for name in ["reward", *reward_means(run), *CHARTED]}
+    series = {
+        name: run.series(name) for name in ["reward", *reward_means(view.metrics for view in run.iterations), *PLOTTED]
+    }
     by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
-    drawn = {"reward": series.pop("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **series}
+    shown = {"reward": series.pop("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **series}
     blocks = UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
-    for name, points in drawn.items():
+    for name, points in shown.items():
         values = [value for _, value in points]
         if values:
-            figures = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
+            columns = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
             line = sparkline(values, SPARK_WIDTH if wide else SPARK_WIDTH - 8, blocks)
-            table.add_row(plain(metric_title(name, run.noun).title), line, *(f"{value:.4g}" for value in figures))
+            table.add_row(plain(metric_title(name, run.noun).title), line, *(f"{value:.4g}" for value in columns))
     return table
 
 
@@ -114,11 +125,11 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
     if texts or images:
         table.add_column("before", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
         table.add_column("after", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
-    for pair in heldout.pairs[:MAX_ROWS]:
-        requested = plain(shortened(pair.before.prompt, LETTERS)) if texts else plain(pair.before.prompt)
-        cells: list[RenderableType] = [requested, change(pair.before.reward, pair.after.reward)]
+    for before, after in heldout.pairs[:MAX_ROWS]:
+        requested = plain(one_line(before.prompt, LETTERS)) if texts else plain(before.prompt)
+        cells: list[RenderableType] = [requested, change(before.reward, after.reward)]
         if texts or images:
-            cells += [_output(pair.before.samples[0]), _output(pair.after.samples[0])]
+            cells += [_output(before.samples[0]), _output(after.samples[0])]
         table.add_row(*cells)
     table.caption = _left_out(len(heldout.pairs), heldout.total)
     return table
@@ -138,7 +149,7 @@ def _groups(inspection: Inspection, console: Console) -> Table:
     table.add_column("worst", overflow="fold", ratio=3)
     for group in groups.shown[:MAX_ROWS]:
         table.add_row(_about(group, groups.datasets), *(_cell(sample, console) for sample in _ends(group)))
-    replaced = counted(groups) if groups.rounds > 1 or groups.dropped else None
+    replaced = groups.describe() if groups.rounds > 1 or groups.dropped else None
     table.caption = "\n".join(filter(None, (replaced, _left_out(len(groups.shown), groups.total)))) or None
     return table
 
@@ -150,7 +161,7 @@ def _ends(group: GroupView) -> Iterator[SampleView | None]:
 
 def _about(group: GroupView, datasets: Sequence[str]) -> Text:
     texts = isinstance(group.samples[0].output, str)
-    about = Text.assemble(plain(shortened(group.prompt, LETTERS) if texts else group.prompt))
+    about = Text.assemble(plain(one_line(group.prompt, LETTERS) if texts else group.prompt))
     if len(datasets) > 1:
         about.append_text(Text("\n")).append_text(plain(group.dataset))
     about.append("\nmean " + number(group.reward), "dim")
@@ -162,7 +173,7 @@ def _cell(sample: SampleView | None, console: Console) -> RenderableType:
         return ""
     lines = [plain(sample.sample_id), Text(f"reward {number(sample.reward)}, advantage {signed(sample.advantage)}")]
     lines += [plain(f"{label} {number(value)}") for label, value in sample.breakdown.items()]
-    cut = "" if sample.finished else ", cut there"
+    cut = "" if sample.finished else ", truncated"
     lines.append(Text(f"log-prob {sample.logprob:.1f} over {sample.length} tokens{cut}", style="dim"))
     if isinstance(sample.output, str):
         return Group(_output(sample), *lines)
@@ -171,7 +182,7 @@ def _cell(sample: SampleView | None, console: Console) -> RenderableType:
 
 def _output(sample: SampleView) -> Text:
     if isinstance(sample.output, str):
-        shown = plain(shortened(sample.output, LETTERS) or "(empty)")
+        shown = plain(one_line(sample.output, LETTERS) or "(empty)")
         shown.stylize("bold")
         return shown
     return thumbnail(sample.output) if sample.output is not None else Text(PRUNED, style="dim")
@@ -182,14 +193,14 @@ def _left_out(read: int, total: int) -> str | None:
     return f"{shown} of {total} prompts; --html FILE shows more" if shown < total else None
 
 
-def _figures(inspection: Inspection) -> Table:
+def _metrics(inspection: Inspection) -> Table:
     shown = inspection.run.shown
     assert shown is not None
-    table = Table(title=f"Iteration {shown.iteration}: every figure", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("figure", overflow="fold")
+    table = Table(title=f"Iteration {shown.iteration}: all metrics", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("metric", overflow="fold")
     table.add_column("name in metrics.parquet", overflow="fold", style="dim")
     table.add_column("value", justify="right", no_wrap=True)
-    for title, _, name, value in metric_rows(shown, inspection.run.noun):
+    for title, _, name, value in metric_rows(shown.metrics, inspection.run.noun):
         table.add_row(plain(title), plain(name), f"{value:.6g}")
     return table
 

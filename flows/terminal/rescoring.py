@@ -8,11 +8,8 @@ from rich.table import Table
 from flows.rescoring.rescore import RescoreSummary
 from flows.terminal.reward_table import reward_table
 from flows.terminal.text import plain
-from tasks.reports.layout import counted
-from tasks.reports.page import number
-from tasks.reports.passages import shortened
-from tasks.reports.rescoring.records import RescoringComparison
-from tasks.reports.rescoring.table import HEADINGS, advantage_rows, reward_rows
+from tasks.reports.rescoring import HEADINGS, RescoringComparison, advantage_rows, reward_rows
+from tasks.reports.text import counted, number, one_line
 
 LETTERS = 60
 
@@ -56,6 +53,6 @@ def _moved(moved: pl.DataFrame) -> Table:
             f"{row['rank_before']:g} → {row['rank_after']:g} of {row['siblings']}",
             f"{number(row['reward_before'])} → {number(row['reward_after'])}",
             plain(name),
-            plain(shortened(row["prompt"], LETTERS)),
+            plain(one_line(row["prompt"], LETTERS)),
         )
     return table

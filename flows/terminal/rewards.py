@@ -13,22 +13,21 @@ from flows.rewards.analysis import AnalysisSummary
 from flows.terminal.reward_table import reward_table
 from flows.terminal.text import plain
 from grpo_core.rewards.protocol import Reward
-from tasks.reports.layout import counted
-from tasks.reports.rewards_analysis.findings import findings
-from tasks.reports.rewards_analysis.records import RewardAnalysis
-from tasks.reports.rewards_analysis.table import HEADINGS, PAIR_HEADINGS, agreement_rows, figure_rows
+from tasks.reports.reward_analysis import RewardAnalysis
+from tasks.reports.reward_page import HEADINGS, PAIR_HEADINGS, agreement_rows, findings, reward_rows
+from tasks.reports.text import counted
 
 MAX_PAIRS = 12
 
 
 def show_analysis(analysis: RewardAnalysis, console: Console) -> None:
-    """Print what stands out, each reward's figures, and how far the rewards agree."""
+    """Print what stands out, each reward's metrics, and how far the rewards agree."""
     found = findings(analysis)
     if found:
-        lines = Text("\n").join(plain(f"{finding.subject} {finding.said}") for finding in found)
+        lines = Text("\n").join(plain(f"{finding.subject} {finding.text}") for finding in found)
         console.print(Panel(lines, title="worth a look before training on these", border_style="yellow"))
     size = f"{counted(analysis.samples, 'sample')} in {counted(analysis.groups, 'group')}"
-    console.print(reward_table(f"Rewards, {size}", HEADINGS, list(figure_rows(analysis)), console))
+    console.print(reward_table(f"Rewards, {size}", HEADINGS, list(reward_rows(analysis)), console))
     if analysis.agreements:
         pairs = list(agreement_rows(analysis))
         table = reward_table("Agreement between rewards", PAIR_HEADINGS, pairs[:MAX_PAIRS], console)

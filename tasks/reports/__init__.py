@@ -1,21 +1,17 @@
-"""What a person sees of a run, made from its artifacts alone.
+"""What people see of a run, made from its artifacts alone: pages, plots, tables and the report of each iteration.
 
-images    stored images by sample id, strips of thumbnails, the contact sheet
-passages    texts shortened, and made harmless where they are shown
-curve       metrics over iterations as a small drawing
-iteration   the markdown report and the table that each iteration leaves in Prefect's UI
-heldout     the held-out samples before and after training, as a sheet of images or a page of texts
-artifact_reader   artifacts verified and never touched, for looking at a run that someone else may be writing
-run_view          a run's folder -> these records
-group_records     samples and their groups, once read
-group_view        samples of an iteration or an evaluation, the best and worst of each group
-target_reader     images that prompts ought to give
-metric_titles     what each figure is, in plain words
-chart             geometry of a line chart
-page              a run as one HTML file
-layout            what other pages share: head, style, figures as text
-sample_frames     samples of any runs as a frame, before anything is reckoned from it
-group_spread, group_ranks   how far siblings differ, and whether two scorings rank them alike
-rescoring/         what changed when stored rollouts were scored again
-rewards_analysis/  what each reward is worth, and the watch over guardrails
+images            stored images by sample id, images as data links, the contact sheet
+text              excerpts, Markdown, numbers and sparklines
+metric_titles     the title and meaning of every metric, and the one table of them
+samples           stored tables of samples joined, and each group best sample first
+statistics        columns checked and rounded, spread, rank correlation, quantiles
+iteration         the report and the table of each iteration in Prefect's UI
+heldout           the held-out samples before and after training, as a sheet of images or a page of texts
+run_page          a run as one HTML file
+rescoring         what changed when rollouts were scored again; read by rescoring_samples, shown by rescoring_page
+reward_analysis   what each reward is worth; read by reward_scores, shown by reward_page
+watch_plot        the reward against guardrails
+pages, templates  the base of all pages
+target_reader     images that prompts should give
+plots             the look of all plots; imported only where something is plotted, as are rescoring_plots, reward_plots
 """

@@ -1,9 +1,9 @@
-"""Stored images by sample id, strips of thumbnails, and the contact sheet of before and after."""
+"""Stored images by sample id, images as data links, and the contact sheet of held-out prompts."""
 
 import base64
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,56 +11,68 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.rewards.image_files import decode_stored
+from tasks.reports.text import number
 
 PRUNED = "image removed"
-"""Stands where an image was."""
+"""Shown in place of an image that `grpo prune` deleted."""
+
+LOSSLESS_SIDE = 128
+"""Images up to this many pixels per side are embedded without loss, because each of their pixels matters."""
 
 
-def read_images(rollouts: Path, sample_ids: Sequence[str]) -> dict[str, Image.Image]:
-    """The images of these samples, as far as none was pruned; only row groups that hold one of them are read."""
-    wanted = set(sample_ids)
+def read_images(
+    rollouts: Path, sample_ids: Collection[str], sides: Mapping[str, int] | None = None
+) -> dict[str, Image.Image]:
+    """Read the images of these samples; only row groups with one of them are read, one at a time.
+
+    Args:
+        rollouts: folder of the Parquet files.
+        sample_ids: the wanted samples; one whose image was pruned is not in the answer.
+        sides: longest side by sample, in pixels, to which an image is reduced at once; None keeps every size.
+    """
     found: dict[str, Image.Image] = {}
-    for path in sorted(rollouts.glob("*.parquet")):
+    for path in sorted(rollouts.glob("*.parquet")) if sample_ids else ():
         file = pq.ParquetFile(path)
         for group in range(file.num_row_groups):
             names = file.read_row_group(group, columns=["sample_id"])["sample_id"].to_pylist()
-            if wanted.isdisjoint(names):
+            if set(sample_ids).isdisjoint(names):
                 continue
             cells = file.read_row_group(group, columns=["image"])["image"].to_pylist()
             for name, cell in zip(names, cells, strict=True):
-                if name in wanted and cell is not None:
-                    found[name] = decode_stored(cell["bytes"], name)
+                if name in sample_ids and cell is not None:
+                    image = decode_stored(cell["bytes"], name)
+                    found[name] = image if sides is None else shrunk(image, sides[name])
     return found
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
-    """Scaled to fit a square; small images grow by whole pixels, large ones are averaged."""
+    """Scale an image to fit a square of `side` pixels; small images grow by whole pixels, large ones are averaged."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS)
 
 
 def shrunk(image: Image.Image, side: int) -> Image.Image:
-    """The image at most this many pixels a side, as it is where it is smaller."""
+    """Copy an image, reduced to at most `side` pixels per side."""
     small = image.copy()
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     return small
 
 
 def data_uri(content: bytes, kind: str) -> str:
-    """Bytes as a link that a page can show without a server."""
+    """Encode bytes of a media type as a link that a page can show without a server."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def thumbnail_uri(image: Image.Image, side: int) -> str:
-    """A small image as a data link: PNG where that is small, JPEG for photographs."""
-    small = fitted(image, side)
+def image_uri(image: Image.Image, *, lossless_side: int = LOSSLESS_SIDE, quality: int = 88) -> str:
+    """Encode an image as a data link: PNG up to `lossless_side` pixels and where that is smaller, else JPEG."""
     png, jpeg = io.BytesIO(), io.BytesIO()
-    small.save(png, "PNG")
-    small.save(jpeg, "JPEG", quality=80)
-    if png.tell() <= jpeg.tell():
-        return data_uri(png.getvalue(), "image/png")
-    return data_uri(jpeg.getvalue(), "image/jpeg")
+    image.save(png, "PNG", optimize=True)
+    if max(image.size) > lossless_side:
+        image.save(jpeg, "JPEG", quality=quality)
+        if jpeg.tell() < png.tell():
+            return data_uri(jpeg.getvalue(), "image/jpeg")
+    return data_uri(png.getvalue(), "image/png")
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class SheetRow:
 
     Attributes:
         prompt: its text.
-        target: what it ought to give, if known.
+        target: the image that it should give, if known.
         before: images of the first policy; None for one that was pruned.
         after: images of the last policy, with the same seeds.
         reward_before: mean over `before`; None without one.
@@ -85,7 +97,7 @@ class SheetRow:
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, title: str, side: int = 96) -> Image.Image:
-    """Held-out prompts down, target, before and after across; the same seeds on both sides."""
+    """Lay out one row per held-out prompt: target, images before and images after, `side` pixels each."""
     font, small = ImageFont.load_default(15), ImageFont.load_default(12)
     gap, label, head = 6, 230, 52
     per_side = max(len(row.before) for row in rows)
@@ -118,5 +130,5 @@ def contact_sheet(rows: Sequence[SheetRow], *, title: str, side: int = 96) -> Im
 def _label(row: SheetRow) -> str:
     lines = textwrap.wrap(row.prompt, 33, max_lines=4, placeholder=" ...")
     if row.reward_before is not None and row.reward_after is not None:
-        lines.append(f"reward {row.reward_before:.3f} -> {row.reward_after:.3f}")
+        lines.append(f"reward {number(row.reward_before)} -> {number(row.reward_after)}")
     return "\n".join(lines)

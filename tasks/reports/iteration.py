@@ -1,41 +1,37 @@
-"""The report and the table that each iteration leaves in Prefect's UI."""
+"""The report and the table that each iteration leaves in Prefect's UI: cheap, and never growing."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import polars as pl
 from PIL import Image
 
-from tasks.reports.curve import curve_svg
-from tasks.reports.images import PRUNED, data_uri, read_images, thumbnail_uri
-from tasks.reports.passages import in_cell, shortened
-from tasks.runs.layout import SCORES_FILE
+from tasks.reports.images import PRUNED, fitted, image_uri, read_images
+from tasks.reports.metric_titles import metric_title
+from tasks.reports.samples import Row, SampleTable, best_first, read_samples
+from tasks.reports.text import change, in_cell, markdown_table, number, one_line, significant, sparkline
 from tasks.runs.records import SamplingRound
-from tasks.runs.run_view import dataset_of
+from tasks.runs.run_view import Noun, dataset_of
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
-SHOWN, SHOWN_GROUPS = 4, 8
+MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_FIGURES = (
-    ("reward", "reward"),
-    ("spread within groups", "reward_std_within_groups"),
-    ("groups without spread", "frac_reward_zero_std"),
-    ("KL to the reference", "kl"),
-    ("KL inside the reward", "kl_penalty"),
-    ("entropy", "entropy"),
-    ("clipped tokens", "clip_ratio/region_mean"),
-    ("largest stored-recomputed log-prob difference", "sampling/sampling_logp_difference/max"),
+_METRICS = (
+    "reward",
+    "reward_std_within_groups",
+    "frac_reward_zero_std",
+    "kl",
+    "kl_penalty",
+    "entropy",
+    "clip_ratio/region_mean",
+    "sampling/sampling_logp_difference/max",
 )
-_TEXT_FIGURES = (
-    ("tokens a completion", "completions/mean_length"),
-    ("completions cut", "completions/clipped_ratio"),
-)
+_TEXT_METRICS = ("completions/mean_length", "completions/clipped_ratio")
+_COLUMNS = ("sample_id", "group_id", "dataset", "prompt", "completion")
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class IterationRecord:
 
     Attributes:
         iteration: its number.
-        draws: rollouts and their rewards, a table a reward; more than one where groups without spread were replaced.
-        advantages: rewards and advantages of the samples of all draws.
+        rounds: rollouts and their rewards; more than one where groups without spread were replaced.
+        advantages: rewards and advantages of the samples of all rounds.
         metrics: of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
     """
@@ -58,163 +54,115 @@ class IterationRecord:
 
 
 def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
-    """Every metric of the iteration, a row each."""
+    """List every metric of the iteration by name, to six significant digits."""
     return [{"metric": name, "value": float(f"{value:.6g}")} for name, value in sorted(record.metrics.items())]
 
 
 def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
-    """Figures, curve, and the best and worst samples of the last iteration with their rewards."""
+    """Write the last iteration's metrics, the course of the reward, and the best and worst samples.
+
+    Args:
+        store: of the run.
+        run: its name.
+        history: all iterations so far, at least one.
+    """
     record = history[-1]
     with tempfile.TemporaryDirectory() as fetched:
-        samples = _read_samples(store, record, Path(fetched))
-        figures = [*_FIGURES, *(() if samples.images else _TEXT_FIGURES)]
-        lines = [f"# {run}: iteration {record.iteration}", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {title} | {record.metrics[name]:.4g} |" for title, name in figures if name in record.metrics]
-        lines += [f"| {in_cell(dataset)}: reward | {value:.4g} |" for dataset, value in _dataset_rewards(record)]
-        lines += _redrawn(record)
-        lines += ["", f"![reward over iterations]({data_uri(_curve(history).encode(), 'image/svg+xml')})", ""]
-        lines += _images(samples) if samples.images else _texts(samples)
-    stored = [reference.uri for draw in record.rounds for reference in draw.stages] + [record.advantages.uri]
+        table, folders = _read_table(store, record, Path(fetched))
+        lines = [f"# {run}: iteration {record.iteration}", ""]
+        lines += [*markdown_table(("metric", "value"), list(_metric_rows(record, table))), ""]
+        lines += [*markdown_table(("over iterations", "", "first to last"), list(_curves(history))), ""]
+        lines += list(_texts(table) if table.is_text else _images(table, folders))
+    stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
 
-def _dataset_rewards(record: IterationRecord) -> list[tuple[str, float]]:
-    named = ((dataset_of(name), value) for name, value in sorted(record.metrics.items()))
-    return [(dataset, value) for dataset, value in named if dataset is not None]
+def _metric_rows(record: IterationRecord, table: SampleTable) -> Iterator[tuple[str, str]]:
+    noun: Noun = "completion" if table.is_text else "image"
+    names = [*_METRICS, *(_TEXT_METRICS if table.is_text else ())]
+    names += [name for name in sorted(record.metrics) if dataset_of(name) is not None]
+    names += ["groups_dropped"] if record.metrics.get("groups_dropped") else []
+    names += ["rounds"] if len(record.rounds) > 1 else []
+    for name in names:
+        if name in record.metrics:
+            yield in_cell(metric_title(name, noun).title), significant(record.metrics[name])
 
 
-def _redrawn(record: IterationRecord) -> list[str]:
-    dropped = record.metrics.get("groups_dropped", 0.0)
-    lines = [f"| groups left out for lack of spread | {dropped:.0f} |"] if dropped else []
-    return [*lines, f"| sampling rounds | {len(record.rounds)} |"] if len(record.rounds) > 1 else lines
+def _curves(history: Sequence[IterationRecord]) -> Iterator[tuple[str, str, str]]:
+    names = ["reward", *(name for name in history[-1].metrics if dataset_of(name) is not None)]
+    series = {name: [past.metrics[name] for past in history if name in past.metrics] for name in names}
+    series["heldout_reward"] = [past.heldout for past in history if past.heldout is not None]
+    for name, values in series.items():
+        if values:
+            yield in_cell(metric_title(name).title), f"`{sparkline(values)}`", change(values[0], values[-1])
 
 
-def _curve(history: Sequence[IterationRecord]) -> str:
-    series: dict[str, list[tuple[float, float]]] = {
-        "reward": [(float(past.iteration), past.metrics["reward"]) for past in history if "reward" in past.metrics],
-        "held-out": [(float(past.iteration), past.heldout) for past in history if past.heldout is not None],
-    }
-    for past in history:
-        for dataset, value in _dataset_rewards(past):
-            series.setdefault(f"of {dataset}", []).append((float(past.iteration), value))
-    return curve_svg(series)
+def _read_table(store: ArtifactStore, record: IterationRecord, fetched: Path) -> tuple[SampleTable, list[Path]]:
+    """Read the samples of all rounds; also the folders of their rollouts on this machine."""
+    rollouts, rewards = [], []
+    for each in record.rounds:
+        rollouts.append(store.local_files(each.rollouts, fetched / each.rollouts.folder))
+        for label, scored in each.rewards.items():
+            rewards.append((label, store.local_files(scored, fetched / scored.folder)))
+    advantages = store.local_files(record.advantages, fetched / "advantages")
+    return read_samples(rollouts, rewards, [advantages], _COLUMNS), rollouts
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """An iteration's samples.
-
-    Attributes:
-        table: sample_id, group_id, dataset, prompt, completion where it is a text, reward and dropped; as drawn.
-        scores: value by reward and sample.
-        folders: where the rollouts lie on this machine.
-    """
-
-    table: pl.DataFrame
-    scores: Mapping[str, Mapping[str, float | None]]
-    folders: Sequence[Path]
-
-    @property
-    def images(self) -> bool:
-        return "completion" not in self.table.columns
-
-
-def _read_samples(store: ArtifactStore, record: IterationRecord, fetched: Path) -> _Samples:
-    parts, folders = [], []
-    scores: dict[str, dict[str, float | None]] = {}
-    for index, draw in enumerate(record.rounds):
-        folder = store.local_files(draw.rollouts, fetched / str(index) / "rollouts")
-        folders.append(folder)
-        rows = pl.scan_parquet(sorted(folder.glob("*.parquet")))
-        wanted = ["sample_id", "group_id", "dataset", "prompt", "completion"]
-        names = rows.collect_schema().names()
-        parts.append(rows.select([name for name in wanted if name in names]).collect())
-        for number, (label, scored) in enumerate(draw.rewards.items()):
-            path = store.local_files(scored, fetched / str(index) / f"rewards-{number}") / SCORES_FILE
-            table = pl.read_parquet(path, columns=["sample_id", "value"])
-            scores.setdefault(label, {}).update(zip(table["sample_id"], table["value"], strict=True))
-    folder = store.local_files(record.advantages, fetched / "advantages")
-    rated = pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "reward", "dropped"])
-    return _Samples(pl.concat(parts).join(rated, on="sample_id", how="left", maintain_order="left"), scores, folders)
-
-
-def _ranked(table: pl.DataFrame) -> pl.DataFrame:
-    """What has a reward, best first; in the order drawn where rewards are equal."""
-    return table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
-
-
-def _images(samples: _Samples) -> list[str]:
-    ranked = _ranked(samples.table)
-    best = ranked.head(SHOWN)
-    worst = ranked.tail(min(SHOWN, max(0, ranked.height - SHOWN))).reverse()
-    names = [*best["sample_id"], *worst["sample_id"]]
-    images: dict[str, Image.Image] = {}
-    for folder in samples.folders:
-        images |= read_images(folder, names)
-    lines = []
+def _images(table: SampleTable, folders: Sequence[Path]) -> Iterator[str]:
+    """Write the iteration's best and worst images with reward, scores and prompt."""
+    ranked = best_first(table.rows)
+    best, worst = ranked[:MAX_IMAGES], ranked[MAX_IMAGES:][-MAX_IMAGES:][::-1]
+    names = [row["sample_id"] for row in (*best, *worst)]
+    images = {name: image for folder in folders for name, image in read_images(folder, names).items()}
+    several = ["dataset"] if len(table.datasets) > 1 else []
     for title, chosen in (("Best", best), ("Worst", worst)):
-        if not chosen.is_empty():
-            lines += [f"## {title}", "", *_ranking(samples, chosen, images), ""]
-    return lines
+        if chosen:
+            rows = [
+                [
+                    _thumbnail(row["sample_id"], images),
+                    f"**{number(row['reward'])}**",
+                    *(number(values.get(row["sample_id"])) for values in table.scores.values()),
+                    in_cell(one_line(row["prompt"], PROMPT_LETTERS)),
+                    *(in_cell(row[name]) for name in several),
+                    f"`{row['sample_id']}`",
+                ]
+                for row in chosen
+            ]
+            header = ["image", "reward", *table.scores, "prompt", *several, "sample"]
+            yield from (f"## {title}", "", *markdown_table(header, rows), "")
 
 
-def _ranking(samples: _Samples, chosen: pl.DataFrame, images: Mapping[str, Image.Image]) -> list[str]:
-    """A table with a row an image: itself, its reward, each part of it, its prompt."""
-    several = samples.table["dataset"].n_unique() > 1
+def _thumbnail(sample_id: str, images: Mapping[str, Image.Image]) -> str:
+    if sample_id not in images:
+        return PRUNED
+    return f"![{sample_id}]({image_uri(fitted(images[sample_id], THUMBNAIL), lossless_side=0, quality=80)})"
+
+
+def _texts(table: SampleTable) -> Iterator[str]:
+    """Write each prompt with its best and its worst completion."""
+    groups = table.groups
+    several = ["dataset"] if len(table.datasets) > 1 else []
     rows = []
-    for row in chosen.iter_rows(named=True):
-        sample_id = row["sample_id"]
-        cells = [
-            f"![{sample_id}]({thumbnail_uri(images[sample_id], THUMBNAIL)})" if sample_id in images else PRUNED,
-            f"**{row['reward']:.3f}**",
-            *(_number(values.get(sample_id)) for values in samples.scores.values()),
-            in_cell(shortened(row["prompt"], PROMPT_LETTERS)),
-            *((in_cell(row["dataset"]),) if several else ()),
-            f"`{sample_id}`",
-        ]
-        rows.append(cells)
-    dataset = ["dataset"] if several else []
-    return _table(["image", "reward", *samples.scores, "prompt", *dataset, "sample"], rows)
+    for group in groups[:MAX_GROUPS]:
+        first, ranked = group[0], best_first(group)
+        cells = [_completion(table, row) for row in (*ranked[:1], *ranked[1:][-1:])]
+        rows.append(
+            [
+                in_cell(one_line(first["prompt"], PROMPT_LETTERS)),
+                *(in_cell(first[name]) for name in several),
+                *cells,
+                *[""] * (2 - len(cells)),
+                "dropped" if first["dropped"] else "",
+            ]
+        )
+    yield from ("## Best and worst completion of each prompt", "")
+    yield from (*markdown_table(["prompt", *several, "best", "worst", ""], rows), "")
+    if len(groups) > MAX_GROUPS:
+        yield from (f"The first {MAX_GROUPS} of {len(groups)} prompts.", "")
 
 
-def _texts(samples: _Samples) -> list[str]:
-    """A table with a row a group: its prompt, its best and its worst completion."""
-    groups = samples.table.partition_by("group_id", maintain_order=True)
-    several = samples.table["dataset"].n_unique() > 1
-    rows = []
-    for group in groups[:SHOWN_GROUPS]:
-        ranked, first = _ranked(group), group.row(0, named=True)
-        ends = [ranked.row(0, named=True)] if ranked.height else []
-        ends += [ranked.row(-1, named=True)] if ranked.height > 1 else []
-        cells = [
-            in_cell(shortened(first["prompt"], PROMPT_LETTERS)),
-            *((in_cell(first["dataset"]),) if several else ()),
-            *(_completion(samples, end) for end in ends),
-            *[""] * (2 - len(ends)),
-            "left out" if first["dropped"] else "",
-        ]
-        rows.append(cells)
-    header = ["prompt", *(["dataset"] if several else []), "best", "worst", ""]
-    shown = f"The first {SHOWN_GROUPS} of {len(groups)} prompts." if len(groups) > SHOWN_GROUPS else ""
-    return [
-        "## Best and worst completion of each prompt",
-        "",
-        *_table(header, rows),
-        "",
-        *([shown, ""] if shown else []),
-    ]
-
-
-def _completion(samples: _Samples, row: Mapping[str, Any]) -> str:
-    parts = [f"{label} {_number(values.get(row['sample_id']))}" for label, values in samples.scores.items()]
-    text = in_cell(shortened(row["completion"], TEXT_LETTERS)) or "*empty*"
-    return f"**{row['reward']:.3f}** ({', '.join(parts)}): {text}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def _number(value: float | None) -> str:
-    return "null" if value is None else f"{value:.3f}"
+def _completion(table: SampleTable, row: Row) -> str:
+    parts = [f"{label} {number(values.get(row['sample_id']))}" for label, values in table.scores.items()]
+    text = in_cell(one_line(row["completion"], TEXT_LETTERS)) or "*empty*"
+    return f"**{number(row['reward'])}** ({', '.join(parts)}): {text}"

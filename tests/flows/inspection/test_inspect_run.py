@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from flows.inspection.inspect_run import inspect_run
 from flows.terminal.inspection import show_inspection, thumbnail
-from flows.terminal.text import sparkline
 from grpo_core.errors import InputError
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 
@@ -183,8 +182,8 @@ def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
         "best and worst completion a prompt",
         "first line ⏎ last line",
         "finis",
-        "log-prob -0.8 over 2 tokens, cut there",
-        "4 groups in 2 draws, 2 without spread left out of the update",
+        "log-prob -0.8 over 2 tokens, truncated",
+        "4 groups in 2 sampling rounds, 2 without spread left out of the update",
         "left out of the update",
         "poems: reward",
         "answer 0 of group 0",  # held-out, before
@@ -204,14 +203,6 @@ def test_texts_and_prompts_cannot_command_the_terminal(tmp_path: Path) -> None:
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
     assert "[red]a[/red]" in text
     assert "[blue]b[/blue]" in text
-
-
-def test_sparklines() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0]) == "▅▅"
-    assert sparkline([]) == ""
-    assert sparkline([0, 0, 10, 10, 0, 0], width=3) == "▁█▁"
-    assert len(sparkline(list(range(1000)), width=30)) == 30
 
 
 def test_a_thumbnail_has_two_pixels_a_character() -> None:

@@ -4,9 +4,8 @@ import polars as pl
 from rich.console import Console
 
 from flows.terminal.rescoring import show_comparison
-from tasks.reports.rescoring.compare import compare
-from tasks.reports.rescoring.moved import moved_most
-from tests.tasks.reports.rescoring.made_samples import made
+from tasks.reports.rescoring import compare, moved_most
+from tests.tasks.reports.made_samples import made
 
 HOSTILE = "[red]x[/red] \x1b[2J [/nothing]"
 

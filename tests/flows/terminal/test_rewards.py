@@ -4,8 +4,8 @@ import polars as pl
 from rich.console import Console
 
 from flows.terminal.rewards import show_analysis
-from tasks.reports.rewards_analysis.analyse import analyse
-from tests.tasks.reports.rewards_analysis.made_scores import made
+from tasks.reports.reward_analysis import analyse
+from tests.tasks.reports.made_scores import made
 
 HOSTILE = "[red]x[/red] \x1b[2J [/nothing]"
 VALUES = [0.0, 1.0, 0.25, 0.75]
@@ -28,7 +28,7 @@ def test_figures_findings_and_agreement_are_told() -> None:
 
 def test_a_narrow_terminal_has_every_figure_in_one_piece() -> None:
     text = shown(made("aabb", {"x": VALUES}), width=80)
-    assert "x mean ± std 0.5 ± 0.4564 least | median | most 0 | 0.5 | 1" in text
+    assert "x mean ± std 0.5 ± 0.4564 minimum | median | maximum 0 | 0.5 | 1" in text
     assert "Agreement" not in text
 
 

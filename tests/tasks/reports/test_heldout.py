@@ -26,8 +26,8 @@ def test_texts_before_and_after_stand_whole_under_their_prompt(tmp_path: Path) -
     assert place == maker.folder / "heldout.md"
     first, second, third = place.read_text().split("\n## ")
     # Rewards 0.4, 0.1, 0.9 of the first prompt and 0.5 of the second's three samples.
-    assert "Mean reward 0.483 -> 0.733 (+0.250)" in first
-    assert second.startswith("Prompt 1: reward 0.467 -> 0.717 (+0.250)\n\n```text\nwhat is\n# this\n```\n")
+    assert "Mean reward 0.483 → 0.733 (+0.250)" in first
+    assert second.startswith("Prompt 1: reward 0.467 → 0.717 (+0.250)\n\n```text\nwhat is\n# this\n```\n")
     assert "Before training, reward 0.900\n\n```text\nanswer 2 of group 0\n```" in second
     assert "After training, reward 0.650\n\n`````text\nbetter\n````\nfence\n`````" in second
     assert second.index("Before training, reward none") < second.index("After training, reward 0.650")

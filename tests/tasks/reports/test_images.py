@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports.images import SheetRow, contact_sheet, data_uri, fitted, read_images, shrunk, thumbnail_uri
+from tasks.reports.images import SheetRow, contact_sheet, data_uri, fitted, image_uri, read_images, shrunk
 from tests.tasks.reports.made_runs import RunMaker, colour
 
 
@@ -50,12 +50,19 @@ def test_a_link_holds_the_bytes_themselves() -> None:
     assert data_uri(b"\x00<>\xff", "image/png") == "data:image/png;base64,ADw+/w=="
 
 
-@pytest.mark.parametrize(("image", "kind"), [(plain((1, 2, 3)), "PNG"), (Image.effect_noise((300, 300), 90), "JPEG")])
-def test_a_thumbnail_is_of_the_kind_that_is_smaller(image: Image.Image, kind: str) -> None:
-    uri = thumbnail_uri(image.convert("RGB"), 112)
-    thumbnail = Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1])))
-    assert thumbnail.format == kind
-    assert thumbnail.size == (112, 112)
+@pytest.mark.parametrize(
+    ("image", "lossless_side", "kind"),
+    [
+        (Image.effect_noise((64, 64), 90), 128, "PNG"),
+        (Image.effect_noise((64, 64), 90), 0, "JPEG"),
+        (Image.effect_noise((300, 300), 90), 128, "JPEG"),
+        (plain((1, 2, 3), 300, 300), 128, "PNG"),
+    ],
+)
+def test_small_images_are_lossless_and_photographs_are_not(image: Image.Image, lossless_side: int, kind: str) -> None:
+    uri = image_uri(image.convert("RGB"), lossless_side=lossless_side)
+    with Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))) as embedded:
+        assert (embedded.format, embedded.size) == (kind, image.size)
 
 
 def colours(image: Image.Image) -> list[tuple[int, int, int]]:

@@ -103,15 +103,15 @@ def test_long_texts_are_shortened_and_many_groups_counted(tmp_path: Path) -> Non
     assert table[0][1].endswith("end")
 
 
-def test_all_draws_count_and_what_was_left_out_is_told(tmp_path: Path) -> None:
+def test_all_rounds_count_and_dropped_groups_are_marked(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, modality="text", datasets=("sums", "poems"))
     markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
-    figures = dict(rows(markdown, "| figure | value |"))
-    assert figures["groups left out for lack of spread"] == "2"
-    assert figures["sampling rounds"] == "2"
-    assert (figures["sums: reward"], figures["poems: reward"]) == ("0.5", "0.6")
+    metrics = dict(rows(unescape(markdown), "| metric | value |"))
+    assert metrics["groups dropped"] == "2"
+    assert metrics["sampling rounds"] == "2"
+    assert (metrics["sums: reward"], metrics["poems: reward"]) == ("0.5", "0.6")
     table = rows(markdown, "| prompt | dataset | best | worst |")
-    assert [(cells[1], cells[-1]) for cells in table] == [("sums", ""), ("poems", "left out")] * 2
+    assert [(cells[1], cells[-1]) for cells in table] == [("sums", ""), ("poems", "dropped")] * 2
     assert "iteration_000001/round_02/rollouts" in markdown
     assert "iteration_000001/round_02/advantages" in markdown
 

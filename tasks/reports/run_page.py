@@ -1,0 +1,116 @@
+"""A run as one HTML file: plots and images embedded, no script, no request to any server."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, reward_means
+from tasks.reports.pages import render
+from tasks.reports.samples import Groups, GroupView
+from tasks.runs.run_view import RunView
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The held-out prompts of two policies, paired.
+
+    Attributes:
+        first: version of the earlier policy.
+        last: version of the later policy.
+        pairs: each prompt's group by the earlier and by the later policy.
+        total: number of prompts.
+        same_seeds: every pair of samples was sampled with the same seed.
+    """
+
+    first: int
+    last: int
+    pairs: tuple[tuple[GroupView, GroupView], ...]
+    total: int
+    same_seeds: bool
+
+
+def pair_heldout(first: int, before: Groups, last: int, after: Groups) -> Heldout:
+    """Pair the groups of two evaluations by their ids, each with its samples ordered by id."""
+    later = {group.group_id: _by_sample_id(group) for group in after.shown}
+    pairs = tuple((_by_sample_id(group), later[group.group_id]) for group in before.shown if group.group_id in later)
+    same = all(
+        [sample.seed for sample in earlier.samples] == [sample.seed for sample in final.samples]
+        for earlier, final in pairs
+    )
+    return Heldout(first, last, pairs, before.total, same)
+
+
+def _by_sample_id(group: GroupView) -> GroupView:
+    return dataclasses.replace(group, samples=tuple(sorted(group.samples, key=lambda sample: sample.sample_id)))
+
+
+def render_run_page(
+    run: RunView, groups: Groups, heldout: Heldout | None, warnings: Sequence[str], heading: Sequence[tuple[str, str]]
+) -> str:
+    """Write the whole page.
+
+    Args:
+        run: read from its artifacts.
+        groups: of the iteration that is shown.
+        heldout: two evaluations, if there are any.
+        warnings: what a person must know about missing or damaged files.
+        heading: names and values of the summary.
+    """
+    # Matplotlib takes a second to import.
+    from tasks.reports.plots import line_plot
+
+    reward = {"reward": run.series("reward"), "held-out reward": run.heldout_series()}
+    title = ("Reward", metric_title("reward", run.noun).meaning)
+    paired = {pair[0].dataset for pair in heldout.pairs} if heldout else set()
+    return render(
+        "run.html.jinja",
+        title=run.name,
+        run=run,
+        groups=groups,
+        heldout=heldout,
+        warnings=warnings,
+        heading=heading,
+        progress=progress(run),
+        stages=stage_shares(run),
+        reward_plot=line_plot(*title, reward, width=1120, height=250),
+        narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
+        plots=[plot for each in _plots(run) if (plot := line_plot(*each[:3], legend=each[3]))],
+        metrics=metric_rows(run.shown.metrics, run.noun) if run.shown else [],
+        several_datasets=len({*groups.datasets, *paired}) > 1,
+    )
+
+
+def progress(run: RunView) -> str:
+    """Say how far the run is."""
+    if run.finished:
+        return f"finished: {run.policy_version} iterations"
+    planned = f" of {run.planned}" if run.planned is not None else ""
+    begun = next((view for view in reversed(run.iterations) if not view.complete), None)
+    text = f"unfinished, or still running: {run.policy_version}{planned} iterations"
+    if begun is not None and begun.iteration > run.policy_version:
+        sampling = f", sampling round {begun.rounds}," if begun.rounds > 1 else ""
+        text += f"; iteration {begun.iteration}{sampling} has {', '.join(begun.stages)}"
+    return text
+
+
+def stage_shares(run: RunView) -> list[tuple[str, float, float]]:
+    """List stage, seconds, and share of the total."""
+    seconds = run.seconds
+    total = seconds.pop("total") or 1.0
+    return [(stage, spent, spent / total) for stage, spent in seconds.items()]
+
+
+_Plot = tuple[str, str, Mapping[str, Sequence[tuple[float, float]]], bool]
+"""Title, meaning, series, and whether the lines need a legend."""
+
+
+def _plots(run: RunView) -> Iterator[_Plot]:
+    meaning = "mean of the weighted rewards of each dataset alone"
+    rewards = run.dataset_rewards.items()
+    yield "Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards}, True
+    yield "Held-out reward by dataset", meaning, {name: run.heldout_series(metric) for name, metric in rewards}, True
+    meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
+    yield "Guardrails", meaning, run.guardrail_series, True
+    for name in [*reward_means(view.metrics for view in run.iterations), *PLOTTED]:
+        title, meaning = metric_title(name, run.noun)
+        yield title, meaning, {title: run.series(name)}, False

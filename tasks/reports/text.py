@@ -1,0 +1,106 @@
+"""Texts and numbers for people: excerpts, Markdown that cannot break out of its place, rounded values, sparklines."""
+
+import itertools
+import math
+import re
+import string
+from collections.abc import Sequence
+
+MAX_LINES = 12
+SPARK_WIDTH = 32
+UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+_MARKUP = frozenset(string.punctuation)
+_BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+
+
+def excerpt(text: str, letters: int, lines: int = MAX_LINES) -> str:
+    """Shorten a text that exceeds this many letters or lines to its beginning and, half as long, its end."""
+    split = text.split("\n")
+    if len(text) <= letters and len(split) <= lines:
+        return text
+    first, last = "\n".join(split[: lines * 2 // 3]), "\n".join(split[-(lines // 3) :])
+    return f"{first[: letters * 2 // 3]} … {last[-(letters // 3) :]}"
+
+
+def one_line(text: str, letters: int) -> str:
+    """Shorten a text to one line of this many letters, line ends marked and both ends kept."""
+    return excerpt(_BREAKS.sub(" ⏎ ", text.strip()), letters)
+
+
+def in_cell(text: str) -> str:
+    """Escape a line for a cell of a Markdown table: no markup, no link, no column, nothing invisible."""
+    return "".join(f"&#{ord(letter)};" if letter in _MARKUP else letter for letter in _printable(text))
+
+
+def fenced(text: str) -> str:
+    """Wrap a text in a Markdown code block whose fence is longer than any fence in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{_printable(_BREAKS.sub(chr(10), text), keep=chr(10) + chr(9))}\n{fence}"
+
+
+def _printable(text: str, keep: str = "") -> str:
+    return "".join(letter if letter.isprintable() or letter in keep else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format the lines of a Markdown table; cells must already be escaped."""
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Format a reward."""
+    return "none" if value is None else f"{value:.{digits}f}"
+
+
+def signed(value: float | None) -> str:
+    """Format an advantage."""
+    return "none" if value is None else f"{value:+.2f}"
+
+
+def percent(share: float | None) -> str:
+    """Format a share from 0 to 1."""
+    return "none" if share is None else f"{share:.1%}"
+
+
+def significant(value: float | None) -> str:
+    """Format a number of any magnitude with four significant digits."""
+    return "none" if value is None else f"{value:.4g}"
+
+
+def correlation(value: float | None, digits: int = 2) -> str:
+    """Format a correlation; zero has no sign."""
+    return "none" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun in the right number: `1 sample`, `1,024 samples`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def change(first: float | None, last: float | None) -> str:
+    """Format two rewards and their difference; only the first where there is no last."""
+    if first is None:
+        return "none"
+    if last is None:
+        return f"{first:.3f} → none yet"
+    return f"{first:.3f} → {last:.3f} ({last - first:+.3f})"
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = UNICODE_BLOCKS) -> str:
+    """Format values as one line of blocks from lowest to highest.
+
+    Args:
+        values: finite; more values than `width` are averaged in equal runs.
+        width: maximum number of characters.
+        blocks: one character per height, rising.
+    """
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [index * len(values) // width for index in range(width + 1)]
+        values = [math.fsum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
+    low, high = min(values), max(values)
+    if high <= low:
+        return blocks[len(blocks) // 2] * len(values)
+    return "".join(blocks[min(len(blocks) - 1, int((value - low) / (high - low) * len(blocks)))] for value in values)

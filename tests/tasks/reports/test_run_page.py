@@ -1,0 +1,187 @@
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tasks.reports.run_page import pair_heldout, progress, render_run_page
+from tasks.reports.samples import LARGE, read_groups
+from tasks.reports.target_reader import TargetReader
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
+
+EVIL = """<script>alert("1")</script> " onload='x' {{ 7*7 }} </title></pre> &amp; \u202e"""
+_VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """The page as a browser builds it: elements with their attributes, and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def check_offline(html: str) -> Page:
+    """Nothing of the page is a script or a reference to anything outside it, and every element is closed."""
+    page = Page(html)
+    assert page.open == []
+    for tag, attributes in page.elements:
+        assert tag not in ("script", "link", "iframe", "object", "base", "form")
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                assert re.match(r"data:image/(png|jpeg);base64,|#", value or ""), (tag, name, (value or "")[:40])
+    assert not re.search(r"url\(|@import|https?:", html)
+    assert any("default-src 'none'" in (meta.get("content") or "") for meta in page.named("meta"))
+    return page
+
+
+def images(page: Page) -> list[Image.Image]:
+    sources = [attributes["src"] or "" for attributes in page.named("img")]
+    return [Image.open(io.BytesIO(base64.b64decode(source.split(",", 1)[1]))) for source in sources]
+
+
+def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
+    reader, targets = RunReader(maker.store), TargetReader(LARGE)
+    run = read_run(reader)
+    groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
+    heldout = None
+    if len(run.evaluated) > 1:
+        before, after = (
+            read_groups(reader, evaluation.stages, maker.folder, targets, limit=50) for evaluation in run.evaluated
+        )
+        heldout = pair_heldout(0, before, 2, after)
+    return render_run_page(run, groups, heldout, warnings, [("reward", "0.5")])
+
+
+def test_the_numbers_of_a_run_stand_in_a_page_that_opens_offline(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path)
+    for version, mean in ((0, 0.5), (2, 0.125)):
+        maker.guardrail(version, "<b>jpeg", mean)
+    page = check_offline(page_of(maker))
+    labels = {svg["aria-label"] for svg in page.named("svg")}
+    assert {"Reward over iterations", "Guardrails over iterations", "ssim: mean over iterations"} <= labels
+    # Each point says its value when pointed at.
+    points = "".join(page.text)
+    for said in (
+        "reward, iteration 2: 0.6",
+        "held-out reward, iteration 0: 0.5",
+        "KL to the reference, iteration 2: 0.02",
+        "<b>jpeg, iteration 2: 0.125",
+    ):
+        assert said in points
+    # The table has every metric by its name, next to its value.
+    cells = [text.strip() for text in page.text]
+    for name, value in (("heldout_reward", "0.75"), ("kl", "0.02"), ("rewards/ssim/mean", "0.6"), ("step_time", "10")):
+        assert cells[cells.index(name) + 1] == value
+
+
+def test_prompts_warnings_and_configuration_are_data(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, prompts=(EVIL, "plain"))
+    maker.store.write_file("config.yaml", ("run: {iterations: 2}\n# " + EVIL).encode())
+    maker.store.move_to_previous(["run.json"], reason=EVIL)
+    text = "".join(check_offline(page_of(maker, warnings=(EVIL,))).text)
+    assert text.count(EVIL) == 5  # the group, the held-out pair, the configuration, what was moved, the warning
+    assert "49" not in text
+
+
+def test_every_image_is_there_to_the_pixel(tmp_path: Path) -> None:
+    target = tmp_path / "target.png"
+    target.write_bytes(png((201, 202, 203)))
+    maker = RunMaker(tmp_path / "runs", prompts=("one",))
+    maker.targets = {0: target}
+    maker.iteration(1)
+    found = [image.convert("RGB").getpixel((0, 0)) for image in images(Page(page_of(maker)))]
+    strip = [colour(0, sibling) for sibling in (2, 0, 1, 3)]
+    assert found == [colour(0, 2), colour(0, 1), (201, 202, 203), *strip]
+
+
+def test_seeds_that_differ_are_reported(tmp_path: Path) -> None:
+    assert "with the same seeds" in page_of(whole_run(tmp_path, "a"))
+    maker = RunMaker(tmp_path, "b")
+    maker.evaluation(0, shift=0.0)
+    maker.iteration(1)
+    maker.evaluation(1, shift=0.1, seed=1000)
+    assert "their seeds differ" in page_of(maker)
+
+
+def test_a_run_with_nothing_yet_has_a_page(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path)
+    assert not check_offline(page_of(maker)).named("svg")
+    maker.rollouts("iteration_000001", "i000001")
+    text = "".join(check_offline(page_of(maker)).text)
+    assert "unrated" in text
+    assert "iteration 1 has rollouts" in text
+
+
+def test_texts_are_shown_whole_and_as_data(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, modality="text", prompts=("ask " + EVIL, "plain"))
+    long = "begin " + "word\n" * 400 + EVIL
+    maker.written = {(0, 2): long, (0, 1): EVIL, (1, 0): "", (0, 0): "<table><tr><td>|\x1b"}
+    maker.iteration(1)
+    page = check_offline(page_of(maker))
+    assert not page.named("img")
+    text = "".join(page.text)
+    assert "49" not in text
+    assert text.count(long) == 2  # among the ends and among all siblings
+    assert text.count("<table><tr><td>|") == 1
+    assert {"best", "worst"} <= {attributes.get("class") for attributes in page.named("figure")}
+
+
+def test_a_run_that_writes_texts_does_not_speak_of_images(tmp_path: Path) -> None:
+    text = "".join(Page(page_of(whole_run(tmp_path, modality="text"))).text).lower()
+    assert "image" not in text.split("kept in")[0]
+    assert "completions of iteration 2" in text
+    assert "answer 1 of group 0" in text
+
+
+def test_rounds_datasets_and_dropped_groups_are_counted(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, modality="text", datasets=("sums", "<b>poems"))
+    maker.iteration(1, rounds=2)
+    text = "".join(Page(page_of(maker)).text)
+    assert "4 groups in 2 sampling rounds, 2 without spread" in text
+    assert text.count("all the same: left out of the update") == 2
+    assert "<b>poems, iteration 1: 0.6" in text
+    alone = page_of(whole_run(tmp_path, "one"))
+    assert "by dataset" not in alone
+
+
+@pytest.mark.parametrize(("rounds", "stages"), [(1, "2 has rollouts, rewards"), (2, "2, sampling round 2, has")])
+def test_the_progress_of_a_run(tmp_path: Path, rounds: int, stages: str) -> None:
+    maker = RunMaker(tmp_path, planned=3)
+    maker.iteration(1)
+    maker.rollouts("iteration_000002", "i000002")
+    maker.rewards("iteration_000002", "i000002")
+    if rounds > 1:
+        maker.rollouts("iteration_000002/round_02", "i000002.d02")
+    said = progress(read_run(RunReader(maker.store)))
+    assert said.startswith("unfinished")
+    assert f"1 of 3 iterations; iteration {stages}" in said
+    assert progress(read_run(RunReader(whole_run(tmp_path, "b").store))) == "finished: 2 iterations"

@@ -1,0 +1,171 @@
+import dataclasses
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
+
+from tasks.reports.statistics import (
+    BINS,
+    Histogram,
+    Spread,
+    histogram_of,
+    quantiles_of,
+    rank_agreement,
+    require_columns,
+    require_unique,
+    settled,
+    spread_of,
+    with_groups,
+)
+
+
+def column(*values: float | None) -> list[float | None]:
+    frame = pl.DataFrame({"a": pl.Series(values, dtype=pl.Float64)})
+    return settled(frame, ["a"])["a"].to_list()
+
+
+def test_what_rounding_left_makes_no_difference() -> None:
+    one, other = column(0.1 + 0.2, 0.3)
+    assert one == other
+    tiny, zero = column(1e-17, 0.0, 0.5)[:2]
+    assert tiny == zero
+    large, near = column(1e6 * (0.1 + 0.2), 3e5)
+    assert large == near
+
+
+def test_what_differs_stays_different() -> None:
+    assert column(0.3, 0.3 + 1e-9) == [0.3, 0.3 + 1e-9]
+    small = column(1e-20, 2e-20)
+    assert small == pytest.approx([1e-20, 2e-20])
+
+
+def test_what_is_not_finite_is_not_there() -> None:
+    assert column(math.nan, math.inf, -math.inf, None, 1.0) == [None, None, None, None, 1.0]
+    assert column(None, math.nan) == [None, None]
+    assert settled(pl.DataFrame({"a": [None, None]}), ["a"])["a"].dtype == pl.Float64
+
+
+def test_groups_of_two_runs_are_not_one() -> None:
+    frame = pl.DataFrame({"run": ["a", "b", "a"], "iteration": [1, 1, 1], "group_id": ["g", "g", "g"]})
+    first, second, third = with_groups(frame)["group"].to_list()
+    assert first == third != second
+
+
+def test_what_is_missing_or_there_twice_is_named() -> None:
+    frame = pl.DataFrame({"run": ["a", "a"], "sample_id": ["s", "s"]})
+    with pytest.raises(ValueError, match="scores lack the columns value, raw; they have run, sample_id"):
+        require_columns(frame, ["run", "value", "raw"], "scores")
+    with pytest.raises(ValueError, match="scores hold run 'a', sample_id 's' more than once"):
+        require_unique(frame, ["run", "sample_id"], "scores")
+
+
+def spread(groups: list[int], values: list[float | None]) -> Spread:
+    return spread_of(pl.DataFrame({"group": groups, "a": pl.Series(values, dtype=pl.Float64)}), "a")
+
+
+def test_spread_by_hand() -> None:
+    # Deviations: of group 0 sqrt(2), of group 1 zero; group 2 has one value, group 3 none.
+    found = spread([0, 0, 1, 1, 2, 2, 3], [1, 3, 5, 5, 7, None, None])
+    assert found.mean == pytest.approx(21 / 5)
+    assert found.std == pytest.approx(math.sqrt(5.2))
+    assert found.within_groups == pytest.approx(math.sqrt(2) / 2)
+    assert (found.groups, found.groups_without_spread) == (3, pytest.approx(2 / 3))
+    assert (found.samples, found.values, found.null_share) == (7, 5, pytest.approx(2 / 7))
+
+
+def test_equal_values_have_no_spread_to_the_last_bit() -> None:
+    found = spread([0] * 7, [0.1] * 7)
+    assert (found.std, found.within_groups, found.groups_without_spread) == (0.0, 0.0, 1.0)
+
+
+def test_groups_of_one_have_no_spread_to_speak_of() -> None:
+    found = spread([0, 1], [1, 2])
+    assert (found.within_groups, found.groups_without_spread) == (None, 1.0)
+    assert found.std == pytest.approx(math.sqrt(0.5))
+
+
+def test_without_values_there_is_no_spread() -> None:
+    assert spread([0, 0], [None, None]) == Spread(2, 0, 1.0, None, None, None, 0, None)
+    assert spread([], []) == Spread(0, 0, None, None, None, None, 0, None)
+
+
+def pairs(groups: list[int], first: list[float | None], second: list[float | None]) -> pl.DataFrame:
+    numbers = {"a": pl.Series(first, dtype=pl.Float64), "b": pl.Series(second, dtype=pl.Float64)}
+    return pl.DataFrame({"group": groups, **numbers})
+
+
+def test_scipy_agrees_over_all_and_within_groups() -> None:
+    random = np.random.default_rng(3)
+    groups = np.repeat(np.arange(40), 8)
+    first = np.round(random.normal(size=320) + groups / 20, 1)  # rounded, so that there are ties
+    second = np.round(first + random.normal(size=320), 1)
+    found = rank_agreement(pairs(groups.tolist(), first.tolist(), second.tolist()), "a", "b")
+    assert found.overall == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
+    within = [spearmanr(first[groups == group], second[groups == group]).statistic for group in range(40)]
+    assert found.within_groups == pytest.approx(np.mean(within), abs=1e-12)
+    assert (found.pairs, found.groups, found.groups_undefined) == (320, 40, 0)
+
+
+def test_ranks_by_hand() -> None:
+    # Group 0 keeps its order, group 1 reverses it, group 2 is constant on one side, group 3 has a single pair.
+    found = rank_agreement(
+        pairs([0, 0, 0, 1, 1, 2, 2, 3, 3], [1, 2, 3, 1, 2, 5, 5, 9, None], [10, 20, 30, 2, 1, 1, 2, 4, 7]), "a", "b"
+    )
+    assert found.within_groups == pytest.approx(0.0)
+    assert (found.pairs, found.groups, found.groups_undefined) == (8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [2.0]), ([None], [None]), ([], [])],
+)
+def test_without_spread_there_is_no_correlation(first: list[float | None], second: list[float | None]) -> None:
+    found = rank_agreement(pairs([0] * len(first), first, second), "a", "b")
+    assert (found.overall, found.within_groups) == (None, None)
+
+
+triples = st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=40)
+
+
+@given(triples)
+def test_only_the_order_counts(rows: list[tuple[int, int, int]]) -> None:
+    groups, first, second = (list(column) for column in zip(*rows, strict=True))
+    plain = rank_agreement(pairs(groups, first, second), "a", "b")
+    bent = rank_agreement(pairs(groups, [float(np.exp(x)) for x in first], [x**3 + 7.0 for x in second]), "a", "b")
+    assert plain == bent
+    turned = rank_agreement(pairs(groups, [-x for x in first], second), "a", "b")
+    for here, there in ((plain.overall, turned.overall), (plain.within_groups, turned.within_groups)):
+        assert (here is None) == (there is None)
+        assert here is None or here == pytest.approx(-(there or 0.0), abs=1e-12)
+
+
+def test_numpy_agrees_on_quantiles_and_bins() -> None:
+    values = np.random.default_rng(0).normal(size=777)
+    found = quantiles_of(pl.Series([*values, None]))
+    assert found is not None
+    expected = np.quantile(values, [0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1])
+    assert dataclasses.astuple(found) == pytest.approx(tuple(expected))
+    histogram = histogram_of(pl.Series(values))
+    assert histogram is not None
+    assert histogram.counts == tuple(np.histogram(values, BINS)[0])
+
+
+def test_values_between_0_and_1_keep_that_scale() -> None:
+    histogram = histogram_of(pl.Series([0.3, 0.6, 1.0, None]))
+    assert histogram is not None
+    assert (histogram.low, histogram.high) == (0.0, 1.0)
+    assert [index for index, count in enumerate(histogram.counts) if count] == [12, 24, BINS - 1]
+
+
+def test_equal_values_have_a_scale_of_their_own() -> None:
+    assert histogram_of(pl.Series([7.0, 7.0])) == Histogram(6.5, 7.5, (0,) * 20 + (2,) + (0,) * 19)
+
+
+def test_nothing_has_no_quantiles() -> None:
+    nothing = pl.Series([None, None], dtype=pl.Float64)
+    assert quantiles_of(nothing) is None
+    assert histogram_of(nothing) is None

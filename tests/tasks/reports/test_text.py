@@ -1,0 +1,68 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.reports.text import excerpt, fenced, in_cell, one_line, sparkline
+
+anything = st.text(st.characters(codec="utf-8"))
+
+
+def test_a_text_that_fits_is_left_alone_and_a_long_one_keeps_both_ends() -> None:
+    assert excerpt("two\nlines", 9) == "two\nlines"
+    assert excerpt("0123456789", 6) == "0123 … 89"
+    assert excerpt("a\nb\nc\nd\ne", 90, lines=3) == "a\nb … e"
+
+
+@given(anything, st.integers(3, 40), st.integers(3, 9))
+def test_the_ends_of_a_text_are_no_longer_than_was_asked(text: str, letters: int, lines: int) -> None:
+    shown = excerpt(text, letters, lines)
+    assert len(shown) <= letters + len(" … ")
+    assert shown.count("\n") <= lines - 1
+    assert (shown == text) == (len(text) <= letters and text.count("\n") < lines)
+
+
+def test_a_line_keeps_both_ends_of_a_long_text() -> None:
+    assert one_line("  think\r\nanswer\n", 40) == "think ⏎ answer"
+    long = one_line("start " + "x" * 100 + " end", 30)
+    assert long.startswith("start ")
+    assert long.endswith(" end")
+    assert len(long) <= 30 + len(" … ")
+
+
+@pytest.mark.parametrize("text", ["a|b", "**b**", "<img src=x>", "[a](http://x)", "www.x.org", "`c`", "a\\|b", "~~s~~"])
+def test_no_markup_is_left_in_a_cell(text: str) -> None:
+    shown = in_cell(text)
+    assert not re.search(r"[|*<>\[\]()`~\\.:/_]", shown)
+    assert re.sub(r"&#(\d+);", lambda found: chr(int(found[1])), shown) == text
+
+
+@given(anything)
+def test_a_cell_is_one_line_without_columns(text: str) -> None:
+    shown = in_cell(one_line(text, 50))
+    assert "|" not in shown
+    assert len(shown.splitlines()) <= 1
+    assert re.sub(r"&#\d+;", "", shown).isprintable()
+
+
+@given(anything)
+def test_a_fence_is_closed_by_its_own_end_alone(text: str) -> None:
+    """As CommonMark reads it: a line of at least as many backticks as the opening one ends the block."""
+    first, *lines = fenced(text).split("\n")
+    fence = re.match("`+", first)
+    assert fence is not None
+    ends = [index for index, line in enumerate(lines) if re.fullmatch(rf" {{0,3}}`{{{len(fence[0])},}}\s*", line)]
+    assert ends == [len(lines) - 1]
+
+
+def test_a_fence_shows_the_text_as_it_is() -> None:
+    assert fenced("a\n```\nb | *c*\t<d>\x1b") == "````text\na\n```\nb | *c*\t<d>\N{REPLACEMENT CHARACTER}\n````"
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2.0, 2.0]) == "▅▅"
+    assert sparkline([]) == ""
+    assert sparkline([0, 0, 10, 10, 0, 0], width=3) == "▁█▁"
+    assert len(sparkline(list(range(1000)), width=30)) == 30
