@@ -21,7 +21,7 @@ deploying/         `grpo deploy`; parameters and rescore_form are the forms of w
 pruning/           `grpo prune`; scheduled is what the server is still going to run
 server/            `grpo ui`, and what other commands ask of a server
 doctor             checks a configuration, each finding with its hint
-inspection         what `grpo inspect` shows of a run; inspection_terminal draws it, tasks.reports.page writes it
+inspection         what `grpo inspect` shows of a run; terminal shows it, tasks.reports.run_page writes it
 run_figures        names of the figures that every command's `--json` shares
 terminal           bars on the way, summaries and findings
 rescoring_terminal, rewards_terminal, reward_tables   rescorings and rewards in the terminal
