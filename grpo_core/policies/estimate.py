@@ -1,13 +1,25 @@
-"""What a configuration needs of one GPU and of the disk, part by part, before anything is loaded."""
+"""What a configuration needs of one GPU and of the disk, part by part, before anything is loaded.
+
+Parameters are counted on the model built on the meta device, with its adapters; gradients, optimizer moments and the
+key-value cache follow exactly. Activations are a formula for a pre-norm layer with a gated MLP under
+scaled_dot_product_attention: compared with tensors alive on a CPU, never with a GPU that runs the released weights.
+Kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN, not in the parts.
+
+Symbols: b bytes of the model's dtype, h hidden, m intermediate, d heads x head_dim, L ids of a row, T of them sampled.
+"""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
+
+from grpo_core.logprobs import CHUNK_TOKENS
+from grpo_core.policies.trained import TrainedModel, TrainingChoice
 
 GIB = 1024**3
 ERROR_MARGIN = 0.15
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP32 = 4
 
 Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimizer step"]
 
@@ -17,11 +29,11 @@ class MemoryPart:
     """One part.
 
     Attributes:
-        name: what it is.
-        phase: when it is held: always, in one phase of the rollout stage (sampling, decoding), all through the
+        name: of the part.
+        phase: when it is alive: always, in one phase of the rollout stage (sampling, decoding), all through the
             update stage, or in one phase of it (backward, optimizer step).
-        bytes: how much.
-        formula: how that comes about, in words.
+        bytes: its size.
+        formula: how the size is computed, in words.
     """
 
     name: str
@@ -41,11 +53,11 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]
 
     def phase(self, phase: Phase) -> int:
-        """Bytes of the parts held in this phase alone."""
+        """Return the bytes of the parts that are alive in this phase only."""
         return sum(part.bytes for part in self.parts if part.phase == phase)
 
     def part(self, name: str) -> int:
-        """Bytes of one part; 0 for one that this configuration does not have."""
+        """Return the bytes of one part; 0 for one that this configuration does not have."""
         return sum(part.bytes for part in self.parts if part.name == name)
 
     @property
@@ -64,7 +76,7 @@ class MemoryEstimate:
         return int(max(self.rollout_peak, self.update_peak) * (1 + ERROR_MARGIN))
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """(part, GiB, formula in words) of every part, then of both peaks and of what a GPU should have."""
+        """Return (part, GiB, formula in words) of every part, then of both peaks and of what a GPU should have."""
         parts = [(part.name, part.bytes / GIB, f"{part.formula} ({part.phase})") for part in self.parts]
         return [
             *parts,
@@ -76,17 +88,17 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is done at once.
+    """What is computed at once.
 
     Attributes:
         dtype: of the weights.
-        group_size: samples a prompt.
+        group_size: samples per prompt.
         prompts_per_batch: prompts sampled at once.
-        micro_batch_size: rows of a forward and backward pass.
-        eight_bit_optimizer: the optimizer's moments take a byte each.
+        micro_batch_size: rows per forward and backward pass.
+        eight_bit_optimizer: the optimizer's moments take one byte each.
     """
 
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16", "float16"]
     group_size: int
     prompts_per_batch: int
     micro_batch_size: int
@@ -109,5 +121,127 @@ class ModelEstimate:
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Elements of all parameters, shared ones once."""
+    """Count the elements of all parameters, shared ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+class TransformerEstimate:
+    """The parts of a transformer that samples tokens and is trained."""
+
+    def __init__(
+        self, trained: TrainedModel, choice: TrainingChoice, workload: Workload, config: Any, *, norms: int = 2
+    ) -> None:
+        """Count parameters and read widths.
+
+        Args:
+            trained: the model on the meta device, with the choice applied.
+            choice: what of the model is trained.
+            workload: what is computed at once.
+            config: of the language model, from transformers.
+            norms: in one layer.
+        """
+        self.choice, self.workload, self.config, self.norms = choice, workload, config, norms
+        self.b = BYTES[workload.dtype]
+        self.trained = sum(parameter.numel() for parameter in trained.trainable_parameters().values())
+        adapters = choice.lora is not None
+        self.parameters = count_parameters(trained.model) - (self.trained if adapters else 0)
+        # peft keeps adapters in fp32 whatever the model's dtype.
+        self.trained_bytes = FP32 if adapters else self.b
+        self.heads = config.num_attention_heads
+        self.key_value_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a policy version on disk: adapters or the model, and AdamW's two moments of what is trained."""
+        saved = self.trained if self.choice.lora else self.parameters
+        return saved * self.trained_bytes + 2 * self.trained * self.trained_bytes
+
+    @property
+    def adapters(self) -> str:
+        """The number of adapter parameters in words; empty without adapters."""
+        return f", adapters {self.trained / 1e6:.3g} M" if self.choice.lora else ""
+
+    def training_parts(self) -> list[MemoryPart]:
+        """Return what training adds, and a fixed gibibyte for the CUDA context and the libraries' own buffers."""
+        count, each = self.trained, self.trained_bytes
+        moment = 1 if self.workload.eight_bit_optimizer else each
+        what = f"{count / 1e6:.4g} M trained parameters x {each} bytes"
+        copies = count * each if self.choice.lora is None and self.choice.reference == "device" else 0
+        return [
+            MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what),
+            MemoryPart("reference model", "always", copies, "the trained parameters once more"),
+            MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers"),
+            MemoryPart("gradients", "update", count * each, what),
+            MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
+            # The multi-tensor step makes one more tensor for each parameter.
+            MemoryPart("optimizer temporaries", "optimizer step", count * each, what),
+        ]
+
+    def sampling_parts(self, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
+        """Return the key-value cache, and one step's logits with the distribution drawn from in fp32 and fp64.
+
+        Args:
+            length: ids of a row that are fed to the model.
+            vocabulary: columns of the output head.
+            ids: of them, how many can be sampled.
+        """
+        sequences = self.workload.prompts_per_batch * self.workload.group_size
+        each = 2 * self.config.num_hidden_layers * self.key_value_heads * self.head_dim * self.b
+        distribution = sequences * (vocabulary * self.b + (FP32 + 4 * 8) * ids)
+        formula = f"{sequences} rows x {length} ids x {each} bytes"
+        return [
+            MemoryPart("key-value cache", "sampling", sequences * length * each, formula),
+            MemoryPart("sampling distribution", "sampling", distribution, "one step's logits, fp64 sums"),
+        ]
+
+    def backward_parts(self, length: int, tokens: int, ids: int, *, whole_logits: bool = False) -> list[MemoryPart]:
+        """Return what a microbatch keeps for its backward pass, and what the widest step of that pass makes.
+
+        Args:
+            length: ids of a row that are fed to the model.
+            tokens: sampled tokens of a row.
+            ids: how many can be sampled.
+            whole_logits: the logits of all tokens are computed at once, because something follows the output head.
+        """
+        rows, b, h = self.workload.micro_batch_size, self.b, self.config.hidden_size
+        layer, step = self._saved_by_layer(length), self._made_by_layer()
+        checkpointed = self.choice.gradient_checkpointing
+        # Checkpointing keeps each layer's input and computes one layer at a time again (arXiv:1604.06174).
+        kept = rows * length * (self.config.num_hidden_layers * (h * b if checkpointed else layer) + FP32 * h + length)
+        at_work = rows * length * (step + (layer if checkpointed else 0))
+        scored = rows * tokens
+        # fp32 log-probs with two gradients, entropies and a stored support: 26 bytes for each id of a chunk of tokens.
+        chunk = min(scored, CHUNK_TOKENS) * 26 * ids
+        if self.choice.lora is None:
+            chunk = max(chunk + ids * h * b, 3 * ids * h * b)  # the head's gradient
+        logits = 3 * scored * h * b + chunk + (2 * scored * ids * b if whole_logits else 0)
+        which = "each layer's input" if checkpointed else "every layer's"
+        step_formula = f"one layer, or log-probs of {min(scored, CHUNK_TOKENS)} of {scored} tokens"
+        return [
+            MemoryPart("activations", "backward", kept, f"{rows} rows x {length} ids: {which}"),
+            MemoryPart("backward pass at work", "backward", max(at_work, logits), step_formula),
+        ]
+
+    def _saved_by_layer(self, length: int) -> int:
+        """Return what one layer keeps of a token: norms' inputs in fp32, attention, MLP, linear layers' inputs, mask.
+
+        Attention keeps queries, outputs, and keys and values repeated for every head; the MLP both halves and the
+        activated gate. Adapters keep the inputs of their layers in fp32; in half precision each makes its own copy.
+        """
+        h, m, d, b = self.config.hidden_size, self._intermediate, self.heads * self.head_dim, self.b
+        kept = self.norms * FP32 * (h + 1) + 4 * d * b + FP32 * self.heads + 3 * m * b + length * b
+        if self.choice.lora is None:
+            return int(kept + (2 * h + d + m) * b + self.norms * h * b)
+        return int(kept + FP32 * ((2 if b == FP32 else 4) * h + d + m + 6 * self.choice.lora.rank))
+
+    def _made_by_layer(self) -> int:
+        """Return what the MLP's backward pass makes of a token; with adapters its two halves pass through fp32."""
+        return 2 * self._intermediate * (self.b + 2 * FP32) if self.choice.lora else 5 * self._intermediate * self.b
+
+    @property
+    def _intermediate(self) -> int:
+        """The MLP's width; GPT-2's family leaves it out where it is four times the hidden size."""
+        names = ("intermediate_size", "n_inner", "ffn_dim")
+        found = [getattr(self.config, name) for name in names if getattr(self.config, name, None)]
+        return int(found[0]) if found else 4 * int(self.config.hidden_size)

@@ -180,9 +180,9 @@ def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float
             "them with this configuration, or set advantages.kl_coef to 0"
         )
     penalties = kl_penalty(
-        padded(stored["scored_logprobs"].to_list(), torch.float32),
-        padded(stored["ref_logprobs"].to_list(), torch.float32),
-        padded(stored["loss_mask"].to_list(), torch.bool),
+        padded(stored["scored_logprobs"]),
+        padded(stored["ref_logprobs"]),
+        padded(stored["loss_mask"]),
         estimator=settings.kl_estimator,
     )
     return [float(value) for value in penalties]

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import torch
@@ -20,21 +21,19 @@ from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, TEXT_ROLLOUTS
 
 SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({"image": IMAGE_ROLLOUTS, "text": TEXT_ROLLOUTS})
-"""By the medium of the policy."""
-
-TOKEN_COLUMNS = ("prompt", "token_ids", "loss_mask", "support_ids", "support_counts", "temperature")
+"""By the modality of the policy."""
 
 
 def rollout_columns(
     group: RolloutGroup, planned: GroupPlan, policy: PolicyRef, settings: Any, max_length: int
 ) -> dict[str, Sequence[Any]]:
-    """One group's rows; a table takes the columns that its schema has.
+    """Return one group's rows by column; the writer keeps the columns that its schema has.
 
     Args:
         group: as sampled.
-        planned: what was asked.
+        planned: the group's entry in the plan.
         policy: the version that sampled.
-        settings: the frozen record of how it sampled; its fields are columns.
+        settings: the policy's frozen sampling settings; its fields are columns.
         max_length: tokens that a row could have had.
     """
     request, tokens = group.request, group.tokens
@@ -75,7 +74,7 @@ def _plain(value: object) -> object:
 
 
 def _rows(values: Tensor, mask: Tensor) -> pa.ListArray:
-    """Without the padding at the end of a row."""
+    """Return the rows without the padding at their end."""
     places = torch.arange(1, mask.shape[1] + 1)
     lengths = (mask * places).amax(-1)
     return _lists(values[places <= lengths.unsqueeze(-1)], lengths)
@@ -122,22 +121,23 @@ def _png(image: Image.Image) -> bytes:
 
 
 def token_batch(table: pl.DataFrame) -> TokenBatch:
-    """The stored tokens of a table's rows, padded on the right.
+    """Return the stored tokens of a table's rows, padded on the right.
 
     Args:
-        table: with at least the columns TOKEN_COLUMNS; one temperature, and truncated sampling for all rows or none.
+        table: with the columns prompt, token_ids, loss_mask, support_ids, support_counts and temperature; one
+            temperature, and truncated sampling for all rows or none.
 
     Raises:
         ValueError: rows of several temperatures, or with and without a stored support.
     """
     temperatures = table["temperature"].unique().to_list()
-    if len(temperatures) != 1:
+    if len(temperatures) > 1:
         raise ValueError(f"the rows were sampled at several temperatures, {sorted(temperatures)}; update on each alone")
     return TokenBatch(
         prompts=tuple(table["prompt"]),
-        token_ids=padded(table["token_ids"].to_list(), torch.long),
-        loss_mask=padded(table["loss_mask"].to_list(), torch.bool),
-        temperature=temperatures[0],
+        token_ids=padded(table["token_ids"]).long(),
+        loss_mask=padded(table["loss_mask"]),
+        temperature=temperatures[0] if temperatures else 1.0,
         support=_support(table),
     )
 
@@ -148,11 +148,18 @@ def _support(table: pl.DataFrame) -> TokenSupport | None:
         return None
     if missing:
         raise ValueError("some rows were sampled with top_k, top_p or min_p and some without; update on each alone")
-    ids = torch.from_numpy(table["support_ids"].explode().drop_nulls().to_numpy(writable=True))
-    return TokenSupport(ids, padded(table["support_counts"].to_list(), torch.long))
+    return TokenSupport(_flat(table["support_ids"]), padded(table["support_counts"]).long())
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Rows of unequal length as one tensor, zeros on the right."""
-    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+def padded(lists: pl.Series) -> Tensor:
+    """Return a column of lists of unequal length as one tensor [rows, longest], with zeros on the right."""
+    values, lengths = _flat(lists), lists.list.len().cast(pl.Int64).to_torch()
+    filled = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths.unsqueeze(-1)
+    rows = torch.zeros(filled.shape, dtype=values.dtype)
+    rows[filled] = values
+    return rows
+
+
+def _flat(lists: pl.Series) -> Tensor:
+    """Return the values of all lists, one after another: one copy of the Arrow buffer, no Python objects."""
+    return torch.from_numpy(np.array(lists.to_arrow().flatten().to_numpy(zero_copy_only=False)))

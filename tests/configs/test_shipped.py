@@ -4,15 +4,13 @@ from pathlib import Path
 import pytest
 
 import configs
+from configs.core_settings import reference_placement, training_choice
 from configs.loader import read_config
 from configs.rewards_file import read_rewards_file
-from configs.schema import ImageRolloutSection, RunConfig
+from configs.schema import RunConfig
+from flows.preflight.doctor import model_estimate
 from grpo_core.policies.estimate import MemoryEstimate
-from grpo_core.policies.glm_image.geometry import token_grids
-from grpo_core.policies.glm_image.memory import estimate_memory
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
-from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
-from grpo_core.policies.glm_image.sizes import ComponentSizes, component_sizes
+from grpo_core.policies.glm_image.architecture import RELEASED_MODEL
 from grpo_core.rewards.ocr.quoted_text import quoted_texts
 from grpo_core.rewards.registry import build_reward
 
@@ -58,33 +56,16 @@ def test_every_file_of_a_gpu_is_there() -> None:
     assert {path.stem for path in SHIPPED} >= {"tiny", *GPUS}
 
 
-def sizes_of(config: RunConfig) -> ComponentSizes:
-    assert config.policy.model == RELEASED_MODEL
-    assert config.policy.lora is not None
-    targets = config.policy.lora.targets or LANGUAGE_MODEL_LINEARS
-    return component_sizes(released_configs(), lora_rank=config.policy.lora.rank, lora_targets=targets)
-
-
 def estimate_of(config: RunConfig) -> MemoryEstimate:
-    assert isinstance(config.rollout, ImageRolloutSection)
-    return estimate_memory(
-        sizes_of(config),
-        dtype=config.policy.dtype,
-        height=config.rollout.height,
-        width=config.rollout.width,
-        group_size=config.rollout.group_size,
-        prompts_per_batch=config.rollout.prompts_per_batch,
-        decode_batch_size=config.rollout.decode_batch_size,
-        micro_batch_size=config.update.micro_batch_size,
-        gradient_checkpointing=config.policy.gradient_checkpointing,
-    )
+    assert config.policy.model == RELEASED_MODEL
+    choice = training_choice(config.policy, reference=reference_placement(config), seed=0)
+    return model_estimate(config, choice).memory
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())
 def test_it_fits_the_gpu_it_is_for(name: str, memory: int) -> None:
     config = read_config(ROOT / "configs" / f"{name}.yaml")
     assert estimate_of(config).needed <= memory
-    token_grids(config.rollout.height, config.rollout.width, sizes_of(config).unit)
 
 
 @pytest.mark.parametrize("name", GPUS)

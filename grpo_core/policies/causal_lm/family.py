@@ -9,13 +9,19 @@ import torch
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.estimate import ModelEstimate, Workload
+from grpo_core.policies.estimate import MemoryEstimate, MemoryPart, ModelEstimate, TransformerEstimate, Workload
 from grpo_core.policies.family import PolicyFamily
-from grpo_core.policies.trained import TrainingChoice
+from grpo_core.policies.trained import TrainedModel, TrainingChoice
 from grpo_core.records import Modality
 
 if TYPE_CHECKING:
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+
+PROMPT_TOKENS = 512
+"""Assumed ids of the longest prompt of a batch."""
+
+AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Names under which configurations say that something follows the output head."""
 
 
 class CausalLMFamily:
@@ -79,40 +85,45 @@ class CausalLMFamily:
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
         """See PolicyFamily.refuse_choice."""
-        from transformers import AutoModelForCausalLM
-
         from grpo_core.policies.causal_lm.loading import read_config
-        from grpo_core.policies.causal_lm.training import train_causal_lm
 
-        with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(read_config(model))
-        train_causal_lm(base, choice, base_name=model, initial_state=dict)
+        _on_meta(model, read_config(model), choice)
 
     def estimate(
         self, model: str, settings: CausalLMSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:
         """See PolicyFamily.estimate."""
         from grpo_core.policies.causal_lm.loading import read_config
-        from grpo_core.policies.causal_lm.memory import checkpoint_bytes, estimate_memory, model_sizes
 
-        lora = choice.lora
-        sizes = model_sizes(
-            read_config(model), lora_rank=lora.rank if lora else None, lora_targets=lora.targets if lora else None
+        config = read_config(model)
+        text = config.get_text_config()
+        transformer = TransformerEstimate(_on_meta(model, config, choice), choice, workload, text)
+        # The last sampled token is never fed back.
+        tokens, vocabulary = settings.max_completion_length, text.vocab_size
+        length = PROMPT_TOKENS + tokens - 1
+        b, count = transformer.b, transformer.parameters
+        whole_logits = any(getattr(text, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD)
+        parts = [
+            MemoryPart("weights", "always", count * b, f"{count / 1e9:.3g} B parameters x {b} bytes"),
+            *transformer.training_parts(),
+            *transformer.sampling_parts(length, vocabulary, vocabulary),
+            *transformer.backward_parts(length, tokens, vocabulary, whole_logits=whole_logits),
+        ]
+        counted = f"{count / 1e6:.4g} M parameters in {text.num_hidden_layers} layers{transformer.adapters}"
+        return ModelEstimate(
+            MemoryEstimate(tuple(part for part in parts if part.bytes)), transformer.checkpoint, counted
         )
-        memory = estimate_memory(
-            sizes,
-            dtype=workload.dtype,
-            max_completion_length=settings.max_completion_length,
-            group_size=workload.group_size,
-            prompts_per_batch=workload.prompts_per_batch,
-            micro_batch_size=workload.micro_batch_size,
-            reference_on_device=choice.reference == "device",
-            gradient_checkpointing=choice.gradient_checkpointing,
-            eight_bit_optimizer=workload.eight_bit_optimizer,
-        )
-        adapters = f", adapters {sizes.adapter / 1e6:.3g} M" if sizes.adapter else ""
-        counted = f"{sizes.parameters / 1e6:.4g} M parameters in {sizes.layers} layers{adapters}"
-        return ModelEstimate(memory, checkpoint_bytes(sizes, workload.dtype), counted)
+
+
+def _on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
+    """Build the model without values and apply the choice."""
+    from transformers import AutoModelForCausalLM
+
+    from grpo_core.policies.causal_lm.training import train_causal_lm
+
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config)
+    return train_causal_lm(base, choice, base_name=model, initial_state=dict)
 
 
 FAMILY: PolicyFamily = CausalLMFamily()

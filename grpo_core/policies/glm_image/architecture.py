@@ -1,8 +1,14 @@
-"""The four networks of a GLM-Image by their configurations alone: read from a folder, built without memory."""
+"""The four networks of a GLM-Image by their configurations: read from a folder, known of the release, built on meta.
+
+The release is zai-org/GLM-Image. Source: config.json of `vision_language_encoder`, `transformer` and `vae` on the hub.
+The glyph encoder has no published page that could be read; it is the encoder of google/byt5-small (Xue et al., 2022,
+arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, GlmImageTransformer2DModel
@@ -10,19 +16,36 @@ from torch import nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.component_configs import ComponentConfigs
 from grpo_core.policies.glm_image.folder import refuse_missing_folder
 
+RELEASED_MODEL = "zai-org/GLM-Image"
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
 
 
 @dataclass(frozen=True)
+class ComponentConfigs:
+    """What each network is built from.
+
+    Attributes:
+        autoregressive: the token model with its vision tower and quantizer.
+        decoder: arguments of GlmImageTransformer2DModel.
+        vae: arguments of AutoencoderKL.
+        text_encoder: the glyph encoder.
+    """
+
+    autoregressive: GlmImageConfig
+    decoder: Mapping[str, object]
+    vae: Mapping[str, object]
+    text_encoder: T5Config
+
+
+@dataclass(frozen=True)
 class Components:
-    """The networks themselves."""
+    """The networks themselves; diffusers' carry a `config`."""
 
     autoregressive: nn.Module
-    decoder: nn.Module
-    vae: nn.Module
+    decoder: Any
+    vae: Any
     text_encoder: nn.Module
 
 
@@ -38,7 +61,7 @@ def read_configs(folder: Path) -> ComponentConfigs:
     for part in (AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER):
         # transformers gives the class's defaults, those of the release, where a file is missing.
         if not (folder / part / "config.json").is_file():
-            hint = f"It holds no {part}/config.json; give the folder of a whole saved pipeline."
+            hint = f"It holds no {part}/config.json; give the folder of a complete saved pipeline."
             raise InputError("policy.model", str(folder), hint)
     try:
         return ComponentConfigs(
@@ -49,7 +72,7 @@ def read_configs(folder: Path) -> ComponentConfigs:
         )
     except OSError as error:
         first_line = str(error).strip().splitlines()[0]
-        hint = f"Give the folder of a whole saved pipeline ({first_line})."
+        hint = f"Give the folder of a complete saved pipeline ({first_line})."
         raise InputError("policy.model", str(folder), hint) from error
 
 
@@ -69,8 +92,6 @@ def find_configs(model: str) -> ComponentConfigs:
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    from grpo_core.policies.glm_image.released import RELEASED_MODEL, released_configs
 
     refuse_missing_folder(model)
     folder = Path(model).expanduser()
@@ -94,3 +115,75 @@ def build_on_meta(configs: ComponentConfigs) -> Components:
             vae=AutoencoderKL.from_config(dict(configs.vae)),
             text_encoder=T5EncoderModel(configs.text_encoder),
         )
+
+
+def released_configs() -> ComponentConfigs:
+    """Configurations of the released model: 10.1 B parameters of the token model, 6.93 B of the decoder."""
+    return ComponentConfigs(
+        autoregressive=_autoregressive(),
+        decoder={
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 30,
+            "attention_head_dim": 128,
+            "num_attention_heads": 32,
+            "text_embed_dim": 1472,
+            "time_embed_dim": 512,
+            "condition_dim": 256,
+            "prior_vq_quantizer_codebook_size": 16384,
+        },
+        vae={
+            "latent_channels": 16,
+            "block_out_channels": (128, 512, 1024, 1024),
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+            "layers_per_block": 3,
+            "mid_block_add_attention": False,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+            "sample_size": 1024,
+        },
+        text_encoder=T5Config(
+            vocab_size=384,
+            d_model=1472,
+            d_kv=64,
+            d_ff=3584,
+            num_layers=12,
+            num_heads=6,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+        ),
+    )
+
+
+def _autoregressive() -> GlmImageConfig:
+    # Spelled out, so that a library whose defaults change does not change what is said of the release.
+    return GlmImageConfig(
+        text_config={
+            "vocab_size": 168064,
+            "vision_vocab_size": 16512,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [8, 12, 12],
+            },
+        },
+        vision_config={
+            "depth": 40,
+            "hidden_size": 1536,
+            "num_heads": 16,
+            "intermediate_size": 6144,
+            "image_size": 2048,
+            "patch_size": 16,
+        },
+        vq_config={"embed_dim": 2048, "num_embeddings": 16384, "latent_channels": 1536},
+    )

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.policies.glm_image.geometry import TokenGrids
+from grpo_core.policies.glm_image.settings import TokenGrids
 from grpo_core.records import BrokenImage
 from grpo_core.seeds import make_generator
 

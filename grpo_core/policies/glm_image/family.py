@@ -6,16 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_core.policies.estimate import ModelEstimate, Workload
+from grpo_core.policies.estimate import (
+    MemoryEstimate,
+    MemoryPart,
+    ModelEstimate,
+    TransformerEstimate,
+    Workload,
+    count_parameters,
+)
 from grpo_core.policies.family import PolicyFamily
 from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_folder
-from grpo_core.policies.glm_image.geometry import token_grids
-from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.settings import GlmImageSettings, token_grids
 from grpo_core.policies.trained import TrainingChoice
 from grpo_core.records import Modality
 
 if TYPE_CHECKING:
+    from grpo_core.policies.glm_image.architecture import Components
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
+
+PROMPT_TOKENS = 256
+"""Assumed ids of the longest prompt of a batch, grid tags included."""
 
 
 class GlmImageFamily:
@@ -70,36 +80,58 @@ class GlmImageFamily:
         self, model: str, settings: GlmImageSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:
         """See PolicyFamily.estimate."""
-        from grpo_core.policies.glm_image.architecture import find_configs
-        from grpo_core.policies.glm_image.memory import checkpoint_bytes, estimate_memory
-        from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
-        from grpo_core.policies.glm_image.sizes import component_sizes
+        from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
+        from grpo_core.policies.glm_image.policy import train_token_model
 
-        lora = choice.lora
-        sizes = component_sizes(
-            find_configs(model),
-            lora_rank=lora.rank if lora else None,
-            lora_targets=(lora.targets or LANGUAGE_MODEL_LINEARS) if lora else None,
-        )
-        memory = estimate_memory(
-            sizes,
-            dtype=workload.dtype,
-            height=settings.height,
-            width=settings.width,
-            group_size=workload.group_size,
-            prompts_per_batch=workload.prompts_per_batch,
-            decode_batch_size=settings.decode_batch_size,
-            micro_batch_size=workload.micro_batch_size,
-            reference_on_device=choice.reference == "device",
-            gradient_checkpointing=choice.gradient_checkpointing,
-            eight_bit_optimizer=workload.eight_bit_optimizer,
-        )
+        configs = find_configs(model)
+        networks = build_on_meta(configs)
+        trained = train_token_model(networks.autoregressive, choice, model, initial_state=dict)
+        text = configs.autoregressive.text_config
+        transformer = TransformerEstimate(trained, choice, workload, text, norms=4)
+        unit = 2 * networks.decoder.config.patch_size * 2 ** (len(networks.vae.config.block_out_channels) - 1)
+        tokens = token_grids(settings.height, settings.width, unit).tokens
+        # The last sampled token is never fed back.
+        length = PROMPT_TOKENS + tokens - 1
+        codes = configs.autoregressive.vq_config.num_embeddings
+        counts = {
+            "autoregressive weights": transformer.parameters,
+            "decoder weights": count_parameters(networks.decoder),
+            "autoencoder weights": count_parameters(networks.vae),
+            "glyph encoder weights": count_parameters(networks.text_encoder),
+        }
+        b = transformer.b
+        parts = [
+            *(
+                MemoryPart(name, "always", n * b, f"{n / 1e9:.3g} B parameters x {b} bytes")
+                for name, n in counts.items()
+            ),
+            *transformer.training_parts(),
+            *transformer.sampling_parts(length, text.vision_vocab_size, codes),
+            decoding_part(networks, settings, unit, min(settings.decode_batch_size, workload.group_size), b),
+            *transformer.backward_parts(length, tokens, codes),
+        ]
         counted = (
-            f"token model {sizes.autoregressive / 1e9:.3g} B parameters, decoder {sizes.decoder / 1e9:.3g} B"
-            + (f", adapters {sizes.adapter / 1e6:.3g} M" if sizes.adapter else "")
-            + f"; images in units of {sizes.unit} pixels"
+            f"token model {transformer.parameters / 1e9:.3g} B parameters, "
+            f"decoder {counts['decoder weights'] / 1e9:.3g} B{transformer.adapters}; images in units of {unit} pixels"
         )
-        return ModelEstimate(memory, checkpoint_bytes(sizes, workload.dtype), counted)
+        return ModelEstimate(
+            MemoryEstimate(tuple(part for part in parts if part.bytes)), transformer.checkpoint, counted
+        )
+
+
+def decoding_part(networks: "Components", settings: GlmImageSettings, unit: int, rows: int, b: int) -> MemoryPart:
+    """Return the widest tensors of the image decoder.
+
+    A block of the diffusion transformer has about 16 tensors of [rows, patches, hidden], four patches per large token;
+    the passes of guidance are made one after the other. The autoencoder, one image at a time, has about 4 tensors of
+    [channels, height, width] at full resolution and the width of its block before the last.
+    """
+    decoder, widths = networks.decoder.config, networks.vae.config.block_out_channels
+    patches = 4 * token_grids(settings.height, settings.width, unit).large.tokens
+    denoising = 16 * rows * patches * decoder.num_attention_heads * decoder.attention_head_dim * b
+    autoencoder = 4 * widths[min(1, len(widths) - 1)] * settings.height * settings.width * b
+    what = f"{settings.height}x{settings.width}: a decoder block for {rows} images, or the autoencoder for one"
+    return MemoryPart("decoding", "decoding", max(denoising, autoencoder), what)
 
 
 FAMILY: PolicyFamily = GlmImageFamily()

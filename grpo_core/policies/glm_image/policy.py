@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
-from grpo_core.policies.glm_image.geometry import TokenGrids, token_grids
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.prompts import EncodedPrompts, encode_prompts
 from grpo_core.policies.glm_image.sampling import sample_tokens
 from grpo_core.policies.glm_image.scoring import score_tokens
-from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, autocast, train_model
 from grpo_core.records import BrokenImage, SampledTokens, TokenBatch, TokenLogprobs
 

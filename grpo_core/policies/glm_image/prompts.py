@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.geometry import Grid, preview_grid
+from grpo_core.policies.glm_image.settings import Grid, preview_grid
 
 
 class UnitProcessor(GlmImageProcessor):

@@ -1,7 +1,12 @@
-"""How images are drawn, as a record."""
+"""How images are drawn: the sampling settings, and the token grids of an image size.
 
+The model writes a small preview grid first, then the large grid that the decoder draws from.
+"""
+
+import math
 from dataclasses import dataclass
 
+from grpo_core.errors import InputError
 from grpo_core.sampling import Truncation
 
 
@@ -39,3 +44,59 @@ class GlmImageSettings:
             InputError: a value outside its range.
         """
         return Truncation(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid of tokens, written row by row."""
+
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of cells."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class TokenGrids:
+    """The grids of one image, in the order they are sampled: preview, then large."""
+
+    preview: Grid
+    large: Grid
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens an image; the end slot that follows is not one of them."""
+        return self.preview.tokens + self.large.tokens
+
+
+def preview_grid(large: Grid, unit: int) -> Grid:
+    """About (unit / 2)^2 cells with the large grid's aspect; at unit 32 this is GlmImageProcessor's 16 x 16."""
+    ratio = large.rows / large.columns
+    return Grid(int(math.sqrt(ratio) * (unit // 2)), int(math.sqrt(1 / ratio) * (unit // 2)))
+
+
+def token_grids(height: int, width: int, unit: int) -> TokenGrids:
+    """The grids for an image size.
+
+    Args:
+        height: pixels.
+        width: pixels.
+        unit: pixels along one side of a large token.
+
+    Raises:
+        InputError: a side is not a positive multiple of the unit, or so long and thin that the preview vanishes.
+    """
+    for side, value in (("height", height), ("width", width)):
+        if value <= 0 or value % unit:
+            nearest = max(unit, round(value / unit) * unit)
+            raise InputError(
+                f"rollout.{side}", value, f"This model draws in units of {unit} pixels; the nearest is {nearest}."
+            )
+    large = Grid(height // unit, width // unit)
+    preview = preview_grid(large, unit)
+    if not preview.tokens:
+        raise InputError("rollout.height and width", f"{height}x{width}", "Choose a less extreme aspect ratio.")
+    return TokenGrids(preview=preview, large=large)

@@ -12,7 +12,7 @@ from flows.terminal.doctor import show_diagnosis
 from flows.terminal.progress import training_progress
 from flows.terminal.training import show_summary
 from flows.training.summary import TrainSummary
-from grpo_core.policies.glm_image.memory import MemoryEstimate, MemoryPart
+from grpo_core.policies.estimate import MemoryEstimate, MemoryPart
 from tasks.progress import log, progress_of
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
-from grpo_core.policies.glm_image.geometry import Grid, TokenGrids
+from grpo_core.policies.glm_image.settings import Grid, TokenGrids
 from grpo_core.records import BrokenImage, TokenBatch
 from tests.tiny_policy import PROMPTS, build_policy
 

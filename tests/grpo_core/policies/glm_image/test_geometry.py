@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.geometry import Grid, TokenGrids, preview_grid, token_grids
+from grpo_core.policies.glm_image.settings import Grid, TokenGrids, preview_grid, token_grids
 
 SIDES = st.integers(1, 64)
 
