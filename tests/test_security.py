@@ -22,7 +22,7 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
-from grpo_core.rewards.image_files import MAX_PIXELS, decode_stored
+from grpo_core.rewards.images import MAX_PIXELS, decode_stored
 from grpo_core.rewards.remote.http import Service
 from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.files import read_input_file

@@ -1,6 +1,5 @@
 """The commands `grpo rewards ...`: what there is, what stored scores are worth, and a server that scores for others."""
 
-import inspect
 import json
 from pathlib import Path
 from typing import Annotated
@@ -21,13 +20,12 @@ def list_rewards(as_json: Json = False) -> None:
         from rich.console import Console
 
         from flows.terminal.rewards import show_rewards
-        from grpo_core.rewards.registry import REWARDS
+        from grpo_core.rewards.registry import REWARDS, reward_class, reward_settings
 
-        show_rewards(REWARDS, Console(stderr=as_json))
+        show_rewards({name: reward_class(name) for name in REWARDS}, Console(stderr=as_json))
         if as_json:
             listed = {
-                name: {setting: str(each.default) for setting, each in inspect.signature(kind).parameters.items()}
-                for name, kind in REWARDS.items()
+                name: {setting: str(default) for setting, default in reward_settings(name).items()} for name in REWARDS
             }
             typer.echo(json.dumps(listed))
 

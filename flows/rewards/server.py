@@ -18,10 +18,9 @@ from pydantic import ValidationError
 
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
-from grpo_core.rewards.protocol import Reward, ScoringBatch
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import Service
-from grpo_core.rewards.scoring import provenance_of, score_samples
+from grpo_core.rewards.remote.http import LOOPBACK, read_token
+from grpo_core.rewards.reward import Reward, ScoringBatch, provenance_of, score_samples
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
@@ -30,7 +29,6 @@ MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
 MAX_REQUESTS = 16
 """Requests that are held at a time; further ones are sent away with status 429."""
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -132,7 +130,7 @@ class RewardService:
         try:
             requested = wire.ScoreRequest.model_validate_json(body)
         except ValidationError as error:
-            raise _Refused(422, wire.first_fault(error)) from error
+            raise _Refused(422, wire.first_error(error)) from error
         if requested.reward not in self._rewards:
             raise _Refused(404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self._rewards))}")
         reward, described = self._rewards[requested.reward], self._described[requested.reward]
@@ -207,7 +205,7 @@ def serve(
         port: 0 for any that is free.
         token_env: environment variable that holds the token; None to ask for none.
         concurrency: batches scored at a time.
-        tell: is called with one line, the server's address, when requests are accepted.
+        report_progress: is called with one line, the server's address, when requests are accepted.
 
     Raises:
         InputErrors: rewards that are not ready, each problem with its hint.
@@ -218,10 +216,10 @@ def serve(
     ]
     if problems:
         raise InputErrors(problems)
-    if token_env is None and host not in _LOOPBACK:
+    if token_env is None and host not in LOOPBACK:
         hint = "Other machines can reach this address. Name the environment variable of a token, or use 127.0.0.1."
         raise InputError("host", host, hint)
-    token = Service("server", "", token_env=token_env).token()
+    token = read_token("--token-env", token_env)
     app = create_app(rewards, token, concurrency=concurrency)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10, lifespan="off")
     with _listening(host, port) as listener:

@@ -12,7 +12,7 @@ from rich.text import Text
 from flows.rewards.analysis import AnalysisSummary
 from flows.terminal.reward_table import reward_table
 from flows.terminal.text import plain
-from grpo_core.rewards.protocol import Reward
+from grpo_core.rewards.reward import Reward
 from tasks.reports.reward_analysis import RewardAnalysis
 from tasks.reports.reward_page import HEADINGS, PAIR_HEADINGS, agreement_rows, findings, reward_rows
 from tasks.reports.text import counted

@@ -16,15 +16,19 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as settings_dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.settings import check_integer, check_positive
+from grpo_core.rewards.reward import STRICT, Positive
 
 MIN_DIFFERENCES = 3
 """From how many differences between evaluations their noise can be told."""
 
 
-@dataclass(frozen=True)
+@settings_dataclass(frozen=True, config=STRICT)
 class HackingRule:
     """When a guardrail's fall counts as a sign.
 
@@ -43,19 +47,10 @@ class HackingRule:
             otherwise there is no sign before the fourth evaluation.
     """
 
-    rise: float = 0.05
-    fall: float = 0.1
-    patience: int = 3
-    noise: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_positive("watch.rise", self.rise, "shares of the reward's level")
-        check_positive("watch.fall", self.fall, "shares of the guardrail's level")
-        if self.fall > 1:
-            raise InputError("watch.fall", self.fall, "Set a share of the guardrail's level, up to 1.")
-        check_integer("watch.patience", self.patience, 1, 1000)
-        if self.noise != 0 or isinstance(self.noise, bool):
-            check_positive("watch.noise", self.noise, "standard errors (0 leaves noise out of account)")
+    rise: Positive = 0.05
+    fall: Annotated[float, Field(gt=0, le=1)] = 0.1
+    patience: Annotated[int, Field(ge=1, le=1000)] = 3
+    noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Image preparation: RGB as a person sees it, the size of another image, fp32 tensors in [0, 1]."""
+"""Images: read from files within bounds, brought to RGB, to the size of another image, to fp32 tensors in [0, 1]."""
 
+import io
 import math
 import struct
 
@@ -11,23 +12,70 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 
+MAX_PIXELS = 8192 * 8192
+"""Largest width times height of an image from anywhere; a small file can unpack to more than the memory holds."""
+
 MAX_ASPECT_PERCENT = 2
 """By how many percent width / height may differ for a target to be squeezed to its sample's image."""
 
+_READABLE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _EIGHT_BIT_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
+def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_FORMATS) -> Image.Image:
+    """Read the header of an image and check its size; no pixel is decoded.
+
+    Pillow warns of large images and refuses none below twice its own limit, and it would try each of some forty
+    formats, one of which starts another program.
+
+    Args:
+        content: of the file.
+        place: where the image comes from, for the message.
+        formats: Pillow's names of the accepted formats.
+
+    Raises:
+        InputError: more than MAX_PIXELS.
+        OSError, ValueError, SyntaxError: not an image of these formats.
+    """
+    hint = f"Images have at most {MAX_PIXELS} pixels. Make it smaller."
+    try:
+        image = Image.open(io.BytesIO(content), formats=formats)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InputError(place, str(error), hint) from error
+    if image.width * image.height > MAX_PIXELS:
+        raise InputError(place, f"{image.width} x {image.height} pixels", hint)
+    return image
+
+
+def decode_stored(content: bytes, sample_id: str) -> Image.Image:
+    """Decode the stored PNG of a sample, in RGB.
+
+    Raises:
+        InputError: more than MAX_PIXELS, or an incomplete PNG; names the sample.
+    """
+    place = f"image of sample {sample_id}"
+    try:
+        image = open_image(content, place, ("PNG",))
+        image.load()
+    except InputError:
+        raise
+    except (OSError, ValueError, SyntaxError) as error:
+        hint = f"It is not a complete PNG ({type(error).__name__}). Sample its rollouts again, or restore a backup."
+        raise InputError(place, f"{len(content)} bytes", hint) from error
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
 def to_rgb(image: Image.Image, place: str) -> Image.Image:
-    """The image in 8-bit RGB, upright as its EXIF orientation says, transparency laid over white.
+    """Convert to 8-bit RGB, upright by the EXIF orientation, transparency over white.
 
     Args:
         image: bilevel, greyscale, palette, RGB, CMYK or YCbCr in 8 bits, or greyscale in 16 (divided by 257).
-        place: where the image stands, for the message.
+        place: where the image comes from, for the message.
 
     Raises:
-        InputError: another mode (of 32-bit integers or floats the range is not known); an empty image; a file that
-            breaks off, or whose EXIF block is damaged.
+        InputError: another mode (32-bit integers and floats have no known range); an empty image; a truncated file, or
+            one with a damaged EXIF block.
     """
     if 0 in image.size:
         raise InputError(place, shown_size(image), "Give an image of at least 1x1 pixel.")
@@ -52,7 +100,7 @@ def to_rgb(image: Image.Image, place: str) -> Image.Image:
 
 
 def fit_to(target: Image.Image, size: tuple[int, int], place: str) -> Image.Image:
-    """The RGB target at `size` (width, height), resampled with Pillow's antialiased bicubic filter.
+    """Resize the RGB target to `size` (width, height) with Pillow's antialiased bicubic filter.
 
     Pillow widens the filter when it shrinks, which most tensor libraries do not (Parmar et al., 2022, "On Aliased
     Resizing and Surprising Subtleties in GAN Evaluation", arXiv:2104.11222).
@@ -83,7 +131,7 @@ def require_aspect(target: tuple[int, int], size: tuple[int, int], place: str) -
 
 
 def to_tensor(image: Image.Image) -> Float32[Tensor, "1 3 height width"]:
-    """An 8-bit RGB image as fp32 in [0, 1], exactly level / 255.
+    """Convert an 8-bit RGB image to fp32 in [0, 1], exactly level / 255.
 
     Raises:
         ValueError: another mode than RGB; :func:`to_rgb` converts.
@@ -95,7 +143,7 @@ def to_tensor(image: Image.Image) -> Float32[Tensor, "1 3 height width"]:
 
 
 def check_pair(images: Tensor, targets: Tensor) -> None:
-    """Refuse tensors that a likeness measure would score without complaint, and wrongly.
+    """Refuse tensors that a similarity measure would score wrongly without an error.
 
     uint8 levels look nearly alike to LPIPS, one channel and a single target broadcast, half precision gives NaN.
 
@@ -113,16 +161,16 @@ def check_pair(images: Tensor, targets: Tensor) -> None:
 
 
 def fits_reward(image: Image.Image, min_side: int, max_aspect: float) -> bool:
-    """Whether a reward with these bounds can score an image of this size."""
+    """Say whether a reward with these bounds can score an image of this size."""
     return min(image.size) >= min_side and max(image.size) <= max_aspect * min(image.size)
 
 
 def shown_bounds(min_side: int, max_aspect: float) -> str:
-    """A reward's bounds for a message."""
+    """Describe a reward's bounds for a message."""
     side = f"at least {min_side} pixels a side"
     return side if math.isinf(max_aspect) else f"{side} and a long side of at most {max_aspect:g} times the short one"
 
 
 def shown_size(image: Image.Image) -> str:
-    """Width and height for a message: ``64x48``."""
+    """Format width and height for a message: ``64x48``."""
     return f"{image.width}x{image.height}"

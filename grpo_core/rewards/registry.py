@@ -1,82 +1,110 @@
-"""The rewards by name, and how one is built from a configuration."""
+"""The rewards by name, each imported when it is built.
 
+To add a reward, write its module and name it in `REWARDS`.
+"""
+
+import dataclasses
 import difflib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.aesthetic import AestheticReward
-from grpo_core.rewards.embedding.clip_score import ClipScoreReward
-from grpo_core.rewards.functions.reward import FunctionReward
-from grpo_core.rewards.image_statistics.colour_entropy import ColourEntropyReward
-from grpo_core.rewards.image_statistics.diversity import DiversityReward
-from grpo_core.rewards.image_statistics.edge_density import EdgeDensityReward
-from grpo_core.rewards.image_statistics.jpeg import JpegReward
-from grpo_core.rewards.image_statistics.sharpness import SharpnessReward
-from grpo_core.rewards.judges.judge import JudgeReward
-from grpo_core.rewards.judges.preference import HpsV2Reward, PickScoreReward
-from grpo_core.rewards.judges.reward_model import RewardModelReward
-from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
-from grpo_core.rewards.protocol import Reward
-from grpo_core.rewards.remote.reward import RemoteReward
-from grpo_core.rewards.similarity.lpips import LpipsReward
-from grpo_core.rewards.similarity.mse import MseReward
-from grpo_core.rewards.similarity.psnr import PsnrReward
-from grpo_core.rewards.similarity.ssim import SsimReward
-from grpo_core.rewards.text.answer import AnswerReward
-from grpo_core.rewards.text.box_iou import BoxIouReward
-from grpo_core.rewards.text.format import FormatReward
 
-_KINDS: tuple[type[Reward], ...] = (
-    SsimReward,
-    PsnrReward,
-    MseReward,
-    LpipsReward,
-    TextAccuracyReward,
-    ClipScoreReward,
-    AestheticReward,
-    PickScoreReward,
-    HpsV2Reward,
-    JpegReward,
-    EdgeDensityReward,
-    SharpnessReward,
-    ColourEntropyReward,
-    DiversityReward,
-    AnswerReward,
-    FormatReward,
-    BoxIouReward,
-    RewardModelReward,
-    JudgeReward,
-    FunctionReward,
-    RemoteReward,
+if TYPE_CHECKING:
+    from grpo_core.rewards.reward import Reward
+
+REWARDS: Mapping[str, str] = MappingProxyType(
+    {
+        "ssim": "similarity.ssim:SsimReward",
+        "psnr": "similarity.psnr:PsnrReward",
+        "mse": "similarity.mse:MseReward",
+        "lpips": "similarity.lpips:LpipsReward",
+        "text_accuracy": "ocr.text_accuracy:TextAccuracyReward",
+        "clip_score": "embedding.clip_score:ClipScoreReward",
+        "aesthetic": "embedding.aesthetic:AestheticReward",
+        "pickscore": "judges.pickscore:PickScoreReward",
+        "hpsv2": "judges.hpsv2:HpsV2Reward",
+        "jpeg": "image_statistics.jpeg:JpegReward",
+        "edge_density": "image_statistics.edge_density:EdgeDensityReward",
+        "sharpness": "image_statistics.sharpness:SharpnessReward",
+        "colour_entropy": "image_statistics.colour_entropy:ColourEntropyReward",
+        "diversity": "image_statistics.diversity:DiversityReward",
+        "answer": "text.answer:AnswerReward",
+        "format": "text.format:FormatReward",
+        "box_iou": "text.box_iou:BoxIouReward",
+        "reward_model": "judges.reward_model:RewardModelReward",
+        "judge": "judges.judge:JudgeReward",
+        "function": "functions.reward:FunctionReward",
+        "remote": "remote.reward:RemoteReward",
+    }
 )
-
-REWARDS: Mapping[str, type[Reward]] = MappingProxyType({str(kind.name): kind for kind in _KINDS})
-"""Every reward that a configuration may name; the arguments of its class are its settings."""
+"""Every reward that a configuration may name: its module in this package, and its class."""
 
 
 def reward_module(name: str) -> str:
-    """Return the dotted name of the module that implements a reward."""
-    return REWARDS[name].__module__
-
-
-def build_reward(name: str, settings: Mapping[str, object] | None = None) -> Reward:
-    """The reward of that name with these settings, the others at their defaults; loads no weights.
+    """Return the dotted name of the module that implements a reward.
 
     Raises:
-        InputError: no such reward, no such setting, or a value that will not do.
+        InputError: there is no such reward.
     """
-    settings = settings or {}
     if name not in REWARDS:
         raise InputError("rewards", name, f"There is no such reward. {_nearest(name, tuple(REWARDS))}")
-    build: Callable[..., Reward] = REWARDS[name]
-    known = tuple(inspect.signature(build).parameters)
+    return f"{__package__}.{REWARDS[name].partition(':')[0]}"
+
+
+def reward_class(name: str) -> "type[Reward]":
+    """Import a reward's class; the fields of the class are the reward's settings.
+
+    Raises:
+        InputError: there is no such reward.
+    """
+    module = importlib.import_module(reward_module(name))
+    found: type[Reward] = getattr(module, REWARDS[name].partition(":")[2])
+    return found
+
+
+def reward_settings(name: str) -> dict[str, object]:
+    """Return the settings of a reward with their defaults.
+
+    Raises:
+        InputError: there is no such reward.
+    """
+    return {each.name: each.default for each in dataclasses.fields(reward_class(name))}  # type: ignore[arg-type]
+
+
+def build_reward(name: str, settings: Mapping[str, object] | None = None) -> "Reward":
+    """Build the reward with these settings, the others at their defaults; loads no weights.
+
+    Raises:
+        InputError: no such reward, no such setting, or a value that is not accepted.
+    """
+    settings = settings or {}
+    known = tuple(reward_settings(name))
     for key in settings:
         if key not in known:
             hint = f"The reward {name} has no such setting. {_nearest(key, known)}"
             raise InputError(f"rewards.{name}", key, hint)
-    return build(**settings)
+    try:
+        return reward_class(name)(**settings)
+    except ValidationError as error:
+        # Not chained: pydantic's own message repeats the input, which may be a secret.
+        raise _first_error(name, settings, error) from None
+
+
+def _first_error(name: str, settings: Mapping[str, object], error: ValidationError) -> InputError:
+    """Turn pydantic's first complaint into place, value and hint."""
+    found = error.errors(include_url=False)[0]
+    setting = str(found["loc"][0]) if found["loc"] else ""
+    raised = found.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        # The check of a single setting leaves the place to be filled in.
+        return InputError(raised.place or f"rewards.{name}.{setting}", raised.value, raised.hint)
+    value = settings.get(setting, found["input"])
+    return InputError(f"rewards.{name}.{setting}", value, f"{found['msg'].replace(' should ', ' must ')}.")
 
 
 def _nearest(given: str, known: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
-from grpo_core.rewards.image_files import decode_stored
+from grpo_core.rewards.images import decode_stored
 from tasks.reports.text import number
 
 PRUNED = "image removed"

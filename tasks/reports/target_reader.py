@@ -5,7 +5,7 @@ import hashlib
 from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.image_files import open_image
+from grpo_core.rewards.images import open_image
 from tasks.prompts.files import read_input_file
 from tasks.reports.images import shrunk
 

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from configs.reward_sections import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.rewards.protocol import Reward
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import Reward
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError

@@ -12,9 +12,8 @@ from PIL import Image
 
 from configs.reward_sections import RewardSection
 from grpo_core.errors import InputError
-from grpo_core.rewards.image_files import decode_stored
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
-from grpo_core.rewards.scoring import score_samples
+from grpo_core.rewards.images import decode_stored
+from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
 from tasks.prompts.targets import TargetReference, load_target
 
 Row = Mapping[str, Any]

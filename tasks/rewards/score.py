@@ -13,8 +13,8 @@ import polars as pl
 from configs.placement_sections import PlacementSection
 from configs.reward_sections import RewardSection
 from grpo_core.errors import FailedSamplesError
-from grpo_core.rewards.protocol import Reward, Score
 from grpo_core.rewards.registry import build_reward, reward_module
+from grpo_core.rewards.reward import Reward, Score
 from tasks.execution.caching import stage_task
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch

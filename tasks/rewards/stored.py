@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 
 from configs.reward_sections import RewardSection
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.scoring import provenance_of
+from grpo_core.rewards.reward import provenance_of
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from configs.loader import read_config
 from configs.schema import TextRunConfig
 from flows.training.train import train
-from grpo_core.rewards.protocol import ScoringBatch
+from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.text.answer import AnswerReward
 from tasks.prompts.read import read_prompts
 

@@ -17,7 +17,7 @@ from configs.schema import (
     UpdateSection,
 )
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.reward import Score, ScoringBatch
 from tasks.advantages.compute import compute_advantages_task
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec

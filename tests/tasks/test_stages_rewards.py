@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.reward_sections import RewardSection
 from grpo_core.errors import FailedSamplesError, InputError
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
-from grpo_core.rewards.protocol import Score
+from grpo_core.rewards.reward import Score
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks import stage_calls

@@ -4,34 +4,22 @@ Schuhmann, 2022, "improved-aesthetic-predictor" (LAION-Aesthetics V2): five laye
 fitted to the ratings of SAC, Logos and AVA on embeddings of length 1 of OpenAI's ViT-L/14.
 """
 
-import functools
-import math
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float32
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.devices import exact_inference
-from grpo_core.rewards.embedding.clip_model import NO_DIRECTION
-from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
-from grpo_core.rewards.images import to_rgb
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.scoring import clamp_unit
-from grpo_core.rewards.weights import (
-    PublishedWeights,
-    WeightFile,
-    check_digest_setting,
-    check_source_setting,
-    find_weights_problem,
-    load_state_dict,
-    resolve_weights,
-    tensor_shapes,
-)
+from grpo_core.rewards.embedding.clip import DEFAULT_MODEL, ClipSource, library_version
+from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
+from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference, load_once
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text, clamp_unit
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.tensors import load_state_dict, tensor_shapes
 
 FULL_SCALE = 10.0
 _PLACE = "rewards.aesthetic.head"
@@ -46,102 +34,86 @@ HEAD = PublishedWeights(
 """The head of LAION-Aesthetics V2."""
 
 LAYERS = (("layers.0", 1024), ("layers.2", 128), ("layers.4", 64), ("layers.6", 16), ("layers.7", 1))
-"""Name and width of each layer; the numbers between belong to dropout, which scoring has none of."""
+"""Name and width of each layer; the numbers between belong to dropout, which scoring does not use."""
 
 
-@dataclass(frozen=True)
-class AestheticReward(Reward):
+@dataclass(frozen=True, config=STRICT)
+class AestheticReward(ModelReward):
     """Value clip(rating / 10, 0, 1); raw the rating, mostly between 1 and 10, unbounded.
 
     Attributes:
         model: open_clip's tag of the network, or the path of an open_clip_config.json.
-        pretrained: open_clip's name of the release that the weights are; by default ``openai``.
+        pretrained: open_clip's name of the release of the weights; by default ``openai``.
         weights: open_clip's state dict: its path (.safetensors, or .pt of named tensors), or ``hf://owner/repo/file``.
-        weights_sha256: digest that the file must have, whole or its first 8 digits or more.
+        weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         head: the state dict of the head: its path, or ``hf://owner/repo/file``.
         head_sha256: digest that this file must have.
         device: where CLIP computes: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
-    model: str = DEFAULT_MODEL
-    pretrained: str | None = None
+    model: Text = DEFAULT_MODEL
+    pretrained: Text | None = None
     weights: str | None = None
-    weights_sha256: str | None = None
+    weights_sha256: Sha256 | None = None
     head: str | None = None
-    head_sha256: str | None = None
-    device: str = "cpu"
+    head_sha256: Sha256 | None = None
+    device: Device = "cpu"
 
     name: ClassVar[str] = "aesthetic"
 
-    def __post_init__(self) -> None:
-        self._clip().check()
-        check_source_setting(_PLACE, self.head, HEAD)
-        check_digest_setting(f"{_PLACE}_sha256", self.head_sha256)
-
     @property
     def version(self) -> str:
-        """The library that prepares images belongs to it."""
+        """Includes the library that prepares images."""
         return f"1+{library_version()}"
 
     def settings(self) -> Mapping[str, object]:
-        """Network and release."""
+        """Return network and release."""
         return self._clip().settings()
 
-    def weight_digests(self) -> Mapping[str, str]:
-        """CLIP's and the head's."""
-        return {"clip": self._clip().weight_file().sha256, "head": self._head_file().sha256}
+    def weight_sources(self) -> Mapping[str, Weights]:
+        """Return CLIP's and the head's."""
+        return {"clip": self._clip(), "head": self._head()}
 
     def preflight(self) -> Sequence[str]:
-        """Missing or wrong weights, a head for another network, a device that is not there."""
-        clip_problems = self._clip().problems()
-        problem = find_weights_problem(_PLACE, self.head, self.head_sha256, HEAD)
-        if problem is None and self.head is not None and not self.head.startswith("hf://"):
-            problem = self._find_shape_problem(self.head)
-        return [str(each) for each in (*clip_problems, problem) if each is not None]
+        """List missing or wrong weights, a head for another network, a missing device."""
+        problems = super().preflight()
+        if self.head is None or self.head.startswith("hf://") or self._head().find_problem() is not None:
+            return problems
+        try:
+            check_head(self.head, tensor_shapes(_PLACE, self.head), self._clip().architecture().width)
+        except InputError as error:
+            # The check of CLIP has reported an unknown network already.
+            return [*problems, str(error)] if error.place == _PLACE else problems
+        return problems
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample; the first call of a process loads the weights.
+        """Score each sample; the first call of a process loads the weights.
 
         Raises:
             InputError: missing or wrong weights, a head for another network, an image of an unknown mode.
         """
         clip = self._clip()
-        head = load_head(self._head_file(), clip.architecture().width)
-        model = clip.load()
-        scores = []
-        for sample_id, image in zip(batch.sample_ids, batch.images, strict=True):
-            image = to_rgb(image, f"rewards.aesthetic, sample {sample_id}")
-            rating = aesthetic_rating(head, model.image_embedding(image))
-            finite = math.isfinite(rating)
-            scores.append(Score(clamp_unit(rating / FULL_SCALE), rating) if finite else Score.failed(NO_DIRECTION))
-        return scores
+        head = load_head(self._head().resolve(), clip.architecture().width)
+        model = load_clip(clip, self.device)
+        ratings = [aesthetic_rating(head, model.image_embedding(image)) for image in batch.rgb_images(self.name)]
+        return [Score.of(clamp_unit(rating / FULL_SCALE), rating, NO_DIRECTION) for rating in ratings]
 
-    def _find_shape_problem(self, path: str) -> InputError | None:
-        try:
-            check_head(path, tensor_shapes(_PLACE, path), self._clip().architecture().width)
-        except InputError as error:
-            # A network that is not known is told by the check of CLIP itself.
-            return error if error.place == _PLACE else None
-        return None
+    def _head(self) -> WeightSource:
+        return WeightSource(_PLACE, self.head, self.head_sha256, HEAD)
 
-    def _head_file(self) -> WeightFile:
-        return resolve_weights(_PLACE, self.head, self.head_sha256, HEAD)
-
-    def _clip(self) -> ClipSettings:
-        return ClipSettings(
-            self.name, self.model, self.pretrained, self.weights, self.weights_sha256, device=self.device
-        )
+    def _clip(self) -> ClipSource:
+        return ClipSource(self.name, self.model, self.pretrained, self.weights, self.weights_sha256)
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class AestheticHead:
-    """The head's layers in order, each a matrix [out, in] and a vector [out], in fp32 on the CPU."""
+    """The layers in order, each a matrix [out, in] and a vector [out], in fp32 on the CPU."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
 
 
 def aesthetic_rating(head: AestheticHead, embedding: Float32[Tensor, " width"]) -> float:
-    """The rating of an image with this embedding of length 1; NaN of one that is NaN."""
+    """Rate an image by its embedding of length 1; NaN for an embedding of NaN."""
     with exact_inference("cpu"):
         hidden = embedding
         for matrix, offset in head.layers:
@@ -150,7 +122,7 @@ def aesthetic_rating(head: AestheticHead, embedding: Float32[Tensor, " width"]) 
 
 
 def check_head(path: str, shapes: Mapping[str, tuple[int, ...]], width: int) -> None:
-    """Refuse tensors that are no head for embeddings of that width.
+    """Refuse tensors that are not a head for embeddings of that width.
 
     Raises:
         InputError: one is missing or of another shape.
@@ -163,35 +135,27 @@ def check_head(path: str, shapes: Mapping[str, tuple[int, ...]], width: int) -> 
                 continue
             if layer == LAYERS[0][0] and found is not None and found[:1] == shape[:1]:
                 hint = (
-                    f"This head reads embeddings of {found[1]} numbers, those of CLIP here have {width}. Set `model` "
+                    f"This head needs embeddings of {found[1]} numbers, this CLIP has {width}. Set `model` "
                     "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
                 )
                 raise InputError(_PLACE, path, hint)
             seen = "is missing" if found is None else f"has shape {list(found)}, not {list(shape)}"
-            raise InputError(_PLACE, path, f"In this file {name} {seen}. Give {HEAD.file}.")
+            raise InputError(_PLACE, path, f"In this file {name} {seen}. Set {HEAD.file}.")
         inputs = outputs
 
 
+@load_once
 def load_head(file: WeightFile, width: int) -> AestheticHead:
-    """The head, read once a process for each digest.
+    """Load the head.
 
     Args:
         file: its weights.
-        width: of the embeddings that it shall rate.
+        width: of the embeddings that it rates.
 
     Raises:
-        InputError: the file cannot be read, or is no head for such embeddings.
+        InputError: the file cannot be read, or is not a head for such embeddings.
     """
-    with _LOADING:
-        return _load_head(file, width)
-
-
-_LOADING = threading.Lock()
-
-
-@functools.lru_cache(maxsize=4)
-def _load_head(file: WeightFile, width: int) -> AestheticHead:
-    tensors = load_state_dict(_PLACE, file.path)
+    tensors = load_state_dict(file)
     check_head(file.path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, width)
     return AestheticHead(
         tuple((tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()) for layer, _ in LAYERS)

@@ -14,21 +14,22 @@ from jaxtyping import Float32
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.rewards.devices import exact_inference
-from grpo_core.rewards.embedding.clip_architecture import ClipArchitecture
-from grpo_core.rewards.weights import WeightFile, load_state_dict, load_weights
+from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipSource
+from grpo_core.rewards.model_reward import exact_inference, load_once
+from grpo_core.rewards.weights.files import WeightFile
+from grpo_core.rewards.weights.tensors import load_state_dict, load_weights
 
 CACHED_EMBEDDINGS = 4096
-"""How many embeddings a model keeps: those of the images that several rewards look at, of the prompts of a group."""
+"""How many embeddings a model keeps, for images that several rewards look at and for the prompts of a group."""
 
 NO_DIRECTION = "the CLIP embedding has length 0 or is not finite, so it points nowhere"
-"""The reason of a failure: an embedding that cannot be brought to length 1."""
+"""The reason of a failure: an embedding that cannot be scaled to length 1."""
 
 _BESIDE_THE_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 
 
 class ClipModel:
-    """One network on one device. Several threads may ask at the same time; each image is computed once.
+    """A network on one device. Threads may share it; each image is computed once.
 
     Images and texts go through the network one at a time: a matrix product's last bits depend on the batch that it
     runs in, and a score must not.
@@ -50,7 +51,7 @@ class ClipModel:
         self._embeddings: OrderedDict[str, Tensor] = OrderedDict()
 
     def image_embedding(self, image: Image.Image) -> Float32[Tensor, " width"]:
-        """The RGB image's embedding on the CPU, of length 1; NaN where the network gives none that has a direction.
+        """Return the RGB image's embedding on the CPU, of length 1; NaN where the network's has no direction.
 
         Raises:
             ValueError: another mode than RGB.
@@ -67,7 +68,7 @@ class ClipModel:
         return self._embed(f"image {image.width}x{image.height} {digest}", compute)
 
     def text_embedding(self, text: str) -> Float32[Tensor, " width"]:
-        """The text's embedding on the CPU, of length 1, or NaN; of a long text only the first tokens are read."""
+        """Return the text's embedding on the CPU, of length 1, or NaN; only the first tokens of a long text count."""
 
         def compute() -> Tensor:
             tokens = self._tokenizer([text]).to(self._device)
@@ -77,11 +78,11 @@ class ClipModel:
         return self._embed(f"text {hashlib.sha256(text.encode()).hexdigest()}", compute)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens the text takes, its two end marks among them."""
+        """Count the tokens of the text, including the start and end marks."""
         return len(self._tokenizer.encode(text)) + 2
 
     def _embed(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
-        # Held while computing, so that who asks for the same image waits for it.
+        # Locked while computing, so that another thread waits for the same image.
         with self._lock:
             if key not in self._embeddings:
                 with exact_inference(self._device):
@@ -93,39 +94,29 @@ class ClipModel:
             return self._embeddings[key]
 
 
-def load_clip(place: str, architecture: ClipArchitecture, weights: WeightFile, device: str) -> ClipModel:
-    """The model, frozen, in fp32; built once a process for each architecture, release, digest and device.
-
-    Args:
-        place: of the setting that holds the weights, for messages.
-        architecture: the network.
-        weights: open_clip's own names, in .safetensors or as torch.save writes them.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
+def load_clip(source: ClipSource, device: str) -> ClipModel:
+    """Load the model, frozen, in fp32; a process has one for each network, digest and device.
 
     Raises:
-        InputError: the file cannot be read, or holds another network.
+        InputError: the weights are missing, cannot be read, or are of another network.
     """
-    device = "cuda:0" if device == "cuda" else device
-    key = (architecture.name, architecture.release, weights.sha256, device)
-    with _LOADING:
-        if key not in _LOADED:
-            network = build_network(architecture)
-            tensors = {
-                name.removeprefix("module."): tensor
-                for name, tensor in load_state_dict(place, weights.path).items()
-                if name not in _BESIDE_THE_WEIGHTS
-            }
-            load_weights(place, weights.path, network, tensors, f"open_clip's {architecture.name}")
-            _LOADED[key] = ClipModel(architecture, network, device)
-        return _LOADED[key]
+    return _load_clip(source.architecture(), source.weight_file(), "cuda:0" if device == "cuda" else device)
 
 
-_LOADING = threading.Lock()
-_LOADED: dict[tuple[str, str | None, str, str], ClipModel] = {}
+@load_once
+def _load_clip(architecture: ClipArchitecture, weights: WeightFile, device: str) -> ClipModel:
+    network = build_network(architecture)
+    tensors = {
+        name.removeprefix("module."): tensor
+        for name, tensor in load_state_dict(weights).items()
+        if name not in _BESIDE_THE_WEIGHTS
+    }
+    load_weights(weights, network, tensors, f"open_clip's {architecture.name}")
+    return ClipModel(architecture, network, device)
 
 
 def build_network(architecture: ClipArchitecture) -> nn.Module:
-    """open_clip's network without weights (on the meta device), frozen, in evaluation mode."""
+    """Build open_clip's network without weights (on the meta device), frozen, in evaluation mode."""
     import open_clip
 
     # On the meta device, so that the initialisation draws no random numbers.

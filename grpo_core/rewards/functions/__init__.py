@@ -1,1 +1,4 @@
-"""Scores that other people's code gives: a function written for TRL, a scorer on another machine."""
+"""Scores of any function written for TRL's trainers.
+
+- ``reward``: the reward; ``loading`` imports the function, ``trl_call`` calls it and reads its answer.
+"""

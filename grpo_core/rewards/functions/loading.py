@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.weights import file_sha256
+from grpo_core.rewards.weights.files import file_sha256
 
 REFERENCE = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 """``package.module:function`` or ``path/to/file.py:function``."""
@@ -98,7 +98,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
         named = function
         try:
             made: object = named(**json.loads(arguments))
-        except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
+        except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
             hint = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
             raise InputError(place, reference, hint) from error
@@ -169,14 +169,14 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
         raise InputError(place, reference, f"There is no file {file}. Give its path, from where grpo is started.")
     try:
         return importlib.import_module(module) if file is None else _import_file(str(file), file_sha256(str(file)))
-    except (Exception, SystemExit) as error:  # whatever a user's code raises is told with its place
+    except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if file is None and missing is not None and f"{module}.".startswith(f"{missing}."):
             hint = f"There is no module {missing}. Install it, or give a file by its path, as {module}.py:NAME."
             raise InputError(place, reference, hint) from error
         where = _origin(error, str(file) if file is not None else None)
         raise InputError(
-            place, reference, f"Importing it raised {_shown(error)} at {where}. Mend that first."
+            place, reference, f"Importing it raised {_shown(error)} at {where}. Fix that first."
         ) from error
 
 

@@ -1,28 +1,40 @@
 """Any reward function written for TRL's trainers, asynchronous or not, unchanged.
 
-It is called as TRL 1.16's GRPOTrainer does (``_calculate_rewards``): everything by keyword, one list entry a sample.
+It is called as by TRL 1.16's GRPOTrainer (``_calculate_rewards``): everything by keyword, one list entry per sample.
 """
 
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, JsonValue
+from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
 from grpo_core.rewards.functions import trl_call
 from grpo_core.rewards.functions.loading import REFERENCE, UserFunction, load_function
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_choice
+from grpo_core.rewards.reward import STRICT, Reward, Score, ScoringBatch
 
 _PLACE = "rewards.function.function"
 
 
-@dataclass(frozen=True)
+def _check_reference(reference: str) -> str:
+    if not REFERENCE.fullmatch(reference):
+        raise InputError("", reference, "Set package.module:function, or path/to/file.py:function.")
+    return reference
+
+
+def _check_finite(arguments: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    json.dumps(arguments, allow_nan=False)
+    return arguments
+
+
+@dataclass(frozen=True, config=STRICT)
 class FunctionReward(Reward):
-    """Value and raw are what the function returned, unbounded; None says that it has nothing to say of a sample.
+    """Value and raw are what the function returned, unbounded; None means not applicable.
 
     Keywords of the call: ``prompts``; ``completions``, texts, or images (RGB copies) where samples are images, and
     then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``completion_ids``, None
@@ -37,80 +49,61 @@ class FunctionReward(Reward):
             prompts, completions and completion_ids.
         conversational: whether prompts and completions are lists of messages, as TRL gives them when its data set's
             are. By default they are when the function annotates ``completions`` with lists of lists.
-        by_group: whether the function compares siblings; it then gets one whole group a call.
+        by_group: whether the function compares siblings; it then gets one complete group per call.
         with_targets: whether the function compares with target images.
         on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
-        revision: any text; to be changed when something has changed that the function's file imports.
+        revision: any text; change it when a module that the function's file imports has changed.
     """
 
-    function: str = ""
-    arguments: Mapping[str, object] | None = None
+    function: Annotated[str, AfterValidator(_check_reference)] = ""
+    arguments: Annotated[Mapping[str, JsonValue], AfterValidator(_check_finite)] | None = None
     factory: bool | None = None
     conversational: bool | None = None
     by_group: bool = False
     with_targets: bool = False
-    on_error: str | None = "raise"
+    on_error: Literal["raise", "null"] | None = "raise"
     revision: str | None = None
 
     name: ClassVar[str] = "function"
     media: ClassVar[tuple[Modality, ...]] = ("image", "text")
     needs_tokens: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.function, str) or not REFERENCE.fullmatch(self.function):
-            hint = "Set package.module:function, or path/to/file.py:function."
-            raise InputError(_PLACE, self.function, hint)
-        _check_arguments(self.arguments)
-        for setting, choices in (("factory", (True, False, None)), ("conversational", (True, False, None))):
-            if not any(getattr(self, setting) is choice for choice in choices):
-                raise InputError(f"rewards.function.{setting}", getattr(self, setting), "Set true, false or null.")
-        for setting in ("by_group", "with_targets"):
-            if not isinstance(getattr(self, setting), bool):
-                raise InputError(f"rewards.function.{setting}", getattr(self, setting), "Set true or false.")
-        check_choice("rewards.function.on_error", self.on_error or "null", ("raise", "null"))
-        if self.revision is not None and not isinstance(self.revision, str):
-            raise InputError("rewards.function.revision", self.revision, "Set a text, in quotes.")
-
     @property
     def version(self) -> str:
-        """The function's source file belongs to it."""
+        """Includes the function's source file."""
         return f"1+{self._load().sha256[:16]}"
 
     @property
     def needs_group(self) -> bool:
-        """Where the function compares siblings."""
+        """Whether the function compares siblings."""
         return self.by_group
 
     @property
     def needs_target(self) -> bool:
-        """Where the function compares with targets."""
+        """Whether the function compares with targets."""
         return self.with_targets
 
     @property
     def needs_column(self) -> str | None:
-        """The function's first parameter without a default that no call gives by itself; None while it cannot load."""
+        """The function's first parameter without a default that no call passes; None while it cannot load."""
         try:
             columns = trl_call.needed_columns(self._load())
         except InputError:
-            return None  # told by the preflight
+            return None  # reported by preflight
         return columns[0] if columns else None
 
     def settings(self) -> Mapping[str, object]:
-        """All of them; a file by its name, as its content is in the version."""
+        """Return all of them; a file by its name, because its content is in the version."""
         module, _, name = self.function.rpartition(":")
         return {
+            **super().settings(),
             "function": f"{Path(module).name if module.endswith('.py') else module}:{name}",
             "arguments": dict(self.arguments or {}),
-            "factory": self.factory,
-            "conversational": self.conversational,
-            "by_group": self.by_group,
-            "with_targets": self.with_targets,
             "on_error": self.on_error or "null",
-            "revision": self.revision,
         }
 
     def preflight(self) -> Sequence[str]:
-        """A module or function that is not there or cannot be imported, or that refuses the keywords of a call."""
+        """Report a module or function that is missing, cannot be imported or refuses the keywords of a call."""
         try:
             function = self._load()
         except InputError as error:
@@ -122,11 +115,11 @@ class FunctionReward(Reward):
         return [str(InputError(f"{_PLACE}, {function.place}", self.function, hint))]
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample; of one call each group, or of one call for all.
+        """Score each sample, with one call per group or one call for all.
 
         Raises:
-            InputError: the function cannot be loaded, raised (unless `on_error` is null), or returned something else
-                than one number or None a sample.
+            InputError: the function cannot be loaded, raised (unless `on_error` is null), or did not return
+                one number or None per sample.
         """
         function = self._load()
         if not self.by_group:
@@ -144,7 +137,7 @@ class FunctionReward(Reward):
         keywords = trl_call.call_keywords(function, batch, messages, self.with_targets)
         try:
             returned = trl_call.call(function, keywords)
-        except (Exception, SystemExit) as error:  # whatever a user's function raises is told with its place
+        except (Exception, SystemExit) as error:  # whatever a user's function raises is reported with its place
             if self.on_error == "raise":
                 raise self._raised(function, error) from error
             if len(batch) > 1 and not self.by_group:
@@ -155,18 +148,9 @@ class FunctionReward(Reward):
 
     def _raised(self, function: UserFunction, error: BaseException) -> InputError:
         hint = (
-            "Mend the function; or, if it wants messages and got texts, or the other way round, set `conversational` "
+            "Fix the function; or, if it wants messages and got texts, or the other way round, set `conversational` "
             "(true or false); or set `on_error: null` to go on without scores for the samples on which it raises. "
             "trainer_state is None in every call."
         )
         place = f"the reward function {self.function}, {function.raised_at(error)}"
         return InputError(place, f"{type(error).__name__}: {error}", hint)
-
-
-def _check_arguments(arguments: object) -> None:
-    try:
-        plain = arguments is None or (isinstance(arguments, Mapping) and bool(json.dumps(arguments, allow_nan=False)))
-    except (TypeError, ValueError):
-        plain = False
-    if not plain:
-        raise InputError("rewards.function.arguments", arguments, "Set names with numbers, texts, lists or null.")

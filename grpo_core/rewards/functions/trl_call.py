@@ -12,11 +12,10 @@ from collections.abc import Set as AbstractSet
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.functions.event_loop import run_awaitable
+from grpo_core.rewards.event_loop import run_awaitable
 from grpo_core.rewards.functions.loading import UserFunction
 from grpo_core.rewards.images import to_rgb
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
-from grpo_core.rewards.scoring import not_finite
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch, not_finite
 
 _LOGGER = logging.getLogger(__name__)
 _SAMPLES = ("prompts", "completions", "completion_ids")
@@ -92,7 +91,7 @@ def call(function: UserFunction, keywords: Mapping[str, object]) -> object:
     answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
     if not isinstance(answer, Iterator):
         return answer
-    # Here, where what it raises is told with its place; one too many shows that there are too many.
+    # Here, where what it raises is reported with its place; one too many shows that there are too many.
     return list(itertools.islice(answer, len(keywords["prompts"]) + 1))  # type: ignore[arg-type]
 
 

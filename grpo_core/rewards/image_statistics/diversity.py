@@ -6,36 +6,55 @@ Translation" (arXiv:1711.11586); by the cosine of CLIP embeddings; or by the pix
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
 from PIL import Image
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.devices import find_device_problem
-from grpo_core.rewards.embedding.clip_settings import DEFAULT_MODEL, ClipSettings, library_version
-from grpo_core.rewards.image_statistics.distances import Distance, clip_distance, lpips_distance, pixel_distance
-from grpo_core.rewards.images import fit_to, shown_size, to_rgb
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
-from grpo_core.rewards.scoring import clamp_unit, not_finite
-from grpo_core.rewards.settings import check_choice
-from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, heads_file, load_network
-from grpo_core.rewards.weights import (
-    WeightFile,
-    check_source_setting,
-    file_sha256,
-    find_weights_problem,
-    resolve_weights,
-)
-
-MEASURES = ("pixels", "lpips", "clip")
+from grpo_core.rewards.embedding.clip import DEFAULT_MODEL, ClipSource, library_version
+from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
+from grpo_core.rewards.images import fit_to, to_tensor
+from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, Text, clamp_unit
+from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
+from grpo_core.rewards.weights.files import PackagedFile, WeightSource
 
 _PLACE = "rewards.diversity"
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class DiversityReward(Reward):
+@plain_dataclass(frozen=True)
+class Distance(Generic[_T]):
+    """A distance in two steps: the network sees an image once, not once per pair. It must be bitwise symmetric.
+
+    Attributes:
+        prepare: from an RGB image to what `between` compares.
+        between: the distance of two prepared images; 0 for the same.
+    """
+
+    prepare: Callable[[Image.Image], _T]
+    between: Callable[[_T, _T], float]
+
+    def means(self, images: Sequence[Image.Image]) -> list[float]:
+        """Average each image's distance to the others (two or more of one size); NaN where one is not finite."""
+        prepared = [self.prepare(image) for image in images]
+        rows: list[list[float]] = [[] for _ in images]
+        for later in range(len(prepared)):
+            for earlier in range(later):
+                apart = self.between(prepared[earlier], prepared[later])
+                rows[earlier].append(apart)
+                rows[later].append(apart)
+        # Exactly rounded sums, so that the order of the siblings does not reach the last bit.
+        return [math.fsum(row) / len(row) if all(map(math.isfinite, row)) else math.nan for row in rows]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DiversityReward(ModelReward):
     """Value clip(raw, 0, 1); raw the mean distance of the image to each of its siblings.
 
     An image without siblings, and one of a batch that names no groups, has no score.
@@ -45,37 +64,34 @@ class DiversityReward(Reward):
             for a difference; ``lpips``, which does less so; ``clip``, 1 - the cosine of the embeddings, which sees what
             the images show and hardly how.
         weights: for ``lpips`` the trunk's state dict, for ``clip`` open_clip's: a path or ``hf://owner/repo/file``.
-        weights_sha256: digest that the file must have, whole or its first 8 digits or more.
+        weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         net: the trunk of ``lpips``: ``alex``, ``vgg`` or ``squeeze``.
         model: the network of ``clip``: open_clip's tag, or the path of an open_clip_config.json.
-        pretrained: open_clip's name of the release that the weights of ``clip`` are; by default ``openai``.
+        pretrained: open_clip's name of the release of the weights of ``clip``; by default ``openai``.
         device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``; pixels are compared on the CPU.
     """
 
-    measure: str = "pixels"
+    measure: Literal["pixels", "lpips", "clip"] = "pixels"
     weights: str | None = None
-    weights_sha256: str | None = None
-    net: str = "alex"
-    model: str = DEFAULT_MODEL
-    pretrained: str | None = None
-    device: str = "cpu"
+    weights_sha256: Sha256 | None = None
+    net: Trunk = "alex"
+    model: Text = DEFAULT_MODEL
+    pretrained: Text | None = None
+    device: Device = "cpu"
 
     name: ClassVar[str] = "diversity"
     needs_group: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice(f"{_PLACE}.measure", self.measure, MEASURES)
-        check_choice(f"{_PLACE}.net", self.net, tuple(TRUNKS))
-        self._clip().check()
-        if self.measure == "lpips":
-            check_source_setting(f"{_PLACE}.weights", self.weights, TRUNKS[self.net])
+        super().__post_init__()
+        self._clip()
         if self.measure == "pixels" and self.weights is not None:
             hint = "The measure pixels needs no weights: set measure to lpips or clip, or leave them out."
             raise InputError(f"{_PLACE}.weights", self.weights, hint)
 
     @property
     def version(self) -> str:
-        """With ``clip``, the library that prepares the images belongs to it."""
+        """Includes, for ``clip``, the library that prepares the images."""
         return f"1+{library_version()}" if self.measure == "clip" else "1"
 
     @property
@@ -84,36 +100,24 @@ class DiversityReward(Reward):
         return MIN_SIDES[self.net] if self.measure == "lpips" else 1
 
     def settings(self) -> Mapping[str, object]:
-        """The measure and its network."""
-        network: Mapping[str, object] = {}
-        if self.measure == "lpips":
-            network = {"net": self.net}
-        elif self.measure == "clip":
-            network = self._clip().settings()
-        return {"measure": self.measure, **network}
+        """Return the measure and its network."""
+        network: Mapping[str, object] = self._clip().settings() if self.measure == "clip" else {}
+        return {"measure": self.measure, **network, **({"net": self.net} if self.measure == "lpips" else {})}
 
-    def weight_digests(self) -> Mapping[str, str]:
-        """The network's."""
+    def weight_sources(self) -> Mapping[str, Weights]:
+        """Return those of the measure's network."""
         if self.measure == "pixels":
             return {}
         if self.measure == "clip":
-            return {"clip": self._clip().weight_file().sha256}
-        return {"trunk": self._trunk().sha256, "heads": file_sha256(str(heads_file(self.net)))}
+            return {"clip": self._clip()}
+        return {"trunk": self._trunk(), "heads": PackagedFile(heads_file(self.net))}
 
     def preflight(self) -> Sequence[str]:
-        """Missing or wrong weights, a device that is not there."""
-        if self.measure == "pixels":
-            return []
-        if self.measure == "clip":
-            return [str(problem) for problem in self._clip().problems()]
-        problems = (
-            find_weights_problem(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net]),
-            find_device_problem(f"{_PLACE}.device", self.device),
-        )
-        return [str(problem) for problem in problems if problem is not None]
+        """List missing or wrong weights and a missing device; pixels need neither."""
+        return [] if self.measure == "pixels" else super().preflight()
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample; a failure where a distance is no finite number.
+        """Score each sample; a distance that is not finite is a failure.
 
         Raises:
             InputError: missing or wrong weights, an image that is too small, siblings of another aspect ratio.
@@ -125,38 +129,73 @@ class DiversityReward(Reward):
         scores = [NOT_APPLICABLE] * len(batch)
         distance = self._distance() if with_siblings else None
         for rows in with_siblings:
-            assert distance is not None
-            for row, mean in zip(rows, distance.means(self._images(batch, rows)), strict=True):
-                # A NaN would come out of the clamp as a value.
-                finite = math.isfinite(mean)
-                scores[row] = Score(clamp_unit(mean), mean) if finite else Score.failed(not_finite(mean))
+            assert distance is not None, "built where there are siblings"
+            for row, mean in zip(rows, distance.means(self._images(batch.select(rows))), strict=True):
+                scores[row] = Score.of(clamp_unit(mean), mean)
         return scores
 
-    def _images(self, batch: ScoringBatch, rows: Sequence[int]) -> list[Image.Image]:
-        """Those of one group in RGB, all at the size of the smallest."""
-        images = []
-        for row in rows:
-            place = f"{_PLACE}, sample {batch.sample_ids[row]}"
-            images.append(to_rgb(batch.images[row], place))
-            if min(images[-1].size) < self.min_side:
-                hint = f"The measure {self.measure} needs sides of at least {self.min_side} pixels."
-                raise InputError(place, f"image of {shown_size(images[-1])} pixels", hint)
+    def _images(self, group: ScoringBatch) -> list[Image.Image]:
+        """Return the images of one group in RGB, all at the size of the smallest."""
+        images = list(group.rgb_images(self.name, self.min_side))
         size = min((image.size for image in images), key=lambda size: (math.prod(size), size))
-        place = f"{_PLACE}, siblings of sample {batch.sample_ids[rows[0]]}"
-        return [fit_to(image, size, place) for image in images]
+        return [fit_to(image, size, f"{_PLACE}, siblings of sample {group.sample_ids[0]}") for image in images]
 
     def _distance(self) -> Distance[Any]:
         if self.measure == "pixels":
             return pixel_distance()
         if self.measure == "clip":
-            return clip_distance(self._clip().load())
-        trunk = self._trunk()
-        return lpips_distance(load_network(self.net, trunk.path, trunk.sha256, self.device), self.device)
+            return clip_distance(load_clip(self._clip(), self.device))
+        return lpips_distance(load_network(self.net, self._trunk().resolve(), self.device), self.device)
 
-    def _trunk(self) -> WeightFile:
-        return resolve_weights(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
+    def _trunk(self) -> WeightSource:
+        return WeightSource(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
 
-    def _clip(self) -> ClipSettings:
-        # Weights of another measure's network are none of CLIP's.
+    def _clip(self) -> ClipSource:
+        # Weights of another measure's network are not CLIP's.
         weights = self.weights if self.measure == "clip" else None
-        return ClipSettings(self.name, self.model, self.pretrained, weights, self.weights_sha256, self.device)
+        return ClipSource(self.name, self.model, self.pretrained, weights, self.weights_sha256)
+
+
+def pixel_distance() -> Distance[np.ndarray]:
+    """Compute the root mean square difference over levels in [0, 1]; 1 for black against white."""
+
+    def between(first: np.ndarray, second: np.ndarray) -> float:
+        total = int(np.square(first - second).sum(dtype=np.int64))
+        return math.sqrt(total / first.size) / 255.0
+
+    return Distance(lambda image: np.asarray(image).astype(np.int32), between)
+
+
+def lpips_distance(network: nn.Module, device: str) -> Distance[list[Tensor]]:
+    """Compute LPIPS, bitwise equal to ``perceptual_distance`` of the pair.
+
+    An image's features stay in memory while its group is compared: some 11 MB for 512x512 pixels with alex.
+
+    Args:
+        network: from ``load_network``, on `device`.
+        device: the device of the network.
+    """
+    import lpips
+
+    def prepare(image: Image.Image) -> list[Tensor]:
+        with exact_inference(device):
+            scaled = network.scaling_layer(2.0 * to_tensor(image).to(device) - 1.0)  # type: ignore[operator]
+            return [lpips.normalize_tensor(features) for features in network.net(scaled)]  # type: ignore[operator]
+
+    def between(first: list[Tensor], second: list[Tensor]) -> float:
+        with exact_inference(device):
+            layers = zip(network.lins, first, second, strict=True)  # type: ignore[arg-type]
+            distance: float = sum(lpips.spatial_average(head((a - b) ** 2)) for head, a, b in layers).item()
+            return distance
+
+    return Distance(prepare, between)
+
+
+def clip_distance(model: ClipModel) -> Distance[Tensor]:
+    """Compute 1 - the cosine of the CLIP embeddings, in [0, 2]."""
+
+    def between(first: Tensor, second: Tensor) -> float:
+        # For vectors of length 1 this is 1 - their cosine, and neither below 0 nor above it for the same image.
+        return (first - second).square().sum().item() / 2.0
+
+    return Distance(lambda image: model.image_embedding(image).double(), between)

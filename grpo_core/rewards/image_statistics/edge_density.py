@@ -4,22 +4,18 @@ Canny, 1986, "A Computational Approach to Edge Detection", IEEE Transactions on 
 Intelligence 8(6), as OpenCV computes it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from PIL import Image
+from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import to_rgb
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_positive
-
-_UNIT = "levels a pixel"
+from grpo_core.rewards.reward import STRICT, Positive, Reward, Score, ScoringBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class EdgeDensityReward(Reward):
     """Value and raw: the share of pixels that are edges, in [0, 1].
 
@@ -27,46 +23,38 @@ class EdgeDensityReward(Reward):
     one size. Independent uniform noise has 0.36, photographs in focus 0.12 to 0.15.
 
     Attributes:
-        low: gradient (Sobel 3x3 over 0..255, Euclidean) from which a pixel beside an edge belongs to it.
+        low: gradient (Sobel 3x3 over 0..255, Euclidean) from which a pixel next to an edge belongs to it.
         high: gradient from which an edge starts; Canny advises two to three times `low`.
     """
 
-    low: float = 50.0
-    high: float = 100.0
+    low: Positive = 50.0
+    high: Positive = 100.0
 
     name: ClassVar[str] = "edge_density"
 
     def __post_init__(self) -> None:
-        check_positive("rewards.edge_density.low", self.low, _UNIT)
-        check_positive("rewards.edge_density.high", self.high, _UNIT)
         if self.high < self.low:
             raise InputError("rewards.edge_density.high", self.high, f"Set a threshold of at least low, {self.low}.")
 
     @property
     def version(self) -> str:
-        """The detector belongs to it."""
+        """Includes the detector."""
         import cv2
 
         return f"1+opencv-{cv2.__version__}"
 
-    def settings(self) -> Mapping[str, object]:
-        """The two thresholds."""
-        return {"low": float(self.low), "high": float(self.high)}
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample.
+        """Score each sample.
 
         Raises:
             InputError: an image of an unknown mode.
         """
-        pairs = zip(batch.sample_ids, batch.images, strict=True)
-        images = (to_rgb(image, f"rewards.edge_density, sample {i}") for i, image in pairs)
-        shares = [edge_share(image, self.low, self.high) for image in images]
+        shares = [edge_share(image, self.low, self.high) for image in batch.rgb_images(self.name)]
         return [Score(share, share) for share in shares]
 
 
 def edge_share(image: Image.Image, low: float, high: float) -> float:
-    """Edge pixels over all pixels of an RGB image.
+    """Count the edge pixels of an RGB image, over all pixels.
 
     At every pixel the channel with the steepest gradient counts, so that an edge between two colours of one brightness
     is an edge too.

@@ -4,19 +4,17 @@ Pech-Pacheco, Cristobal, Chamorro-Martinez and Fernandez-Valdivia, 2000, "Diatom
 Microscopy: a Comparative Study", International Conference on Pattern Recognition: the variance of the Laplacian.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from PIL import Image
+from pydantic.dataclasses import dataclass
 
-from grpo_core.rewards.images import to_rgb
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_positive
+from grpo_core.rewards.reward import STRICT, Positive, Reward, Score, ScoringBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SharpnessReward(Reward):
     """Value variance / (variance + half), in [0, 1); raw the variance of the Laplacian in squared grey levels.
 
@@ -28,42 +26,33 @@ class SharpnessReward(Reward):
         half: variance at which the value is 0.5.
     """
 
-    half: float = 500.0
+    half: Positive = 500.0
 
     name: ClassVar[str] = "sharpness"
 
-    def __post_init__(self) -> None:
-        check_positive("rewards.sharpness.half", self.half, "squared grey levels")
-
     @property
     def version(self) -> str:
-        """The conversion to grey and the border of the filter belong to it."""
+        """Includes the conversion to grey and the border of the filter."""
         import cv2
 
         return f"1+opencv-{cv2.__version__}"
 
-    def settings(self) -> Mapping[str, object]:
-        """The scale of the value."""
-        return {"half": float(self.half)}
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample.
+        """Score each sample.
 
         Raises:
             InputError: an image of an unknown mode.
         """
-        pairs = zip(batch.sample_ids, batch.images, strict=True)
-        images = (to_rgb(image, f"rewards.sharpness, sample {i}") for i, image in pairs)
-        variances = [laplacian_variance(image) for image in images]
+        variances = [laplacian_variance(image) for image in batch.rgb_images(self.name)]
         return [Score(variance / (variance + self.half), variance) for variance in variances]
 
 
 def laplacian_variance(image: Image.Image) -> float:
-    """Variance over all pixels of the 4-neighbour Laplacian of an RGB image's grey levels (ITU-R BT.601, 0..255)."""
+    """Compute the variance of the 4-neighbour Laplacian over an RGB image's grey levels (ITU-R BT.601, 0..255)."""
     import cv2
 
     grey = cv2.cvtColor(np.asarray(image), cv2.COLOR_RGB2GRAY)
-    # 16 bits hold every Laplacian of 8-bit levels, so its sums are whole numbers and the variance is rounded once.
+    # Every Laplacian of 8-bit levels fits into 16 bits, so its sums are whole numbers and the variance is rounded once.
     laplacian = cv2.Laplacian(grey, cv2.CV_16S, ksize=1).astype(np.int64)
     count, total = laplacian.size, int(laplacian.sum())
     variance: float = (count * int(np.square(laplacian).sum()) - total * total) / (count * count)

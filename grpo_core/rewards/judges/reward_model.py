@@ -5,38 +5,29 @@ section 3.5: r(x, y), one scalar of prompt and completion, at the last token. Re
 GRPOTrainer does for a reward model.
 """
 
-import functools
 import math
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.devices import check_device_setting, exact_inference, find_device_problem
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_choice, check_integer
-from grpo_core.rewards.weights.files import check_digest_setting
-from grpo_core.rewards.weights.models import (
-    find_model_problem,
-    load_pretrained,
-    load_tokenizer,
-    model_folder,
-    model_sha256,
-)
+from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, exact_inference, load_once
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
+from grpo_core.rewards.weights.models import ModelSource
 
 _PLACE = "rewards.reward_model.model"
 _EXAMPLE = "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
-SCALES = ("none", "sigmoid")
 _UNBOUNDED = 10**9
 
 
-@dataclass(frozen=True)
-class RewardModelReward(Reward):
+@dataclass(frozen=True, config=STRICT)
+class RewardModelReward(ModelReward):
     """Raw is the model's output (a logit), the value the same or its sigmoid.
 
     A tokenizer with a chat template gets the prompt as the user's message and the completion as the assistant's,
@@ -45,7 +36,7 @@ class RewardModelReward(Reward):
     Attributes:
         model: folder of a sequence classification model with one label and its tokenizer, or ``owner/repo[@revision]``
             on the Hub.
-        model_sha256: digest over the model's files that it must have, whole or its first 8 digits or more.
+        model_sha256: digest over the model's files that it must have, complete or its first 8 digits or more.
         scale: ``none``, unbounded, or ``sigmoid``, in (0, 1).
         max_length: of prompt and completion in tokens; by default what the model has positions for. Of a longer text
             the beginning is left out, since the model answers at the last token.
@@ -53,60 +44,38 @@ class RewardModelReward(Reward):
     """
 
     model: str | None = None
-    model_sha256: str | None = None
-    scale: str = "none"
-    max_length: int | None = None
-    device: str = "cpu"
+    model_sha256: Sha256 | None = None
+    scale: Literal["none", "sigmoid"] = "none"
+    max_length: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    device: Device = "cpu"
 
     name: ClassVar[str] = "reward_model"
     version: ClassVar[str] = "1"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
+    free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
 
-    def __post_init__(self) -> None:
-        if self.model is not None and not (isinstance(self.model, str) and self.model.strip()):
-            raise InputError(_PLACE, self.model, f"Set a folder, or a name on the Hub such as {_EXAMPLE}.")
-        check_digest_setting(f"{_PLACE}_sha256", self.model_sha256)
-        check_choice("rewards.reward_model.scale", self.scale, SCALES)
-        if self.max_length is not None:
-            check_integer("rewards.reward_model.max_length", self.max_length, 1, 10_000_000)
-        check_device_setting("rewards.reward_model.device", self.device)
-
-    def settings(self) -> Mapping[str, object]:
-        """Scale and length."""
-        return {"scale": self.scale, "max_length": self.max_length}
-
-    def weight_digests(self) -> Mapping[str, str]:
-        """The model's, over its files; chat template and tokenizer are among them."""
-        return {"model": model_sha256(self._folder(), _PLACE)}
-
-    def preflight(self) -> Sequence[str]:
-        """A missing or wrong model, a device that is not there."""
-        problems = (
-            find_model_problem(_PLACE, self.model, self.model_sha256, _EXAMPLE),
-            find_device_problem("rewards.reward_model.device", self.device),
-        )
-        return [str(problem) for problem in problems if problem is not None]
+    def weight_sources(self) -> Mapping[str, ModelSource]:
+        """Return the model; chat template and tokenizer are among its files."""
+        return {"model": self._source()}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample; the first call of a process loads the model.
+        """Score each sample; the first call of a process loads the model.
 
         Raises:
             InputError: a missing, wrong or broken model; a chat template that refuses a conversation of two messages.
         """
-        folder = self._folder()
-        scorer = load_scorer(folder, model_sha256(folder, _PLACE), self.device)
+        source = self._source()
+        scorer = load_scorer(source, source.digest(), self.device)
         # One at a time: padding and the batch that a matrix product runs in change its last bits.
         pairs = zip(batch.prompts, batch.completions, strict=True)
-        return [self._score(scorer.logit(*pair, self.max_length)) for pair in pairs]
+        logits = [scorer.logit(*pair, self.max_length) for pair in pairs]
+        return [Score(logit if self.scale == "none" else _sigmoid(logit), logit) for logit in logits]
 
-    def _score(self, logit: float) -> Score:
-        return Score(logit if self.scale == "none" else _sigmoid(logit), logit)
-
-    def _folder(self) -> str:
-        return str(model_folder(_PLACE, self.model, self.model_sha256, _EXAMPLE))
+    def _source(self) -> ModelSource:
+        return ModelSource(_PLACE, self.model, self.model_sha256, _EXAMPLE)
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class RewardModelScorer:
     """A reward model and its tokenizer.
 
@@ -123,7 +92,7 @@ class RewardModelScorer:
     device: str
 
     def logit(self, prompt: str, completion: str, max_length: int | None = None) -> float:
-        """The model's output for one prompt and completion.
+        """Return the model's output for one prompt and completion.
 
         Raises:
             InputError: the chat template refuses them.
@@ -136,7 +105,7 @@ class RewardModelScorer:
         return float(logits[0, 0].float())
 
     def token_ids(self, prompt: str, completion: str) -> list[int]:
-        """The tokens of prompt and completion, at least one.
+        """Tokenize prompt and completion, into at least one token.
 
         Raises:
             InputError: the chat template refuses them.
@@ -145,7 +114,7 @@ class RewardModelScorer:
         if self.tokenizer.chat_template is not None:
             text = self._render(prompt, completion)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        # Nothing at all is judged as the end of a text.
+        # An empty text is judged as the end of a text.
         return ids or [self.tokenizer.eos_token_id or self.tokenizer.pad_token_id or 0]
 
     def _render(self, prompt: str, completion: str) -> str:
@@ -160,26 +129,23 @@ class RewardModelScorer:
         return rendered
 
 
-def load_scorer(folder: str, sha256: str, device: str) -> RewardModelScorer:
-    """The model of this folder, in fp32; loaded once a process for each digest and device.
+@load_once
+def load_scorer(source: ModelSource, digest: str, device: str) -> RewardModelScorer:
+    """Load the model in fp32, and its tokenizer.
+
+    Args:
+        source: the model.
+        digest: of its files, so that a changed model is loaded again.
+        device: where it goes.
 
     Raises:
-        InputError: the folder holds no sequence classification model with one label, or no tokenizer.
+        InputError: it is not a sequence classification model with one label, or has no tokenizer.
     """
-    with _LOADING:
-        return _load_scorer(folder, sha256, device)
-
-
-_LOADING = threading.Lock()
-
-
-@functools.lru_cache(maxsize=2)
-def _load_scorer(folder: str, sha256: str, device: str) -> RewardModelScorer:
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     from transformers import AutoModelForSequenceClassification
 
-    tokenizer = load_tokenizer(_PLACE, folder)
-    network = load_pretrained(_PLACE, folder, AutoModelForSequenceClassification, num_labels=1)
+    tokenizer = source.load_tokenizer()
+    network = source.load(AutoModelForSequenceClassification, num_labels=1)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     config: Any = network.config

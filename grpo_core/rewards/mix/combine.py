@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.rewards.mix.scale import scaled_values
-from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.rewards.mix.terms import RewardTerm, scaled_values
 
 MissingRewards = Literal["group_mean", "renormalize", "drop"]
 
@@ -114,7 +113,7 @@ def _refuse_infinite(values: Float[Tensor, "groups siblings rewards"]) -> None:
     """Before any clamp: an infinity is a fault of the reward, not a large value."""
     infinite = values.isinf().any(-1).nonzero().tolist()
     if infinite:
-        hint = "A reward gives finite numbers; hint the one that produced it."
+        hint = "A reward gives finite numbers; fix the one that produced it."
         raise NonFiniteError("reward", [f"{g}/{s}" for g, s in infinite], hint)
 
 

@@ -1,8 +1,13 @@
-"""What one reward does in the mix."""
+"""What one reward does in the mix, and its values on the scale on which they are added or multiplied."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from grpo_core.errors import InputError
 
@@ -78,3 +83,24 @@ class RewardTerm:
 def _check_interval(place: str, interval: tuple[float, float] | None) -> None:
     if interval is not None and not (all(map(math.isfinite, interval)) and interval[0] < interval[1]):
         raise InputError(place, interval, "Give two finite numbers, the lower one first.")
+
+
+def scaled_values(
+    values: Float[Tensor, "*samples rewards"], terms: Sequence[RewardTerm]
+) -> Float[Tensor, "*samples rewards"]:
+    """Clamp the values, then apply the fixed range; a gate's factor is at least 0. NaN stays NaN."""
+    assert values.shape[-1] == len(terms), f"one term a reward, got {len(terms)} for {values.shape[-1]}"
+    return torch.stack([_scaled(values[..., index], term) for index, term in enumerate(terms)], -1)
+
+
+def _scaled(values: Float[Tensor, "*samples"], term: RewardTerm) -> Float[Tensor, "*samples"]:
+    if term.threshold is not None:
+        # Scores are computed in fp32, where .7 may lie below .7 of fp64.
+        passed = values.float() >= torch.tensor(term.threshold, dtype=torch.float32, device=values.device)
+        return torch.where(values.isnan(), torch.nan, passed.to(values.dtype))
+    if term.clamp is not None:
+        values = values.clamp(*term.clamp)
+    if term.range is not None:
+        low, high = term.range
+        values = (values - low) / (high - low)
+    return values.clamp(min=0.0) if term.role == "gate" else values

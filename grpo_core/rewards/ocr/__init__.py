@@ -1,1 +1,5 @@
-"""Text in images: what the prompt asks for, what an engine reads, and how near the two are."""
+"""Text in images.
+
+- ``text_accuracy``: the reward; ``quoted_text`` finds the wanted texts, ``text_match`` compares.
+- ``engine``: what an OCR engine does; ``rapid`` and ``tesseract`` are the two.
+"""

@@ -13,7 +13,7 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engine import Line, ReadingError, in_reading_order
-from grpo_core.rewards.weights import file_sha256
+from grpo_core.rewards.weights.files import file_sha256
 
 MODELS: Mapping[str, str] = {
     "detection": "PP-OCRv6_det_small.onnx",
@@ -23,7 +23,7 @@ MODELS: Mapping[str, str] = {
 """The model files of the wheel by what they do."""
 
 _PLACE = "rewards.text_accuracy.engine"
-_MEND = "Install it again as it is published: pip install --force-reinstall --no-deps rapidocr==3.10.0"
+_HINT = "Install it again as it is published: pip install --force-reinstall --no-deps rapidocr==3.10.0"
 _MIN_TEXT_SCORE = 0.5
 
 
@@ -157,10 +157,10 @@ def _find_model_file(name: str) -> Path:
     listed = [entry for entry in metadata.files("rapidocr") or () if entry.name == name]
     path = Path(str(listed[0].locate())) if listed else None
     if path is None or not path.is_file():
-        raise InputError(_PLACE, "rapidocr", f"Its model file {name} is missing. {_MEND}")
+        raise InputError(_PLACE, "rapidocr", f"Its model file {name} is missing. {_HINT}")
     recorded = listed[0].hash
     if recorded is not None:
         expected = base64.urlsafe_b64decode(recorded.value + "=" * (-len(recorded.value) % 4)).hex()
         if file_sha256(str(path)) != expected:
-            raise InputError(_PLACE, "rapidocr", f"Its model file {path} is not the one installed. {_MEND}")
+            raise InputError(_PLACE, "rapidocr", f"Its model file {path} is not the one installed. {_HINT}")
     return path

@@ -13,14 +13,14 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engine import Line, ReadingError, in_reading_order
-from grpo_core.rewards.weights import file_sha256
+from grpo_core.rewards.weights.files import file_sha256
 
 TIMEOUT_SECONDS = 60
 """After which an image is given up; Tesseract takes about a tenth of a second for one."""
 
 _PLACE = "rewards.text_accuracy.engine"
-_PACKAGE_MEND = "Install it: pip install 'grpo-staged[tesseract]', or set rapidocr."
-_BINARY_MEND = "Install Tesseract (Debian: apt-get install tesseract-ocr), or set rapidocr."
+_PACKAGE_HINT = "Install it: pip install 'grpo-staged[tesseract]', or set rapidocr."
+_BINARY_HINT = "Install Tesseract (Debian: apt-get install tesseract-ocr), or set rapidocr."
 # Sparse text: an image is no page, and the analysis of a page's layout takes writing in a scene for an illustration.
 _CONFIG = "--psm 11"
 _MIN_CONFIDENCE = 50
@@ -68,7 +68,7 @@ class TesseractEngine:
         problems = []
         if find_spec("pytesseract") is None:
             problems.append(
-                str(InputError(_PLACE, "tesseract", f"The package pytesseract is missing. {_PACKAGE_MEND}"))
+                str(InputError(_PLACE, "tesseract", f"The package pytesseract is missing. {_PACKAGE_HINT}"))
             )
         try:
             self.model_digests()
@@ -86,7 +86,7 @@ class TesseractEngine:
         try:
             import pytesseract
         except ImportError as error:
-            hint = f"The package pytesseract is missing. {_PACKAGE_MEND}"
+            hint = f"The package pytesseract is missing. {_PACKAGE_HINT}"
             raise InputError(_PLACE, "tesseract", hint) from error
         # The package hands the image over in the format of the file it came from, which may be a lossy one.
         bare = Image.frombytes("RGB", image.size, image.tobytes())
@@ -95,7 +95,7 @@ class TesseractEngine:
                 bare, lang=self.languages, config=_CONFIG, timeout=TIMEOUT_SECONDS, output_type=pytesseract.Output.DICT
             )
         except pytesseract.TesseractNotFoundError as error:
-            raise InputError(_PLACE, "tesseract", f"The program is not installed. {_BINARY_MEND}") from error
+            raise InputError(_PLACE, "tesseract", f"The program is not installed. {_BINARY_HINT}") from error
         # The package raises RuntimeErrors where the program fails or is late, OSErrors where it cannot be started.
         except (RuntimeError, OSError) as error:
             self.model_digests()
@@ -147,4 +147,4 @@ def _ask(question: str) -> str:
     try:
         return subprocess.run(["tesseract", question], capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise InputError(_PLACE, "tesseract", f"The program cannot be run ({error}). {_BINARY_MEND}") from error
+        raise InputError(_PLACE, "tesseract", f"The program cannot be run ({error}). {_BINARY_HINT}") from error

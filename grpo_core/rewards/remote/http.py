@@ -1,4 +1,4 @@
-"""Requests to a service that may be slow, busy or gone: time-outs, and attempts with growing pauses."""
+"""Requests to a service that may be slow, busy or gone: time limits, and retries with growing pauses."""
 
 import email.utils
 import functools
@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+import anyio
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass as settings_dataclass
+
 from grpo_core.errors import InputError
-from grpo_core.rewards.remote.deadline import Watch
-from grpo_core.rewards.settings import check_integer, check_positive
+from grpo_core.rewards.event_loop import run_awaitable
+from grpo_core.rewards.reward import STRICT, Positive, Reward
 
 if TYPE_CHECKING:
     import httpx
@@ -25,20 +29,20 @@ if TYPE_CHECKING:
 MAX_PAUSE_S = 30.0
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# Not the module's shared generator, whose state belongs to the training.
+# Not the shared generator, whose state belongs to the training.
 _JITTER = random.Random()
 
 
 class ServiceFailure(Exception):
-    """A service gave no answer in all attempts; the message names no address.
+    """A service did not answer in any attempt; the message contains no address.
 
     Args:
         reason: what went wrong the last time.
-        retry_after_s: how long the service asked to be left alone; None where it did not.
+        retry_after_s: how long the service asked to wait; None where it did not.
     """
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
@@ -51,15 +55,15 @@ class ServiceFailure(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """Where a service is and how patiently it is asked.
+    """Where a service is, and how long and how often to ask it.
 
     Attributes:
-        reward: the reward that asks, for messages.
+        reward: the name of the reward that asks, for messages.
         url: http or https, without a trailing slash.
         timeout_s: of one attempt, in seconds, from connecting to the last byte.
         attempts: in all, the first included.
         backoff_s: pause before the second attempt; it doubles with each further one, up to MAX_PAUSE_S, and is cut by
-            up to half at random. A ``Retry-After`` of the service counts instead where it is longer.
+            up to half at random. A longer ``Retry-After`` of the service counts instead.
         token_env: environment variable that holds a bearer token; None to send none.
     """
 
@@ -70,51 +74,20 @@ class Service:
     backoff_s: float = 0.5
     token_env: str | None = None
 
-    def check(self) -> None:
-        """Refuse settings that will not do.
-
-        Raises:
-            InputError: the first of them.
-        """
-        _check_url(f"rewards.{self.reward}.url", self.url)
-        check_positive(f"rewards.{self.reward}.timeout_s", self.timeout_s, "seconds")
-        check_integer(f"rewards.{self.reward}.attempts", self.attempts, 1, 100)
-        check_positive(f"rewards.{self.reward}.backoff_s", self.backoff_s, "seconds")
-        if self.token_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(self.token_env)):
-            hint = "Set the name of the environment variable that holds the token, not the token."
-            # The value may be the token itself.
-            raise InputError(f"rewards.{self.reward}.token_env", "something else than a name", hint)
-
-    def token(self) -> str | None:
-        """The bearer token.
-
-        Raises:
-            InputError: the variable is not set.
-        """
-        if self.token_env is None:
-            return None
-        token = os.environ.get(self.token_env, "").strip()
-        if not re.fullmatch(r"[!-~]+", token):
-            state = "holds something else than a token" if token else "is not set"
-            hint = f"This environment variable {state}. Set it to the token where the rewards are computed."
-            raise InputError(f"rewards.{self.reward}.token_env", self.token_env, hint)
-        return token
-
     def get(self, path: str) -> object:
-        """The JSON that a GET of this path answers; failures as with :meth:`post`."""
+        """Return the JSON answer to a GET of this path; raises as :meth:`post`."""
         return self._ask("GET", path, None)
 
     def post(self, path: str, body: bytes) -> object:
-        """The JSON that a POST of this JSON answers.
+        """Return the JSON answer to a POST of this JSON.
 
         Raises:
             ServiceFailure: no connection, no answer in time, status 429 or 5xx, in every attempt.
-            InputError: another status than 200, an answer that is no JSON: these do not go away by waiting.
+            InputError: another status than 200, or an answer that is not JSON: waiting does not help.
         """
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> object:
-        import httpx
         import tenacity
 
         retrying = tenacity.Retrying(
@@ -123,25 +96,11 @@ class Service:
             retry=tenacity.retry_if_exception_type(ServiceFailure),
             reraise=True,
         )
-        # A proxy of the environment cannot reach this machine's own loopback.
-        trust_env = urlsplit(self.url).hostname not in _LOOPBACK
         try:
-            with httpx.Client(
-                timeout=self.timeout_s,
-                trust_env=trust_env,
-                headers=self._headers(),
-                verify=_certificates(),
-                # The watch over an attempt's time sees a connection when it is made.
-                limits=httpx.Limits(max_keepalive_connections=0),
-            ) as client:
-                return retrying(self._attempt, client, method, self.url + path, body)
+            return retrying(lambda: run_awaitable(self._attempt(method, self.url + path, body)))
         except ServiceFailure as failure:
             tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
             raise ServiceFailure(f"{failure.reason}, after {tries}") from failure
-
-    def _headers(self) -> dict[str, str]:
-        token = self.token()
-        return {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
 
     def _pause(self, state: "tenacity.RetryCallState") -> float:
         failure = state.outcome.exception() if state.outcome is not None else None
@@ -149,21 +108,25 @@ class Service:
         own = min(self.backoff_s * 2.0 ** (state.attempt_number - 1), MAX_PAUSE_S) * _JITTER.uniform(0.5, 1.0)
         return max(own, min(requested or 0.0, MAX_RETRY_AFTER_S))
 
-    def _attempt(self, client: "httpx.Client", method: str, url: str, body: bytes | None) -> object:
+    async def _attempt(self, method: str, url: str, body: bytes | None) -> object:
         import httpx
 
-        late = ServiceFailure(f"the service did not answer within {self.timeout_s:g} s")
-        with Watch(self.timeout_s) as watch:
-            try:
-                with client.stream(method, url, content=body, extensions={"trace": watch.trace}) as response:
-                    content = self._read(response, url)
-            except (httpx.TransportError, httpx.DecodingError) as error:
-                if watch.passed or isinstance(error, httpx.TimeoutException):
-                    raise late from error
-                raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
-        if watch.passed:
-            # An answer of no declared length looks whole wherever it was cut off.
-            raise late
+        # httpx's own time limit starts anew with every byte.
+        client = httpx.AsyncClient(
+            timeout=None,
+            # A proxy of the environment cannot reach this machine's loopback.
+            trust_env=urlsplit(self.url).hostname not in LOOPBACK,
+            headers=self._headers(),
+            verify=_certificates(),
+        )
+        try:
+            with anyio.fail_after(self.timeout_s):
+                async with client, client.stream(method, url, content=body) as response:
+                    content = await self._read(response, url)
+        except TimeoutError as error:
+            raise ServiceFailure(f"the service did not answer within {self.timeout_s:g} s") from error
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
         if response.status_code == 429 or response.status_code >= 500:
             wait_s = _retry_after(response.headers.get("Retry-After"))
             raise ServiceFailure(f"the service answered with status {response.status_code}", wait_s)
@@ -172,38 +135,100 @@ class Service:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            hint = f"The answer is no JSON. Set `url` to a service of the kind that rewards.{self.reward} asks."
+            hint = f"The answer is not JSON. Set `url` to a service that rewards.{self.reward} can use."
             raise InputError(f"{method} {url}", self._without_token(_start(content)), hint) from error
 
-    def _read(self, response: "httpx.Response", url: str) -> bytes:
+    async def _read(self, response: "httpx.Response", url: str) -> bytes:
         content = bytearray()
-        for part in response.iter_bytes():
+        async for part in response.aiter_bytes():
             content += part
             if len(content) > MAX_ANSWER_BYTES:
                 raise InputError(url, f"over {MAX_ANSWER_BYTES} bytes", "No answer is that long. Correct `url`.")
         return bytes(content)
 
+    def _headers(self) -> dict[str, str]:
+        token = self._token()
+        return {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+
+    def _token(self) -> str | None:
+        return read_token(f"rewards.{self.reward}.token_env", self.token_env)
+
     def _refused(self, url: str, status: int, content: bytes) -> InputError:
         hints = {
-            401: "Set `token_env` to the environment variable that holds a token which the service knows.",
-            403: "Set `token_env` to the environment variable that holds a token which may do this.",
-            404: "Correct `url`, and the name that is asked for there.",
-            413: "Send less at once: a smaller `batch_size`.",
+            401: "Set `token_env` to the environment variable that holds a token that the service accepts.",
+            403: "Set `token_env` to the environment variable that holds a token with this permission.",
+            404: "Correct `url`, and the name that is requested there.",
+            413: "Send less per request: a smaller `batch_size`.",
         }
-        hint = hints.get(status, "Correct the reward's settings, or what is sent.")
+        hint = hints.get(status, "Correct the reward's settings, or the request.")
         said = self._without_token(_message(content))
         return InputError(url, f"status {status}", f"The service says: {said}. {hint}")
 
     def _without_token(self, said: str) -> str:
-        """What a service says, for people and logs; some repeat the token that they were sent."""
-        token = self.token()
+        """Remove the token from a service's message: some repeat what they were sent."""
+        token = self._token()
         return said if token is None else said.replace(token, "***")
 
 
-def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], concurrency: int) -> list[_Result]:
-    """The answers in the order of the items, at most `concurrency` asked for at a time.
+def _check_url(url: str) -> str:
+    parts = _split(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise InputError("", url, "Set an address such as http://127.0.0.1:8600.")
+    if parts.username is not None or parts.password is not None:
+        hint = "Put the secret into an environment variable and set `token_env` to its name."
+        raise InputError("", f"{parts.scheme}://...@{parts.hostname}", hint)
+    return url
 
-    What one raises is raised here; those that have not begun by then are not asked for.
+
+def _check_token_env(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        # The value may be the token.
+        hint = "Set the name of the environment variable with the token, not the token."
+        raise InputError("", "not the name of a variable", hint)
+    return name
+
+
+@settings_dataclass(frozen=True, config=STRICT)
+class ServiceReward(Reward):
+    """A reward that a service computes; the attributes are those of :class:`Service`."""
+
+    url: Annotated[str, AfterValidator(_check_url)] = ""
+    timeout_s: Positive = 60.0
+    attempts: Annotated[int, Field(ge=1, le=100)] = 5
+    backoff_s: Positive = 0.5
+    concurrency: Annotated[int, Field(ge=1, le=256)] = 2
+    token_env: Annotated[str, AfterValidator(_check_token_env)] | None = None
+
+    free_settings: ClassVar[frozenset[str]] = frozenset(
+        {"url", "timeout_s", "attempts", "backoff_s", "concurrency", "token_env"}
+    )
+
+    def service(self, attempts: int | None = None, timeout_s: float | None = None) -> Service:
+        """Return the service, with another number of attempts or time limit where given."""
+        limits = timeout_s or self.timeout_s, attempts or self.attempts, self.backoff_s
+        return Service(self.name, self.url.rstrip("/"), *limits, self.token_env)
+
+
+def read_token(place: str, token_env: str | None) -> str | None:
+    """Read a bearer token from the environment; None where no variable is named.
+
+    Raises:
+        InputError: the variable is not set, or contains something else.
+    """
+    if token_env is None:
+        return None
+    token = os.environ.get(token_env, "").strip()
+    if not re.fullmatch(r"[!-~]+", token):
+        state = "is not a token" if token else "is not set"
+        hint = f"This environment variable {state}. Set it to the token where the rewards are computed."
+        raise InputError(place, token_env, hint)
+    return token
+
+
+def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], concurrency: int) -> list[_Result]:
+    """Ask for each item, at most `concurrency` at a time, and return the answers in order.
+
+    An exception is raised here, and ends those that have not begun.
     """
     if concurrency == 1 or len(items) <= 1:
         return [ask(item) for item in items]
@@ -218,23 +243,14 @@ def ask_side_by_side(ask: Callable[[_Item], _Result], items: Sequence[_Item], co
 
 @functools.lru_cache(maxsize=1)
 def _certificates() -> ssl.SSLContext:
-    """Those that servers are checked against; reading them takes longer than most answers."""
+    """Read the trusted certificates once: that takes longer than most answers."""
     import httpx
 
     return httpx.create_ssl_context()
 
 
-def _check_url(place: str, url: object) -> None:
-    parts = _split(url) if isinstance(url, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise InputError(place, url, "Set an address such as http://127.0.0.1:8600.")
-    if parts.username is not None or parts.password is not None:
-        hint = "Put the secret into an environment variable and set `token_env` to its name."
-        raise InputError(place, f"{parts.scheme}://...@{parts.hostname}", hint)
-
-
 def _split(url: str) -> SplitResult | None:
-    """The parts of an address that the client would take; None of another."""
+    """Split an address that httpx accepts; None for another."""
     try:
         parts = urlsplit(url)
         sound = parts.port != 0 and (parts.hostname or "").encode("idna") and not re.search(r"[\s\x00-\x1f\x7f]", url)
@@ -244,7 +260,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for, given as such or as a date (RFC 9110, section 10.2.3)."""
+    """Return the seconds of a Retry-After header, a number or a date (RFC 9110, section 10.2.3)."""
     if value is None:
         return None
     if re.fullmatch(r"[0-9]{1,9}", value.strip()):
@@ -256,7 +272,7 @@ def _retry_after(value: str | None) -> float | None:
 
 
 def _message(content: bytes) -> str:
-    """What the body of a refusal says, without the JSON around it."""
+    """Return the message in the body of a refusal, without the JSON around it."""
     try:
         said = json.loads(content)
     except (ValueError, RecursionError):

@@ -4,83 +4,64 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
 from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import Service, ServiceFailure, ask_side_by_side
-from grpo_core.rewards.settings import check_integer
+from grpo_core.rewards.remote.http import Service, ServiceFailure, ServiceReward, ask_side_by_side
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text
 
 _PREFLIGHT_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class RemoteReward(Reward):
-    """Value and raw as the server gives them; samples that it gave no answer for in all attempts have a failure.
+@dataclass(frozen=True, config=STRICT)
+class RemoteReward(ServiceReward):
+    """Value and raw of the server; samples without an answer in any attempt have a failure.
 
     Attributes:
         url: address of the server.
         reward: name of the reward there.
-        reward_version: that the reward must have there. Without one the server is asked for it once a process, and
-            must answer whenever the run is started.
+        reward_version: that the reward must have there. Without it the server is asked once per process, and must
+            answer whenever the run is started.
         timeout_s: of one attempt, in seconds.
         attempts: for each request, the first included.
         backoff_s: pause before the second attempt, doubled with each further one.
-        batch_size: samples a request.
+        batch_size: samples per request.
         concurrency: requests at a time.
-        by_group: whether a request holds one whole group; for rewards that compare siblings.
+        by_group: whether each request is one complete group; for rewards that compare siblings.
         with_targets: whether target images are sent along; for rewards that compare with them.
-        token_env: environment variable that holds the bearer token.
+        token_env: environment variable with the bearer token.
     """
 
-    url: str = ""
-    reward: str = ""
-    reward_version: str | None = None
-    timeout_s: float = 60.0
-    attempts: int = 5
-    backoff_s: float = 0.5
-    batch_size: int = 8
-    concurrency: int = 2
+    reward: Text = ""
+    reward_version: Text | None = None
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
     by_group: bool = False
     with_targets: bool = False
-    token_env: str | None = None
 
     name: ClassVar[str] = "remote"
     version: ClassVar[str] = "1"
     media: ClassVar[tuple[Modality, ...]] = ("image", "text")
     needs_tokens: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._service().check()
-        if not isinstance(self.reward, str) or not self.reward:
-            raise InputError("rewards.remote.reward", self.reward, "Set the name of a reward that the server has.")
-        if self.reward_version is not None and (not isinstance(self.reward_version, str) or not self.reward_version):
-            hint = "Set the version that the server tells, as text in quotes, or null."
-            raise InputError("rewards.remote.reward_version", self.reward_version, hint)
-        check_integer("rewards.remote.batch_size", self.batch_size, 1, 4096)
-        check_integer("rewards.remote.concurrency", self.concurrency, 1, 64)
-        for setting, value in (("by_group", self.by_group), ("with_targets", self.with_targets)):
-            if not isinstance(value, bool):
-                raise InputError(f"rewards.remote.{setting}", value, "Set true or false.")
+    free_settings: ClassVar[frozenset[str]] = ServiceReward.free_settings | {"batch_size"}
 
     @property
     def needs_group(self) -> bool:
-        """Where a request holds a group."""
+        """Whether a request is a group."""
         return self.by_group
 
     @property
     def needs_target(self) -> bool:
-        """Where targets are sent along."""
+        """Whether targets are sent along."""
         return self.with_targets
 
     def settings(self) -> Mapping[str, object]:
-        """The reward and its version at the server; asks for the version where none is set.
+        """Return the reward and its version at the server; asks for the version where none is set.
 
         Raises:
             InputError: the server does not answer or has no such reward.
@@ -88,19 +69,16 @@ class RemoteReward(Reward):
         version = self.reward_version
         if version is None:
             try:
-                version = _describe(self._service(), self.reward).version
+                version = _describe(self.service(), self.reward).version
             except ServiceFailure as failure:
                 hint = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
                 raise InputError("rewards.remote.url", self.url, hint) from failure
-        return {"reward": self.reward, "reward_version": version} | {
-            "by_group": self.by_group,
-            "with_targets": self.with_targets,
-        }
+        return {**super().settings(), "reward_version": version}
 
     def preflight(self) -> Sequence[str]:
-        """A server that does not answer at once, has no such reward, or another version of it."""
+        """Report a server that does not answer at once, has no such reward, or another version of it."""
         try:
-            described = _describe(self._service(attempts=1, timeout_s=_PREFLIGHT_TIMEOUT_S), self.reward)
+            described = _describe(self.service(attempts=1, timeout_s=_PREFLIGHT_TIMEOUT_S), self.reward)
             self._check_fit(described)
         except ServiceFailure as failure:
             hint = f"{failure.reason}. Start the server there, or correct the address."
@@ -110,16 +88,16 @@ class RemoteReward(Reward):
         return []
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample.
+        """Score each sample.
 
         Raises:
-            InputError: the server refuses the request or answers something else than the protocol says; another
+            InputError: the server refuses the request or breaks the protocol; another
                 version of the reward; samples of another kind or size than it scores.
         """
         if self.by_group and not batch.group_ids:
             raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
         try:
-            described = _describe(self._service(), self.reward)
+            described = _describe(self.service(), self.reward)
         except ServiceFailure as failure:
             return [Score.failed(failure.reason)] * len(batch)
         self._check_fit(described)
@@ -138,7 +116,7 @@ class RemoteReward(Reward):
         return [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
 
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
-        service = self._service()
+        service = self.service()
         body = wire.write_request(self.reward, batch, self.with_targets)
         try:
             answer = wire.ScoreAnswer.model_validate(service.post(wire.SCORE_PATH, body))
@@ -173,23 +151,18 @@ class RemoteReward(Reward):
                 hint = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
                 raise InputError(f"rewards.remote, sample {sample_id}", f"image of {shown_size(image)}", hint)
 
-    def _check_version(self, told: str, described: str | None = None) -> None:
+    def _check_version(self, found: str, described: str | None = None) -> None:
         expected = self.reward_version or described
-        if expected is not None and told != expected:
+        if expected is not None and found != expected:
             hint = (
-                f"The server at {self.url} has version {told} of {self.reward}. Set that, or start the other version."
+                f"The server at {self.url} has version {found} of {self.reward}. Set that, or start the other version."
             )
             raise InputError("rewards.remote.reward_version", expected, hint)
-
-    def _service(self, attempts: int | None = None, timeout_s: float | None = None) -> Service:
-        url = self.url.rstrip("/") if isinstance(self.url, str) else self.url
-        patience = (timeout_s or self.timeout_s, attempts or self.attempts, self.backoff_s)
-        return Service("remote", url, *patience, self.token_env)
 
 
 @functools.lru_cache(maxsize=64)
 def _describe(service: Service, reward: str) -> wire.RewardDescription:
-    """What the server says of the reward; asked once a process, failures again."""
+    """Ask the server about the reward, once per process; failures are asked again."""
     url = service.url + wire.DESCRIBE_PATH
     try:
         description = wire.Description.model_validate(service.get(wire.DESCRIBE_PATH))
@@ -205,6 +178,6 @@ def _describe(service: Service, reward: str) -> wire.RewardDescription:
 
 
 def _not_protocol(url: str, error: ValueError) -> InputError:
-    fault = wire.first_fault(error) if isinstance(error, ValidationError) else str(error)
-    hint = f"Only a server of protocol {wire.PROTOCOL} will do; docs/remote_rewards.md describes it."
-    return InputError(url, fault, hint)
+    reason = wire.first_error(error) if isinstance(error, ValidationError) else str(error)
+    hint = f"Set a server of protocol {wire.PROTOCOL}; docs/remote_rewards.md describes it."
+    return InputError(url, reason, hint)

@@ -7,7 +7,6 @@ import base64
 import io
 import json
 import math
-import struct
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -16,9 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.images import to_rgb
-from grpo_core.rewards.protocol import Score, ScoringBatch
-from grpo_core.rewards.scoring import not_finite
+from grpo_core.rewards.images import open_image, shown_size, to_rgb
+from grpo_core.rewards.reward import Score, ScoringBatch, not_finite
 
 PROTOCOL = 1
 DESCRIBE_PATH = "/v1/describe"
@@ -26,10 +24,6 @@ SCORE_PATH = "/v1/score"
 MAX_SIDE = 8192
 MAX_PIXELS = 4096 * 4096
 """Bounds of an image that is decoded."""
-
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_HEAD_CHARACTERS = 32
-"""In base64: the signature, and the first chunk up to width and height."""
 
 _Text = Annotated[str, Field(max_length=100_000)]
 _Name = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -41,24 +35,24 @@ class _Message(BaseModel):
 
 
 class _Answer(BaseModel):
-    """What a server says; fields that a later server adds are passed over."""
+    """An answer of a server; fields that a later server adds are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 class RewardDescription(_Answer):
-    """One reward that a server has.
+    """A reward of a server.
 
     Attributes:
-        name: by which it is asked for.
-        version: changes whenever the same sample would score otherwise, be it by code, settings or weights.
+        name: for requests.
+        version: changes whenever the same sample would score otherwise, by code, settings or weights.
         media: what it scores.
         needs_target: whether it has no score for a sample without a target image; targets are sent only then.
-        needs_group: whether all siblings must come in one request.
+        needs_group: whether all siblings must be in one request.
         needs_column: column of the prompt file that it needs.
         min_side: smallest side of an image in pixels.
         max_aspect: largest ratio of an image's long side to its short one; None for any.
-        provenance: anything that tells where its scores come from.
+        provenance: anything about the origin of its scores.
     """
 
     name: _Name
@@ -140,10 +134,10 @@ class ScoreAnswer(_Answer):
 
 
 def write_request(reward: str, batch: ScoringBatch, with_targets: bool) -> bytes:
-    """The body that asks for these samples' scores.
+    """Write the body that requests these samples' scores.
 
     Raises:
-        InputError: an image of an unknown mode; a column whose values JSON cannot hold.
+        InputError: an image of an unknown mode; a column with values that JSON cannot express.
     """
     samples = [_wire_sample(batch, row, with_targets) for row in range(len(batch))]
     try:
@@ -173,25 +167,21 @@ def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str,
 
 
 def declared_pixels(request: ScoreRequest) -> int:
-    """Pixels of all images of a request as their headers say, before anything is decoded.
+    """Add up the pixels of all images of a request, from their headers: nothing is decoded.
 
     Raises:
-        InputError: an image that is none, or too large.
+        InputError: an image that is not a PNG, or too large.
     """
-    sizes = [
-        _png_size(_read_base64(text[:_HEAD_CHARACTERS], place), place)
-        for sample in request.samples
-        for kind, text in (("image", sample.image), ("target", sample.target))
-        if text is not None and (place := f"sample {sample.sample_id}, {kind}")
-    ]
-    return sum(width * height for width, height in sizes)
+    texts = [(s, kind, text) for s in request.samples for kind, text in (("image", s.image), ("target", s.target))]
+    images = [_open_png(text, f"sample {s.sample_id}, {kind}") for s, kind, text in texts if text is not None]
+    return sum(image.width * image.height for image in images)
 
 
 def read_batch(request: ScoreRequest) -> ScoringBatch:
-    """The samples of a request, images decoded.
+    """Read the samples of a request and decode the images.
 
     Raises:
-        InputError: an image that is none, or too large.
+        InputError: an image that is not a PNG, or too large.
     """
     samples = request.samples
     named = [(f"sample {sample.sample_id}", sample) for sample in samples]
@@ -208,16 +198,16 @@ def read_batch(request: ScoreRequest) -> ScoringBatch:
 
 
 def read_scores(answer: ScoreAnswer, sample_ids: Sequence[str]) -> list[Score]:
-    """The scores that an answer holds; a number that is not finite is a failure.
+    """Read the scores of an answer; a number that is not finite is a failure.
 
     Raises:
-        ValueError: other samples than those that were asked for.
+        ValueError: other samples than those requested.
     """
     if len(answer.scores) != len(sample_ids):
         raise ValueError(f"{len(answer.scores)} scores for {len(sample_ids)} samples")
     for given, requested in zip(answer.scores, sample_ids, strict=True):
         if given.sample_id != requested:
-            raise ValueError(f"a score of sample {given.sample_id!r} where that of {requested!r} was due")
+            raise ValueError(f"a score of sample {given.sample_id!r} where {requested!r} was expected")
     return [_read_score(given) for given in answer.scores]
 
 
@@ -232,7 +222,7 @@ def _read_score(given: WireScore) -> Score:
 
 
 def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores: Sequence[Score]) -> dict[str, object]:
-    """The content of an answer to POST /v1/score."""
+    """Return the content of an answer to POST /v1/score."""
     pairs = zip(sample_ids, scores, strict=True)
     return {
         "protocol": PROTOCOL,
@@ -244,56 +234,47 @@ def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores
 
 
 def encode_png(image: Image.Image, place: str) -> str:
-    """The image in RGB as a PNG file in base64; decoding gives the very same levels.
+    """Encode the image as an RGB PNG file in base64; decoding returns the same levels.
 
     Raises:
         InputError: an image of an unknown mode.
     """
     buffer = io.BytesIO()
     image = to_rgb(image, place)
-    # Its text and colour profile stay here.
+    # Without the image's text and colour profile.
     Image.frombytes("RGB", image.size, image.tobytes()).save(buffer, "PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def decode_png(text: str, place: str) -> Image.Image:
-    """The image of a PNG file in base64, in RGB.
+    """Decode a PNG file in base64, to RGB.
 
     Raises:
         InputError: not a PNG file in base64; sides or pixels beyond MAX_SIDE and MAX_PIXELS.
     """
-    content = _read_base64(text, place)
-    # Before Pillow sees it, which warns of large images instead of refusing them.
-    size = _png_size(content, place)
-    try:
-        image = Image.open(io.BytesIO(content), formats=["PNG"])
-        if image.size != size:
-            raise ValueError("it has a second header")
-        image.load()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(place, f"PNG of {len(content)} bytes", f"It cannot be decoded ({error}).") from error
-    return to_rgb(image, place)
+    return to_rgb(_open_png(text, place), place)
 
 
-def _read_base64(text: str, place: str) -> bytes:
+def _open_png(text: str, place: str) -> Image.Image:
+    """Read the header of a PNG file in base64; no pixel is decoded."""
     try:
-        return base64.b64decode(text, validate=True)
+        content = base64.b64decode(text, validate=True)
     except ValueError as error:
         raise InputError(place, f"{text[:20]}...", "Send the PNG file in base64 (RFC 4648, no line breaks).") from error
+    try:
+        image = open_image(content, place, ("PNG",))
+    except InputError:
+        raise
+    except (OSError, SyntaxError, ValueError) as error:
+        raise InputError(place, content[:8], f"Send a PNG file in base64 ({error}).") from error
+    if max(image.size) > MAX_SIDE or image.width * image.height > MAX_PIXELS:
+        hint = f"Send images of at most {MAX_SIDE} pixels per side and {MAX_PIXELS} pixels in all."
+        raise InputError(place, shown_size(image), hint)
+    return image
 
 
-def _png_size(content: bytes, place: str) -> tuple[int, int]:
-    if len(content) < 24 or not content.startswith(_PNG_SIGNATURE):
-        raise InputError(place, content[:8], "Send a PNG file in base64.")
-    width, height = struct.unpack(">II", content[16:24])
-    if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
-        hint = f"Send images of at most {MAX_SIDE} pixels a side and {MAX_PIXELS} pixels in all."
-        raise InputError(place, f"{width}x{height}", hint)
-    return width, height
-
-
-def first_fault(error: ValidationError) -> str:
-    """Where the first fault of a message is, and what it is."""
-    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in fault["loc"])
-    return f"{where}: {fault['msg']}" if where else str(fault["msg"])
+def first_error(error: ValidationError) -> str:
+    """Return where the first error of a message is, and what it is."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in found["loc"])
+    return f"{where}: {found['msg']}" if where else str(found["msg"])

@@ -1,1 +1,1 @@
-"""Likeness to a target image: mean squared error, PSNR, SSIM and the learned distance LPIPS."""
+"""Rewards for likeness to a target image: mse, psnr, ssim, lpips; ``pairs`` brings the two images together."""

@@ -1,21 +1,18 @@
 """Mean squared error to the target image."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float32, Float64
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from grpo_core.rewards.images import check_pair
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.scoring import clamp_unit
-from grpo_core.rewards.settings import check_positive
-from grpo_core.rewards.similarity.pairs import score_pairs
+from grpo_core.rewards.reward import STRICT, Positive, clamp_unit
+from grpo_core.rewards.similarity.pairs import PairReward
 
 
-@dataclass(frozen=True)
-class MseReward(Reward):
+@dataclass(frozen=True, config=STRICT)
+class MseReward(PairReward):
     """Value 1 - clip(MSE / full_scale, 0, 1); raw the mean squared error over levels in [0, 1].
 
     Attributes:
@@ -23,36 +20,24 @@ class MseReward(Reward):
             target of pure black and white; independent uniform noise has 1/6, and only black against white has 1.
     """
 
-    full_scale: float = 0.25
+    full_scale: Positive = 0.25
 
     name: ClassVar[str] = "mse"
     version: ClassVar[str] = "1"
-    needs_target: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_positive("rewards.mse.full_scale", self.full_scale, "squared levels")
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the errors."""
+        return mean_squared_error(images, targets)
 
-    def settings(self) -> Mapping[str, object]:
-        """The scale of the value."""
-        return {"full_scale": float(self.full_scale)}
-
-    def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample.
-
-        Raises:
-            InputError: a target has another aspect ratio than its image.
-        """
-
-        def to_value(mse: float) -> float:
-            return 1.0 - clamp_unit(mse / self.full_scale)
-
-        return score_pairs(batch, mean_squared_error, to_value, name=self.name, min_side=self.min_side)
+    def to_value(self, raw: float) -> float:
+        """Return 1 without error, 0 from `full_scale` on."""
+        return 1.0 - clamp_unit(raw / self.full_scale)
 
 
 def mean_squared_error(
     images: Float32[Tensor, "batch 3 height width"], targets: Float32[Tensor, "batch 3 height width"]
 ) -> Float64[Tensor, " batch"]:
-    """Mean over pixels and channels of the squared difference, in [0, 1].
+    """Average the squared difference over pixels and channels, in [0, 1].
 
     Args:
         images: in [0, 1].

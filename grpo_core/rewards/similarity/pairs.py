@@ -1,65 +1,52 @@
-"""Scores samples against their target images."""
+"""What rewards that compare a sample with its target image have in common."""
 
-import math
-from collections.abc import Callable
+import abc
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.errors import InputError
-from grpo_core.rewards.images import fit_to, shown_size, to_rgb, to_tensor
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
-from grpo_core.rewards.scoring import not_finite
-
-Measure = Callable[[Tensor, Tensor], Tensor]
-"""From images and targets, each [N, 3, H, W] fp32 in [0, 1], to N raw quantities."""
+from grpo_core.rewards.images import fit_to, to_rgb, to_tensor
+from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
 
 
-def score_pairs(
-    batch: ScoringBatch, measure: Measure, to_value: Callable[[float], float], *, name: str, min_side: int
-) -> list[Score]:
-    """One score a sample; not applicable where the sample has no target, a failure where no finite number comes out.
+class PairReward(Reward):
+    """A reward of an image and its target; a sample without a target has no score.
 
-    The target is brought to its image's size. Pairs are measured one at a time: a convolution's last bits depend on
-    the batch that it runs in, and a score must not; images may then differ in size, and memory does not grow
-    with the batch.
-
-    Args:
-        batch: the samples.
-        measure: the raw quantity of a pair.
-        to_value: from the raw quantity to the value in [0, 1].
-        name: the reward's name, for messages.
-        min_side: smallest width or height in pixels that `measure` is defined for.
-
-    Raises:
-        InputError: an image is too small, of an unknown mode, or its target has another aspect ratio.
+    The target is resized to its image. Pairs are measured one at a time: a convolution's last bits depend on the batch
+    that it runs in, and a score must not; images may then differ in size, and memory does not grow with the batch.
     """
-    scores = []
-    targets = batch.targets or [None] * len(batch)
-    for sample_id, image, target in zip(batch.sample_ids, batch.images, targets, strict=True):
-        if target is None:
-            scores.append(NOT_APPLICABLE)
-            continue
-        image, fitted = prepare_pair(image, target, sample_id, name=name, min_side=min_side)
+
+    needs_target: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the raw quantities [N] of images and targets, each [N, 3, H, W] fp32 in [0, 1]."""
+
+    @abc.abstractmethod
+    def to_value(self, raw: float) -> float:
+        """Return the value in [0, 1] of a raw quantity."""
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample; a raw quantity that is not finite is a failure.
+
+        Raises:
+            InputError: an image is too small, of an unknown mode, or its target has another aspect ratio.
+        """
+        targets = batch.targets or [None] * len(batch)
+        rows = [row for row, target in enumerate(targets) if target is not None]
+        scores = [NOT_APPLICABLE] * len(batch)
+        chosen = batch.select(rows)
+        images = chosen.rgb_images(self.name, self.min_side)
+        for row, sample_id, image, target in zip(rows, chosen.sample_ids, images, chosen.targets, strict=True):
+            assert target is not None, "only samples with a target are chosen"
+            scores[row] = self._score(image, target, f"rewards.{self.name}, sample {sample_id}, target")
+        return scores
+
+    def _score(self, image: Image.Image, target: Image.Image, place: str) -> Score:
+        fitted = fit_to(to_rgb(target, place), image.size, place)
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-            raw = measure(to_tensor(image), to_tensor(fitted)).item()
-        # A NaN would come out of the clamp as a value.
-        scores.append(Score(to_value(raw), raw) if math.isfinite(raw) else Score.failed(not_finite(raw)))
-    return scores
-
-
-def prepare_pair(
-    image: Image.Image, target: Image.Image, sample_id: str, *, name: str, min_side: int
-) -> tuple[Image.Image, Image.Image]:
-    """Image and target in RGB, both at the image's size.
-
-    Raises:
-        InputError: the image is too small, or the two cannot be brought together.
-    """
-    place = f"rewards.{name}, sample {sample_id}"
-    image = to_rgb(image, place)
-    if min(image.size) < min_side:
-        hint = f"{name} needs sides of at least {min_side} pixels: generate larger images or take another reward."
-        raise InputError(place, f"image of {shown_size(image)} pixels", hint)
-    return image, fit_to(to_rgb(target, f"{place}, target"), image.size, f"{place}, target")
+            raw = self.measure(to_tensor(image), to_tensor(fitted)).item()
+        return Score.of(self.to_value(raw), raw)

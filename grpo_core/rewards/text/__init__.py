@@ -1,6 +1,6 @@
 """Rewards of texts.
 
-- ``answer``: the answer that stands beside the prompt.
-- ``format``: the form that a completion must have.
-- ``box_iou``: boxes against those beside the prompt; ``boxes`` reads and matches them.
+- ``answer``: the answer given with the prompt.
+- ``format``: the required form of a completion.
+- ``box_iou``: boxes against those given with the prompt.
 """

@@ -1,20 +1,17 @@
-"""How near a completion is to the answer that stands beside its prompt."""
+"""How near a completion is to the answer given with its prompt."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
+from pydantic.dataclasses import dataclass
 from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_choice
-
-MODES = ("similarity", "exact")
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class AnswerReward(Reward):
     """1 - edit distance / length of the longer of the two (Levenshtein, 1966), or 1 for the very same and 0 otherwise.
 
@@ -25,32 +22,23 @@ class AnswerReward(Reward):
         mode: ``similarity`` or ``exact``.
     """
 
-    column: str = "answer"
-    mode: str = "similarity"
+    column: Text = "answer"
+    mode: Literal["similarity", "exact"] = "similarity"
 
     name: ClassVar[str] = "answer"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
-
-    def __post_init__(self) -> None:
-        check_choice("rewards.answer.mode", self.mode, MODES)
-        if not isinstance(self.column, str) or not self.column:
-            raise InputError("rewards.answer.column", self.column, "Give the name of a column, as text.")
 
     @property
     def needs_column(self) -> str:
         """The answer's."""
         return self.column
 
-    def settings(self) -> Mapping[str, object]:
-        """Column and mode."""
-        return {"column": self.column, "mode": self.mode}
-
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample; raw is the number of edits.
+        """Score each sample; raw is the number of edits.
 
         Raises:
-            InputError: an answer that is no text.
+            InputError: an answer that is not text.
         """
         answers = batch.columns.get(self.column, [None] * len(batch))
         samples = zip(batch.sample_ids, batch.completions, answers, strict=True)

@@ -1,25 +1,39 @@
-"""How well the boxes in a completion cover those beside its prompt.
+"""How well the boxes in a completion cover those given with its prompt.
 
 Intersection over union: Everingham et al., 2010, "The PASCAL Visual Object Classes (VOC) Challenge", section 4.2; as
 the reward of a policy that grounds a text in an image, Xu et al., 2025, "MedGround-R1" (arXiv:2507.02994).
 """
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Float64
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_choice
-from grpo_core.rewards.text.boxes import Box, matched_iou, read_boxes, wanted_boxes
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+MAX_COORDINATE = 1e6
+"""Beyond any image; larger numbers would overflow the areas."""
+
+_NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf|infinity|null|none))\s*"
+_FOUR_NUMBERS = re.compile(rf"\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]", re.IGNORECASE)
 
 SCALES: Mapping[str, float | None] = MappingProxyType({"same": None, "unit": 1.0, "thousand": 1000.0})
 """What the image's width and height are in the completion's coordinates; None for those of the column."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class BoxIouReward(Reward):
     """Mean IoU of the best one-to-one matching of given and wanted boxes, over the larger of the two numbers.
 
@@ -39,25 +53,15 @@ class BoxIouReward(Reward):
         height_column: the same for its height.
     """
 
-    column: str = "box"
-    threshold: float | None = None
-    coordinates: str = "same"
-    width_column: str = "width"
-    height_column: str = "height"
+    column: Text = "box"
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    coordinates: Literal["same", "unit", "thousand"] = "same"
+    width_column: Text = "width"
+    height_column: Text = "height"
 
     name: ClassVar[str] = "box_iou"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
-
-    def __post_init__(self) -> None:
-        for field in ("column", "width_column", "height_column"):
-            if not isinstance(getattr(self, field), str) or not getattr(self, field):
-                hint = "Give the name of a column, as text."
-                raise InputError(f"rewards.box_iou.{field}", getattr(self, field), hint)
-        check_choice("rewards.box_iou.coordinates", self.coordinates, tuple(SCALES))
-        number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if self.threshold is not None and not (number and 0 < self.threshold <= 1):
-            raise InputError("rewards.box_iou.threshold", self.threshold, "Set an IoU above 0 and up to 1, or null.")
 
     @property
     def needs_column(self) -> str:
@@ -65,20 +69,16 @@ class BoxIouReward(Reward):
         return self.column
 
     def settings(self) -> Mapping[str, object]:
-        """Columns, threshold and coordinates."""
-        sides = {"width_column": self.width_column, "height_column": self.height_column}
-        return {
-            "column": self.column,
-            "threshold": self.threshold if self.threshold is None else float(self.threshold),
-            "coordinates": self.coordinates,
-            **(sides if SCALES[self.coordinates] is not None else {}),
-        }
+        """Return columns, threshold and coordinates; the columns of the sides only where they are read."""
+        settings = super().settings()
+        sides = ("width_column", "height_column") if SCALES[self.coordinates] is None else ()
+        return {name: value for name, value in settings.items() if name not in sides}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample.
+        """Score each sample.
 
         Raises:
-            InputError: a column holds something else than boxes or, where they are read, sides in pixels.
+            InputError: a column with other content than boxes or, where they are read, sides in pixels.
         """
         wanted = batch.columns.get(self.column, [None] * len(batch))
         return [NOT_APPLICABLE if wanted[row] is None else self._score_row(batch, row) for row in range(len(batch))]
@@ -97,6 +97,87 @@ class BoxIouReward(Reward):
         return Score(raw if self.threshold is None else matched_iou(given, wanted, self.threshold), raw)
 
 
+def read_boxes(completion: str) -> list[Box | None]:
+    """Find every list of four numbers in square brackets, in order; None for one that is not a box.
+
+    Between ``<answer>`` and ``</answer>`` where the completion has them, everywhere else: boxes that the reasoning
+    considers are not given as the answer. JSON such as ``[{"bbox_2d": [1, 2, 3, 4]}]`` is covered by its brackets.
+    """
+    # Cut by hand: an expression would look for the end anew from every beginning, which takes ages over spam.
+    parts = (part.partition("</answer>") for part in completion.split("<answer>")[1:])
+    answers = [inside for inside, end, _ in parts if end] or [completion]
+    lists = (match.groups() for answer in answers for match in _FOUR_NUMBERS.finditer(answer))
+    return [_as_box([_as_number(number) for number in numbers]) for numbers in lists]
+
+
+def wanted_boxes(value: object, place: str) -> list[Box]:
+    """Read the boxes of a prompt's column: four numbers, a list of such, or either as JSON text.
+
+    Args:
+        value: the column's value.
+        place: of the sample and column, for messages.
+
+    Raises:
+        InputError: anything else, or a box without area.
+    """
+    hint = "Give [left, top, right, bottom] with left < right and top < bottom, or a list of such."
+    read = value
+    if isinstance(value, str):
+        try:
+            read = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise InputError(place, value, hint) from error
+    if not isinstance(read, list | tuple):
+        raise InputError(place, value, hint)
+    several = all(isinstance(entry, list | tuple) for entry in read)
+    boxes = [_as_box(entry) for entry in (read if several else [read])]
+    if any(box is None for box in boxes):
+        raise InputError(place, value, hint)
+    return [box for box in boxes if box is not None]
+
+
+def matched_iou(given: Sequence[Box | None], wanted: Sequence[Box], threshold: float | None = None) -> float:
+    """Sum the intersections over unions of the best one-to-one matching, over the larger number of boxes.
+
+    A box too many or too few costs its share, so that neither spamming boxes nor leaving hard ones out pays. The
+    matching is that of Kuhn, 1955, "The Hungarian Method for the Assignment Problem".
+
+    Args:
+        given: None for something that is not a box; it matches nothing, and counts.
+        wanted: the truth.
+        threshold: a pair counts 1 from this IoU on and 0 below; None counts the IoU itself.
+
+    Returns:
+        In [0, 1]; 1 where nothing is wanted and nothing given.
+    """
+    # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
+    from scipy.optimize import linear_sum_assignment
+
+    if not given and not wanted:
+        return 1.0
+    boxes = [box for box in given if box is not None]
+    if not boxes or not wanted:
+        return 0.0
+    overlaps = box_iou(np.array(boxes), np.array(wanted))
+    if threshold is not None:
+        overlaps = (overlaps >= threshold).astype(np.float64)
+    rows, columns = linear_sum_assignment(overlaps, maximize=True)
+    # Exactly rounded, so that the order of the boxes does not reach the last bit.
+    return math.fsum(overlaps[rows, columns].tolist()) / max(len(given), len(wanted))
+
+
+def box_iou(
+    first: Float64[np.ndarray, "first 4"], second: Float64[np.ndarray, "second 4"]
+) -> Float64[np.ndarray, "first second"]:
+    """Compute the intersection over union of each box of one set with each of the other; every box has an area."""
+    # torchvision has this too, but takes seconds to import, which a run on texts has no other use for.
+    corners = np.maximum(first[:, None, :2], second[:, :2]), np.minimum(first[:, None, 2:], second[:, 2:])
+    shared = (corners[1] - corners[0]).clip(min=0.0).prod(axis=2)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(axis=1) for boxes in (first, second)]
+    overlaps: Float64[np.ndarray, "first second"] = shared / (areas[0][:, None] + areas[1] - shared)
+    return overlaps
+
+
 def _scaled(box: Box, across: float, down: float) -> Box:
     left, top, right, bottom = box
     return left * across, top * down, right * across, bottom * down
@@ -108,3 +189,20 @@ def _pixels(batch: ScoringBatch, row: int, column: str, place: str) -> float:
         hint = "Give the image's width and height in pixels, or set coordinates: same."
         raise InputError(f"{place}, column {column}", side, hint)
     return float(side)
+
+
+def _as_number(text: str) -> float:
+    return math.nan if text.lower().lstrip("+-") in ("null", "none") else float(text)
+
+
+def _as_box(numbers: object) -> Box | None:
+    """Return left, top, right, bottom of a box with an area; None for anything else."""
+    if not isinstance(numbers, list | tuple) or len(numbers) != 4:
+        return None
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+        return None
+    # Negated where NaN must be refused with the rest.
+    if not all(abs(number) <= MAX_COORDINATE for number in numbers):
+        return None
+    left, top, right, bottom = (float(number) for number in numbers)
+    return (left, top, right, bottom) if left < right and top < bottom else None

@@ -1,4 +1,4 @@
-"""Whether a completion keeps to the form that was asked for: reasoning and answer in their tags, or any pattern.
+"""Whether a completion has the required form: reasoning and answer in their tags, or any pattern.
 
 One of the two rule-based rewards of DeepSeek-AI, 2025, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via
 Reinforcement Learning" (arXiv:2501.12948), section 2.2.2; with the IoU of a box, of Xu et al., 2025, "MedGround-R1"
@@ -7,28 +7,26 @@ Reinforcement Learning" (arXiv:2501.12948), section 2.2.2; with the IoU of a box
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import regex
+from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.protocol import Reward, Score, ScoringBatch
-from grpo_core.rewards.settings import check_choice
+from grpo_core.rewards.reward import STRICT, Reward, Score, ScoringBatch, Text
 
 FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType({"think_answer": ("think", "answer")})
 """Elements of each named format, in order."""
 
 DEFAULT_FORMAT = "think_answer"
-MODES = ("strict", "partial")
 
 MAX_SECONDS = 1.0
 """How long one completion may be matched; some patterns take ages over some texts."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class FormatReward(Reward):
     """1 where the whole completion has the form, 0 otherwise; or, in mode partial, how much of the form is there.
 
@@ -45,18 +43,15 @@ class FormatReward(Reward):
         mode: ``strict``, or ``partial`` for a named format.
     """
 
-    format: str | None = None
-    pattern: str | None = None
-    mode: str = "strict"
+    format: Literal["think_answer"] | None = None
+    pattern: Text | None = None
+    mode: Literal["strict", "partial"] = "strict"
 
     name: ClassVar[str] = "format"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
     version: ClassVar[str] = "1"
 
     def __post_init__(self) -> None:
-        check_choice("rewards.format.mode", self.mode, MODES)
-        if self.format is not None:
-            check_choice("rewards.format.format", self.format, tuple(FORMATS))
         if self.pattern is None:
             return
         if self.format is not None:
@@ -64,15 +59,19 @@ class FormatReward(Reward):
         if self.mode == "partial":
             hint = "A pattern matches or it does not: set strict, or take a named format."
             raise InputError("rewards.format.mode", self.mode, hint)
-        _check_pattern(self.pattern)
+        try:
+            _compiled(self.pattern)
+        except regex.error as error:
+            hint = f"It is not a regular expression: {error}."
+            raise InputError("rewards.format.pattern", self.pattern, hint) from error
 
     def settings(self) -> Mapping[str, object]:
-        """The form that counts, and the mode."""
+        """Return the form that counts, and the mode."""
         named = None if self.pattern is not None else self.format or DEFAULT_FORMAT
         return {"format": named, "pattern": self.pattern, "mode": self.mode}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """One score a sample; a failure where the pattern took more than MAX_SECONDS over it."""
+        """Score each sample; a failure where the pattern took more than MAX_SECONDS over it."""
         return [self._score_text(completion) for completion in batch.completions]
 
     def _score_text(self, completion: str) -> Score:
@@ -89,12 +88,12 @@ class FormatReward(Reward):
 
 
 def tags_present_once(text: str, elements: Sequence[str]) -> int:
-    """How many of the opening and closing tags of these elements the text holds exactly once."""
+    """Count the opening and closing tags of these elements that the text has exactly once."""
     return sum(text.count(tag) == 1 for tag in _tags(elements))
 
 
 def has_elements(text: str, elements: Sequence[str]) -> bool:
-    """Whether the text is these elements in this order, each once and not blank, with white space alone around them."""
+    """Say whether the text is these elements in this order, each once and not blank, with only white space around."""
     tags = _tags(elements)
     if any(text.count(tag) != 1 for tag in tags):
         return False
@@ -105,22 +104,12 @@ def has_elements(text: str, elements: Sequence[str]) -> bool:
             return False
         parts.append(before)
     parts.append(rest)
-    # By turns outside an element and inside one.
+    # Alternately outside an element and inside one.
     return not any(part.strip() for part in parts[::2]) and all(part.strip() for part in parts[1::2])
 
 
 def _tags(elements: Sequence[str]) -> list[str]:
     return [tag for element in elements for tag in (f"<{element}>", f"</{element}>")]
-
-
-def _check_pattern(pattern: object) -> None:
-    place = "rewards.format.pattern"
-    if not isinstance(pattern, str) or not pattern:
-        raise InputError(place, pattern, "Write a regular expression, as text.")
-    try:
-        _compiled(pattern)
-    except regex.error as error:
-        raise InputError(place, pattern, f"It is no regular expression: {error}.") from error
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
-"""Names on the Hugging Face Hub: what the local cache holds of them, and how they come into it.
+"""Names on the Hugging Face Hub: the local cache, and downloads into it.
 
 A file is ``hf://owner/repo/path/in/repo``, a model ``owner/repo``. Either may end in ``@revision`` (a branch, a tag
-or a commit); in a file's name the revision may also follow the repository, as fsspec spells it
+or a commit); in a file's name the revision may also follow the repository, as fsspec writes it
 (``hf://owner/repo@revision/path/in/repo``). Without one it is the branch ``main``.
 """
 
@@ -21,61 +21,51 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class HubFile:
-    """One file of a model repository; `revision` None means the branch ``main``."""
-
-    repo: str
-    file: str
-    revision: str | None
-
-    def __str__(self) -> str:
-        return f"{HUB_PREFIX}{self.repo}/{self.file}" + (f"@{self.revision}" if self.revision else "")
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A model repository; `revision` None means the branch ``main``."""
+class HubName:
+    """A model repository, or one of its files; `revision` None means the branch ``main``."""
 
     repo: str
     revision: str | None
+    file: str = ""
 
     def __str__(self) -> str:
-        return self.repo + (f"@{self.revision}" if self.revision else "")
+        name = f"{HUB_PREFIX}{self.repo}/{self.file}" if self.file else self.repo
+        return name + (f"@{self.revision}" if self.revision else "")
 
 
-def parse_hub_file(place: str, name: str) -> HubFile:
-    """A file's name taken apart.
+def parse_hub_file(place: str, name: str) -> HubName:
+    """Parse the name of a file.
 
     Raises:
         InputError: it is not of the form ``hf://owner/repo/path/in/repo[@revision]``.
     """
     match = _FILE.fullmatch(name)
     if match is None or (match["first"] and match["last"]) or ".." in match["file"].split("/"):
-        hint = "Name one file as hf://owner/repo/path/in/repo, with @revision at the end where it matters."
+        hint = "Name one file as hf://owner/repo/path/in/repo, and add @revision for another branch, tag or commit."
         raise InputError(place, name, hint)
-    return HubFile(match["repo"], match["file"], match["first"] or match["last"])
+    return HubName(match["repo"], match["first"] or match["last"], match["file"])
 
 
-def parse_hub_model(name: str) -> HubModel | None:
-    """A model's name taken apart; None where it has not the form ``owner/repo[@revision]``."""
+def parse_hub_model(name: str) -> HubName | None:
+    """Parse the name of a model; None where it is not of the form ``owner/repo[@revision]``."""
     match = _MODEL.fullmatch(name)
-    return None if match is None else HubModel(match["repo"], match["revision"])
+    return None if match is None else HubName(match["repo"], match["revision"])
 
 
-def cached_file(name: HubFile) -> str | None:
-    """Path of the file in the local cache, None where it is not there; asks nobody."""
+def cached_file(name: HubName) -> str | None:
+    """Return the path of the file in the local cache, None where it is not there; uses no network."""
     import huggingface_hub
 
     try:
         found = huggingface_hub.try_to_load_from_cache(name.repo, name.file, revision=name.revision)
     except ValueError:
-        # A name that the Hub would not take, so that nothing of it was ever kept.
+        # A name that the Hub does not accept, so the cache never contains it.
         return None
     return found if isinstance(found, str) else None
 
 
 def find_hub_problem(place: str, name: str) -> InputError | None:
-    """What keeps something that is not in the local cache from being fetched; asks nobody, so it knows only this.
+    """Return why something outside the local cache cannot be downloaded, as far as this is known without the network.
 
     Args:
         place: of the setting, for the message.
@@ -86,54 +76,31 @@ def find_hub_problem(place: str, name: str) -> InputError | None:
     if not huggingface_hub.is_offline_mode():
         return None
     hint = (
-        "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids to fetch it. Unset "
-        "HF_HUB_OFFLINE, or fetch it once with `hf download` on a machine that shares the cache, or give a local path."
+        "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids downloads. Unset "
+        "HF_HUB_OFFLINE, or run `hf download` once on a machine that shares the cache, or set a local path."
     )
     return InputError(place, name, hint)
 
 
-def fetch_file(place: str, name: HubFile) -> str:
-    """Path of the file in the local cache, downloaded where it was not there.
+def ask_hub(place: str, name: HubName, ask: Callable[[], _T]) -> _T:
+    """Call `ask` and turn every failure of the Hub into one message.
 
     Raises:
-        InputError: it cannot be had.
-    """
-    import huggingface_hub
-
-    found = cached_file(name)
-    if found is not None:
-        return found
-
-    def fetch() -> str:
-        return huggingface_hub.hf_hub_download(name.repo, name.file, revision=name.revision)
-
-    return ask_hub(place, str(name), fetch)
-
-
-def ask_hub(place: str, name: str, ask: Callable[[], _T]) -> _T:
-    """What `ask` gives; each way in which the Hub fails to answer becomes one message.
-
-    Raises:
-        InputError: there is no such thing, it is not open to this account, or the Hub cannot be reached.
+        InputError: it does not exist, this account has no access, or the Hub cannot be reached.
     """
     from huggingface_hub import errors
 
+    hints: dict[type[Exception], str] = {
+        errors.GatedRepoError: "Its owners ask for consent: accept the terms on its page, then run `hf auth login`.",
+        errors.RepositoryNotFoundError: "There is no such repository. If it is private, run `hf auth login`.",
+        errors.RevisionNotFoundError: "The repository has no such revision. Set a branch, a tag or a complete commit.",
+        errors.RemoteEntryNotFoundError: "The repository has no such file. Its page on the Hub lists them under Files.",
+    }
     try:
         return ask()
-    except errors.GatedRepoError as error:
-        hint = "Its owners ask for consent: accept their terms on its page, then log in with `hf auth login`."
-        raise InputError(place, name, hint) from error
-    except errors.RepositoryNotFoundError as error:
-        hint = "The Hub shows no such repository. Mind the spelling; for a private one log in with `hf auth login`."
-        raise InputError(place, name, hint) from error
-    except errors.RevisionNotFoundError as error:
-        hint = "The repository has no such revision. Give a branch, a tag or a whole commit."
-        raise InputError(place, name, hint) from error
-    except errors.RemoteEntryNotFoundError as error:
-        hint = "The repository has no such file. Its page on the Hub lists them under Files."
-        raise InputError(place, name, hint) from error
     # The Hub's client raises its connection and time-out failures as these as well.
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        hint = f"The Hugging Face Hub did not give it ({reason}). Check the network, or give a local path."
-        raise InputError(place, name, hint) from error
+        other = f"The Hugging Face Hub did not return it ({reason}). Check the network, or set a local path."
+        hint = next((hint for kind, hint in hints.items() if isinstance(error, kind)), other)
+        raise InputError(place, str(name), hint) from error

@@ -1,4 +1,4 @@
-"""What is in a weight file, read without running code from it, and whether it fits the network that it is for."""
+"""What a weight file contains, read without running code from it, and whether it fits a network."""
 
 import pickle
 import struct
@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.weights.files import WeightFile
 
 _UNREADABLE = (
     *(SafetensorError, pickle.UnpicklingError, struct.error, OSError, EOFError),
@@ -20,26 +21,26 @@ _UNREADABLE = (
 """What torch.load and safetensors raise for a file with bytes that are missing or wrong; torch checks few of them."""
 
 
-def load_state_dict(place: str, path: str) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of a PyTorch file without running code from it; on the CPU.
+def load_state_dict(weights: WeightFile) -> dict[str, Tensor]:
+    """Load the tensors of a .safetensors file, or of a PyTorch file without running code from it; on the CPU.
 
-    A checkpoint that holds them under ``state_dict``, beside other things, is accepted.
+    A checkpoint with the tensors under ``state_dict`` is accepted.
 
     Raises:
-        InputError: not such a file, or one that holds something else than named tensors.
+        InputError: another kind of file, or one with other content than named tensors.
     """
-    file = Path(path).expanduser()
+    file = Path(weights.path).expanduser()
 
     def read() -> object:
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
         return torch.load(file, map_location="cpu", weights_only=True)
 
-    return _named_tensors(place, path, read)
+    return _named_tensors(weights.place, weights.path, read)
 
 
 def tensor_shapes(place: str, path: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a weight file's tensors; their numbers stay on the disk.
+    """Read names and shapes of a weight file's tensors, without loading the tensors.
 
     Raises:
         InputError: as :func:`load_state_dict`.
@@ -61,25 +62,24 @@ def _named_tensors(place: str, path: str, read: Callable[[], object]) -> dict[st
         loaded = read()
     except _UNREADABLE as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = f"It cannot be read as a state dict ({reason}). Give a complete .safetensors file or torch.save file."
+        hint = f"It cannot be read as a state dict ({reason}). Set a complete .safetensors file or torch.save file."
         raise InputError(place, path, hint) from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise InputError(place, path, "It does not hold named tensors. Give the state dict itself.")
+        raise InputError(place, path, "It does not contain named tensors. Set a file with the state dict.")
     return loaded
 
 
-def load_weights(place: str, path: str, network: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Give the network these tensors in fp32, every one of its own and nothing else.
+def load_weights(weights: WeightFile, network: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Load these tensors in fp32 into the network: all of its tensors, and no other.
 
-    The network may stand on the meta device: its parameters are replaced, not filled.
+    The network may be on the meta device: its parameters are replaced, not filled.
 
     Args:
-        place: of the setting that holds the file, for messages.
-        path: the file that the tensors were read from.
-        network: to be filled.
-        tensors: by the network's own names.
+        weights: the file that the tensors were read from, for messages.
+        network: to load into.
+        tensors: by the network's names.
         what: the network in words, for messages.
 
     Raises:
@@ -91,10 +91,10 @@ def load_weights(place: str, path: str, network: nn.Module, tensors: Mapping[str
         # A scale is a number to some writers and a vector of one to others.
         if tensor is None or (tensor.shape != like.shape and not (tensor.numel() == like.numel() == 1)):
             found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(like.shape)}"
-            raise InputError(place, path, f"In this file {name} {found}. Give the weights of {what}.")
+            raise InputError(weights.place, weights.path, f"In this file {name} {found}. Set the weights of {what}.")
     left_over = sorted(tensors.keys() - wanted.keys())
     if left_over:
-        hint = f"This file holds {left_over[0]}, which {what} has not. Give the weights of {what}."
-        raise InputError(place, path, hint)
+        hint = f"This file has {left_over[0]}, which {what} has not. Set the weights of {what}."
+        raise InputError(weights.place, weights.path, hint)
     state = {name: tensors[name].reshape(like.shape).to(like.dtype) for name, like in wanted.items()}
     network.load_state_dict(state, assign=True)

@@ -26,7 +26,7 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.records import Modality
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.similarity.lpips import LpipsReward
@@ -116,10 +116,10 @@ def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
     direct = SsimReward().score(batch)
     assert direct[4] == NOT_APPLICABLE
     assert len({score.value for score in direct}) > 5
-    assert RemoteReward(url, "likeness", batch_size=3, with_targets=True, **QUICK).score(batch) == direct
-    assert RemoteReward(url, "jpeg", batch_size=2, **QUICK).score(batch) == JpegReward().score(batch)
+    assert RemoteReward(url=url, reward="likeness", batch_size=3, with_targets=True, **QUICK).score(batch) == direct
+    assert RemoteReward(url=url, reward="jpeg", batch_size=2, **QUICK).score(batch) == JpegReward().score(batch)
     written = texts("cat", "dög", "", columns={"answer": ["cat", "dog", None]})
-    assert RemoteReward(url, "answer", **QUICK).score(written) == AnswerReward().score(written)
+    assert RemoteReward(url=url, reward="answer", **QUICK).score(written) == AnswerReward().score(written)
 
 
 def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -> None:
@@ -133,14 +133,14 @@ def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -
     lpips = describe_reward("lpips", LpipsReward(weights=str(trunk_file)))
     assert lpips.provenance["weights"]["trunk"] == hashlib.sha256(trunk_file.read_bytes()).hexdigest()  # type: ignore[index]
     assert str(trunk_file) not in lpips.model_dump_json()
-    assert RemoteReward(url, "jpeg", reward_version=jpeg["version"], **QUICK).preflight() == []
-    (problem,) = RemoteReward(url, "jpeg", reward_version="1", **QUICK).preflight()
+    assert RemoteReward(url=url, reward="jpeg", reward_version=jpeg["version"], **QUICK).preflight() == []
+    (problem,) = RemoteReward(url=url, reward="jpeg", reward_version="1", **QUICK).preflight()
     assert f"has version {jpeg['version']} of jpeg" in problem
 
 
 def test_what_a_reward_does_not_say_comes_through(caplog: pytest.LogCaptureFixture) -> None:
     with serving({"odd": Odd()}) as url:
-        reward = RemoteReward(url, "odd", **QUICK)
+        reward = RemoteReward(url=url, reward="odd", **QUICK)
         nan, failed, null, well = reward.score(texts("nan", "failed", "null", "well"))
         assert "came out as nan" in str(nan.failure)
         assert (failed, null, well) == (Score.failed("no"), NOT_APPLICABLE, Score(0.1 + 0.2, 1 / 3))
@@ -188,7 +188,7 @@ def test_requests_that_will_not_do_are_told_why(url: str, content: bytes, status
 def test_a_refusal_names_the_address_and_the_servers_words(url: str) -> None:
     batch = make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])
     with pytest.raises(InputError, match=rf"{url}/v1/score: got 'status 422'\. The service says: .*aspect"):
-        RemoteReward(url, "likeness", with_targets=True, **QUICK).score(batch)
+        RemoteReward(url=url, reward="likeness", with_targets=True, **QUICK).score(batch)
 
 
 def test_bodies_beyond_the_limit_and_of_another_type() -> None:
@@ -203,7 +203,7 @@ def test_bodies_beyond_the_limit_and_of_another_type() -> None:
         assert httpx.post(address, content=b" " * 999, headers=JSON).status_code == 422
         assert httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
         with pytest.raises(InputError, match="smaller `batch_size`"):
-            RemoteReward(url, "jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
+            RemoteReward(url=url, reward="jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
 
 
 def test_images_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +221,11 @@ def test_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIVEN", "right")
     batch = make_batch([flat(3)])
     with serving(token="right") as url:
-        assert RemoteReward(url, "jpeg", token_env="GIVEN", **QUICK).score(batch) == JpegReward().score(batch)
+        assert RemoteReward(url=url, reward="jpeg", token_env="GIVEN", **QUICK).score(batch) == JpegReward().score(batch)
         for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "right"}, {"Authorization": "Bearer x"}):
             assert httpx.get(url + wire.DESCRIBE_PATH, headers=headers).status_code == 401
             assert httpx.post(url + wire.SCORE_PATH, headers=JSON | headers, content=b"{}").status_code == 401
-        (problem,) = RemoteReward(url, "jpeg", **QUICK).preflight()
+        (problem,) = RemoteReward(url=url, reward="jpeg", **QUICK).preflight()
         assert "status 401" in problem
         assert "token_env" in problem
 
@@ -236,7 +236,7 @@ def test_the_scorer_of_the_documentation_does_what_it_says() -> None:
     names: dict[str, Any] = {}
     exec(textwrap.dedent(example), names)
     with serving_app(names["app"]) as url:
-        scores = RemoteReward(url, "brightness", **QUICK).score(make_batch([flat(51), flat(255), flat(0)]))
+        scores = RemoteReward(url=url, reward="brightness", **QUICK).score(make_batch([flat(51), flat(255), flat(0)]))
     assert scores == [Score(0.2, 0.2), Score(1.0, 1.0), Score(0.0, 0.0)]
 
 
@@ -252,14 +252,14 @@ def test_a_busy_server_sends_away_and_is_asked_again() -> None:
         answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("x")), headers=JSON)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
         threading.Timer(0.2, GO_ON.set).start()
-        reward = RemoteReward(url, "odd", **QUICK | {"attempts": 30})
+        reward = RemoteReward(url=url, reward="odd", **QUICK | {"attempts": 30})
         assert reward.score(texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
         first.join()
 
 
 def test_a_slow_reward_runs_out_of_the_clients_time() -> None:
     with serving({"odd": Odd()}) as url:
-        reward = RemoteReward(url, "odd", timeout_s=0.2, attempts=2, backoff_s=0.01)
+        reward = RemoteReward(url=url, reward="odd", timeout_s=0.2, attempts=2, backoff_s=0.01)
         assert reward.score(texts("sleep0.5")) == [
             Score.failed("the service did not answer within 0.2 s, after 2 attempts")
         ]
@@ -267,11 +267,11 @@ def test_a_slow_reward_runs_out_of_the_clients_time() -> None:
 
 def test_siblings_must_come_together() -> None:
     with serving({"odd": Odd(needs_group=True)}) as url:
-        (problem,) = RemoteReward(url, "odd", **QUICK).preflight()
+        (problem,) = RemoteReward(url=url, reward="odd", **QUICK).preflight()
         assert "compares siblings" in problem
         answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("a")), headers=JSON)
         assert (answer.status_code, "without group_id" in answer.json()["error"]) == (422, True)
-        well = RemoteReward(url, "odd", by_group=True, **QUICK).score(texts("a", "b", group_ids=["g", "h"]))
+        well = RemoteReward(url=url, reward="odd", by_group=True, **QUICK).score(texts("a", "b", group_ids=["g", "h"]))
         assert [score.failure for score in well] == [None, None]
 
 
@@ -315,7 +315,7 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_a_server_that_is_killed_fails_the_rest_and_ends_by_itself_on_a_signal() -> None:
     batch = make_batch([noise(i, 24, 24) for i in range(4)])
     with server_process() as (process, url):
-        reward = RemoteReward(url, "jpeg", batch_size=1, concurrency=1, **QUICK)
+        reward = RemoteReward(url=url, reward="jpeg", batch_size=1, concurrency=1, **QUICK)
         assert reward.score(batch) == JpegReward().score(batch)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
@@ -351,7 +351,7 @@ def test_a_server_that_ends_in_the_middle_of_a_batch(number: signal.Signals) -> 
 
         batch = make_batch(images)
         object.__setattr__(batch, "images", Images(images, 5, end))
-        scores = RemoteReward(url, "jpeg", batch_size=1, concurrency=1, **QUICK).score(batch)
+        scores = RemoteReward(url=url, reward="jpeg", batch_size=1, concurrency=1, **QUICK).score(batch)
     assert scores[:5] == JpegReward().score(make_batch(images[:5]))
     assert len(scores) == 12
     assert all("could not be reached" in str(score.failure) for score in scores[5:])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from grpo_core.errors import FailedSamplesError
 from grpo_core.optimizer import PolicyOptimizer
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.rewards.similarity.ssim import SsimReward
 from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 

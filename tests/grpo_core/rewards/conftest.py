@@ -9,7 +9,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from grpo_core.rewards.protocol import ScoringBatch
+from grpo_core.rewards.reward import ScoringBatch
 
 
 @pytest.fixture(autouse=True, scope="package")

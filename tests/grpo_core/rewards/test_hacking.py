@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs, noise_between
@@ -191,22 +192,16 @@ def test_noise_is_the_standard_deviation(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "hint"),
+    ("setting", "value"),
     [
-        ("rise", 0, "above 0"),
-        ("rise", "5%", "above 0"),
-        ("fall", -0.1, "above 0"),
-        ("fall", 1.5, "up to 1"),
-        ("fall", math.nan, "above 0"),
-        ("patience", 0, "whole number from 1"),
-        ("patience", 2.0, "whole number from 1"),
-        ("noise", -1, "above 0"),
-        ("noise", False, "above 0"),
-        ("noise", math.inf, "above 0"),
+        *(("rise", value) for value in (0, "5%")),
+        *(("fall", value) for value in (-0.1, 1.5, math.nan)),
+        *(("patience", value) for value in (0, 2.0)),
+        *(("noise", value) for value in (-1, False, math.inf)),
     ],
 )
-def test_wrong_rules_are_refused(setting: str, value: object, hint: str) -> None:
-    with pytest.raises(InputError, match=rf"watch\.{setting}: got .*{hint}"):
+def test_wrong_rules_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=setting):
         HackingRule(**{setting: value})  # type: ignore[arg-type]
 
 

@@ -9,8 +9,8 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.protocol import Reward, Score
-from grpo_core.rewards.registry import REWARDS, build_reward
+from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
+from grpo_core.rewards.reward import Reward, Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 # What a reward needs to be asked anything; None where that is weights or a server, which tests of its own provide.
@@ -72,7 +72,7 @@ def test_wrong_names_and_settings_are_told_with_the_nearest(
 
 def test_every_reward_keeps_the_protocol(trunk_file: Path) -> None:
     rewards = [*all_rewards(trunk_file), *all_rewards(trunk_file, "text")]
-    assert set(REWARDS) == set(ASKED_WITH) == {name for name, kind in REWARDS.items() if kind.name == name}
+    assert set(REWARDS) == set(ASKED_WITH) == {str(reward_class(name).name) for name in REWARDS}
     for reward in rewards:
         assert isinstance(reward, Reward)
         assert json.loads(json.dumps(reward.settings())) == reward.settings()

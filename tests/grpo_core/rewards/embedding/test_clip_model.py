@@ -11,22 +11,20 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding import clip_model
-from grpo_core.rewards.embedding.clip_architecture import find_architecture
+from grpo_core.rewards.embedding.clip import ClipSource, find_architecture
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
-from grpo_core.rewards.weights import WeightFile, file_sha256
 from tests.grpo_core.rewards.conftest import flat, noise
 from tests.grpo_core.rewards.embedding.conftest import MEAN, NETWORK, STD
 
 
 def load(config: Path, weights: Path) -> ClipModel:
-    architecture = find_architecture("model", str(config), None)
-    return load_clip("weights", architecture, WeightFile(str(weights), file_sha256(str(weights))), "cpu")
+    return load_clip(ClipSource("clip_score", str(config), None, str(weights), None), "cpu")
 
 
 def fresh(config: Path, weights: Path) -> ClipModel:
     """A model that no other test has asked, so that its embeddings are counted from none."""
-    clip_model._LOADED.clear()
-    return load(config, weights)
+    source = ClipSource("clip_score", str(config), None, str(weights), None)
+    return clip_model._load_clip.__wrapped__(source.architecture(), source.weight_file(), "cpu")
 
 
 def cosine_with(vector: torch.Tensor, other: torch.Tensor) -> float:
@@ -127,7 +125,7 @@ def test_model_is_one_for_all_who_ask_and_draws_no_random_numbers(
     before = torch.get_rng_state()
     model = fresh(clip_config, clip_weights)
     assert torch.equal(torch.get_rng_state(), before)
-    assert load(clip_config, copy) is model
+    assert load(clip_config, copy) is load(clip_config, clip_weights)
     assert not any(p.requires_grad or p.is_meta or p.dtype != torch.float32 for p in model._network.parameters())
     assert not any(buffer.is_meta for buffer in model._network.buffers())
 
@@ -165,7 +163,7 @@ def test_weights_of_another_network_are_refused(clip_config: Path, clip_weights:
 
     def message_of(changed: dict[str, torch.Tensor]) -> str:
         safetensors.torch.save_file(changed, path)
-        with pytest.raises(InputError, match=r"^weights: got ") as caught:
+        with pytest.raises(InputError, match=r"^rewards\.clip_score\.weights: got ") as caught:
             load(clip_config, path)
         return str(caught.value)
 
@@ -174,7 +172,7 @@ def test_weights_of_another_network_are_refused(clip_config: Path, clip_weights:
     longer = torch.zeros(10, 16)
     assert "has shape [10, 16], not [5, 16]" in message_of({**tensors, "visual.positional_embedding": longer})
     deeper = {**tensors, "transformer.resblocks.2.ln_1.bias": torch.zeros(16)}
-    assert "holds transformer.resblocks.2.ln_1.bias, which" in message_of(deeper)
+    assert "has transformer.resblocks.2.ln_1.bias, which" in message_of(deeper)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +182,8 @@ def test_weights_of_another_network_are_refused(clip_config: Path, clip_weights:
         ("ViT-L-14", None, "trained with QuickGELU.*Set ViT-L-14-quickgelu"),
         ("ViT-B-32-quickgelu", "laion2b_s34b_b79k", "laion2b_s34b_b79k.*laion400m_e31|open_clip knows"),
         ("ViT-B-32", "laion5b", "open_clip knows .*laion2b_s34b_b79k"),
-        ("ViT-B-16-SigLIP", "webli", "parts from elsewhere.*hf_tokenizer_name"),
-        ("coca_ViT-B-32", "laion2b_s13b_b90k", "parts from elsewhere.*multimodal_cfg"),
+        ("ViT-B-16-SigLIP", "webli", "parts of other libraries.*hf_tokenizer_name"),
+        ("coca_ViT-B-32", "laion2b_s13b_b90k", "parts of other libraries.*multimodal_cfg"),
     ],
 )
 def test_networks_that_would_score_wrongly_are_refused(model: str, release: str | None, told: str) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Score
-from grpo_core.rewards.scoring import score_samples
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, score_samples
 from tests.grpo_core.rewards.functions import own_functions
 from tests.grpo_core.rewards.functions.own_functions import TEXTS, texts
 
@@ -41,7 +40,7 @@ def test_wrong_answers_are_named_with_file_and_line(
 def test_not_finite_is_a_failure_and_none_is_not_applicable(write: Callable[[str], str]) -> None:
     path = write("def score(completions, **kwargs):\n    return [float('nan'), None, float('-inf'), True]\n")
     nan, none, infinite, yes = FunctionReward(function=f"{path}:score").score(texts())
-    assert nan == Score.failed("the reward came out as nan, which is not a finite number (the function at mine.py:1)")
+    assert nan == Score.failed("the reward is nan, not a finite number (the function at mine.py:1)")
     assert none == NOT_APPLICABLE
     assert "-inf" in str(infinite.failure)
     assert yes == Score(1.0, 1.0)

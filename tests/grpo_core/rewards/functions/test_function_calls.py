@@ -11,7 +11,7 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
-from grpo_core.rewards.protocol import Score
+from grpo_core.rewards.reward import Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 from tests.grpo_core.rewards.functions import own_functions
 from tests.grpo_core.rewards.functions.own_functions import SPY, TEXTS, TOKENS, spied, texts

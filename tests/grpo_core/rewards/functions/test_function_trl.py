@@ -12,7 +12,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
-from grpo_core.rewards.protocol import ScoringBatch
+from grpo_core.rewards.reward import ScoringBatch
 from tests.grpo_core.rewards.functions import own_functions
 from tests.grpo_core.rewards.functions.own_functions import COLUMNS, texts
 

@@ -1,4 +1,3 @@
-import hashlib
 import math
 from pathlib import Path
 
@@ -9,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from grpo_core.rewards.image_statistics.distances import Distance, lpips_distance, pixel_distance
+from grpo_core.rewards.image_statistics.diversity import Distance, lpips_distance, pixel_distance
 from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.similarity.lpips import load_network, perceptual_distance
+from grpo_core.rewards.weights.files import WeightFile, file_sha256
 from tests.grpo_core.rewards.conftest import flat, noise
 
 
@@ -26,7 +26,7 @@ def test_pixels_are_numpys_root_mean_square(seed: int, width: int, height: int) 
 
 @pytest.mark.parametrize("size", [(31, 31), (64, 48)])
 def test_lpips_is_that_of_the_pair_to_the_bit(trunk_file: Path, size: tuple[int, int]) -> None:
-    network = load_network("alex", str(trunk_file), hashlib.sha256(trunk_file.read_bytes()).hexdigest(), "cpu")
+    network = load_network("alex", WeightFile("weights", str(trunk_file), file_sha256(str(trunk_file))), "cpu")
     first, second = noise(0, *size), flat(70, *size)
     with torch.inference_mode():
         pair = perceptual_distance(network, to_tensor(first), to_tensor(second)).item()

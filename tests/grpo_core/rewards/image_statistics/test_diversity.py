@@ -11,9 +11,9 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics.diversity import DiversityReward
-from grpo_core.rewards.protocol import Score, ScoringBatch
+from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward
-from grpo_core.rewards.weights import file_sha256
+from grpo_core.rewards.weights.files import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
@@ -129,20 +129,3 @@ def test_missing_weights_are_told_before_and_when_needed(measure: str) -> None:
     assert problem.startswith("rewards.diversity.weights: got None. This reward needs weights")
     with pytest.raises(InputError, match=r"rewards\.diversity\.weights: got None"):
         DiversityReward(measure=measure).score(grouped([flat(0), flat(1)], "gg"))
-
-
-@pytest.mark.parametrize(
-    ("given_settings", "message"),
-    [
-        ({"measure": "ssim"}, r"rewards\.diversity\.measure: got 'ssim'.*pixels, lpips, clip"),
-        ({"measure": "lpips", "net": "resnet"}, r"rewards\.diversity\.net: got 'resnet'"),
-        ({"measure": "lpips", "weights": 3}, r"rewards\.diversity\.weights: got 3"),
-        ({"measure": "clip", "weights": ""}, r"rewards\.diversity\.weights: got ''"),
-        ({"weights": "alex.pth"}, r"rewards\.diversity\.weights: got 'alex\.pth'.*needs no weights"),
-        ({"weights_sha256": "xyz"}, r"rewards\.diversity\.weights_sha256: got 'xyz'"),
-        ({"device": "gpu"}, r"rewards\.diversity\.device: got 'gpu'"),
-    ],
-)
-def test_wrong_settings_are_refused(given_settings: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        DiversityReward(**given_settings)  # type: ignore[arg-type]

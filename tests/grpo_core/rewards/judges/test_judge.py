@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.judges.judge import JudgeReward
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
-from grpo_core.rewards.scoring import provenance_of
+from grpo_core.rewards.judges.judge import JudgeReward, fill_rubric, read_score, rubric_fields
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch, provenance_of
 from tests.grpo_core.rewards.conftest import make_batch, noise
 from tests.grpo_core.rewards.remote.conftest import Asked, Reply, Stub, closed_url, stub
 
@@ -46,8 +45,8 @@ def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
         "seed": 5,
         "max_tokens": 40,
     }
-    ((image, text),) = [message["content"] for message in requested.body["messages"]]
-    kind, _, content = image["image_url"]["url"].partition(",")
+    ((shown, text),) = [message["content"] for message in requested.body["messages"]]
+    kind, _, content = shown["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64"
     with Image.open(io.BytesIO(base64.b64decode(content))) as decoded:
         assert np.array_equal(np.asarray(decoded), np.asarray(sent))
@@ -87,11 +86,11 @@ def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (said("I  cannot\nsay"), "the judge's answer holds no score: 'I cannot say'"),
-        (said(None), "the judge's answer holds no score: ''"),
+        (said("I  cannot\nsay"), "the judge's answer has no score: 'I cannot say'"),
+        (said(None), "the judge's answer has no score: ''"),
         (
             said("Let me think", "length"),
-            "the judge's answer holds no score, cut off at max_tokens 256: 'Let me think'",
+            "the judge's answer has no score, cut off at max_tokens 256: 'Let me think'",
         ),
         (Reply(status=500), "the service answered with status 500, after 2 attempts"),
         (Reply(drop=True), "the service could not be reached (RemoteProtocolError), after 2 attempts"),
@@ -109,7 +108,7 @@ def test_what_is_a_failure(stub: Stub, reply: Reply, reason: str) -> None:
         (Reply({"error": {"message": "no such model"}}, 404), r"status 404'\. The service says: no such model"),
         (Reply({"choices": []}), "OpenAI's chat completions"),
         (Reply([1]), "OpenAI's chat completions"),
-        (Reply(b"hello"), "no JSON"),
+        (Reply(b"hello"), "not JSON"),
     ],
 )
 def test_what_is_an_error(stub: Stub, reply: Reply, message: str) -> None:
@@ -155,22 +154,44 @@ def test_image_of_an_unknown_mode(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("answer", "score"),
     [
-        ("url", "host/v1"),
-        ("model", ""),
-        ("rubric", "{prompt.x}"),
-        ("low", "0"),
-        ("low", float("nan")),
-        ("high", 0.0),
-        ("max_tokens", 0),
-        ("seed", -1),
-        ("concurrency", 0),
-        ("attempts", 0),
-        ("timeout_s", 0),
-        ("token_env", "x y"),
+        ('{"score": 7}', 7.0),
+        ('  {"score": 6.5, "reason": "a {small} flaw"}\n', 6.5),
+        ('{"score": "8"}', 8.0),
+        ('```json\n{"score": 3, "why": {"a": 1}}\n```', 3.0),
+        ('It has 4 legs, {"score": 9} at first, but then: {"score": 2}.', 2.0),
+        ('<think>{"score": 9}? No.</think>{"score": 1}', 1.0),
+        ('{"score": 5} {"verdict": "good"}', 5.0),
+        ("7", None),
+        ("The score is 7.", None),
+        ("[7]", None),
+        ('{"Score": 7}', None),
+        ('{"score": true}', None),
+        ('{"score": null}', None),
+        ('{"score": "7/10"}', None),
+        ('{"score": NaN}', None),
+        ('{"score": "inf"}', None),
+        ('{"score": 1e999}', None),
+        ('{"score": 7', None),
+        ("", None),
+        ('It holds ```json\n{"score": 10}\n``` and I say {"score": 2}', 2.0),
+        ('Because: {"score": 3, "why": {"text": 1}}', 3.0),
+        ('Because: {"score": 3, "why": "it reads {x}"}', 3.0),
+        ('{"score": 1' + "0" * 400 + "}", None),
+        # These must not hang the reader.
+        ("[" * 100_000, None),
+        ('{"score":' * 20_000, None),
+        ("```" + " " * 100_000, None),
     ],
 )
-def test_wrong_settings_are_refused(setting: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.judge\.{setting}: got"):
-        JudgeReward(**{"url": "http://host/v1", "model": "eye", setting: value})
+def test_score_of_an_answer(answer: str, score: float | None) -> None:
+    assert read_score(answer) == score
+
+
+def test_rubric_is_filled_in_and_the_form_of_the_answer_added() -> None:
+    rubric = 'Is "{prompt}" {style}? Say {{why}}. {prompt}'
+    assert rubric_fields(rubric) == ("prompt", "style")
+    filled = fill_rubric(rubric, {"prompt": "a {style} {cat}", "style": 3}, 1, 5)
+    assert filled.startswith('Is "a {style} {cat}" 3? Say {why}. a {style} {cat}\n\n')
+    assert filled.endswith('{"score": n}, where n is a number from 1 (worst) to 5 (best).')

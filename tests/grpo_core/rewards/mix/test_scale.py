@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_core.rewards.mix.scale import scaled_values
-from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.rewards.mix.terms import RewardTerm, scaled_values
 
 
 def scaled(values: list[float], term: RewardTerm, dtype: torch.dtype = torch.float64) -> list[float]:

@@ -77,7 +77,7 @@ def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, messa
 
 def test_an_answer_that_is_no_json(stub: Stub) -> None:
     stub.script(Reply(b"<html>hello</html>"))
-    with pytest.raises(InputError, match=r"got '<html>hello</html>'. The answer is no JSON"):
+    with pytest.raises(InputError, match=r"got '<html>hello</html>'. The answer is not JSON"):
         Service("remote", stub.url, **QUICK).get("/x")
 
 
@@ -141,7 +141,7 @@ def test_token_goes_into_the_header_only(stub: Stub, monkeypatch: pytest.MonkeyP
     Service("remote", stub.url, **QUICK).get("/x")
     assert "Authorization" not in stub.requested[1].headers
     monkeypatch.setenv("SCORER_TOKEN", "two words")
-    with pytest.raises(InputError, match="holds something else than a token"):
+    with pytest.raises(InputError, match="is not a token"):
         service.get("/x")
     monkeypatch.delenv("SCORER_TOKEN")
     with pytest.raises(InputError, match=r"token_env: got 'SCORER_TOKEN'\. This environment variable is not set"):
@@ -153,33 +153,6 @@ def test_a_proxy_is_not_asked_for_the_own_machine(stub: Stub, closed_url: str, m
     monkeypatch.delenv("NO_PROXY", raising=False)
     stub.script(Reply({"well": 1}))
     assert Service("remote", stub.url, **QUICK).get("/x") == {"well": 1}
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "hint"),
-    [
-        ("url", "", "Set an address"),
-        ("url", "ftp://host/x", "Set an address"),
-        ("url", "file:///etc/passwd", "Set an address"),
-        ("url", "127.0.0.1:80", "Set an address"),
-        ("url", "http://host/?key=x", "Set an address"),
-        ("url", 3, "Set an address"),
-        ("timeout_s", 0, "seconds above 0"),
-        ("attempts", 0, "from 1 to 100"),
-        ("backoff_s", -1, "seconds above 0"),
-    ],
-)
-def test_wrong_settings_are_refused(setting: str, value: Any, hint: str) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.remote\.{setting}: got .*{hint}"):
-        Service(**{"reward": "remote", "url": "http://host", setting: value}).check()
-
-
-@pytest.mark.parametrize(("setting", "value"), [("url", "http://me:s3cret@host"), ("token_env", "s3cret-token")])
-def test_secrets_are_refused_without_repeating_them(setting: str, value: str) -> None:
-    with pytest.raises(InputError) as error:
-        Service(**{"reward": "remote", "url": "http://host", setting: value}).check()  # type: ignore[arg-type]
-    assert "s3cret" not in str(error.value)
-    assert "environment variable" in str(error.value)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -200,19 +173,6 @@ def test_side_by_side_keeps_the_order_and_the_bound(concurrency: int) -> None:
 
     assert ask_side_by_side(ask, list(range(12)), concurrency) == [i * i for i in range(12)]
     assert most == concurrency
-
-
-def test_an_error_stops_what_has_not_begun() -> None:
-    begun = []
-
-    def ask(item: int) -> None:
-        begun.append(item)
-        time.sleep(0.1)  # so long may whoever asks take to hear of the first error, nine times over
-        raise InputError("url", item, "hint")
-
-    with pytest.raises(InputError, match="got 0"):
-        ask_side_by_side(ask, list(range(100)), 2)
-    assert len(begun) < 20
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.remote.reward import RemoteReward
-from grpo_core.rewards.scoring import provenance_of, score_samples
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch, provenance_of, score_samples
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 from tests.grpo_core.rewards.remote.conftest import Asked, Reply, Stub
 
@@ -48,7 +47,7 @@ def posts(server: Stub) -> list[Any]:
 
 @pytest.mark.parametrize(("batch_size", "concurrency"), [(1, 1), (3, 4), (100, 2)])
 def test_scores_keep_the_order_whatever_the_batch(server: Stub, batch_size: int, concurrency: int) -> None:
-    reward = RemoteReward(server.url, "mine", batch_size=batch_size, concurrency=concurrency, **QUICK)
+    reward = RemoteReward(url=server.url, reward="mine", batch_size=batch_size, concurrency=concurrency, **QUICK)
     assert reward.score(texts(7)) == [Score(float(i), float(i)) for i in range(7)]
     assert sorted(len(body["samples"]) for body in posts(server))[-1] == min(batch_size, 7)
     assert len(posts(server)) == -(-7 // batch_size)
@@ -56,7 +55,7 @@ def test_scores_keep_the_order_whatever_the_batch(server: Stub, batch_size: int,
 
 
 def test_a_group_goes_in_one_request(server: Stub) -> None:
-    reward = RemoteReward(server.url + "/", "mine", by_group=True, **QUICK)
+    reward = RemoteReward(url=server.url + "/", reward="mine", by_group=True, **QUICK)
     assert reward.needs_group
     reward.score(texts(5, group_ids=["a", "a", "a", "b", "b"]))
     sent = sorted([sample["group_id"] for sample in body["samples"]] for body in posts(server))
@@ -68,7 +67,7 @@ def test_a_group_goes_in_one_request(server: Stub) -> None:
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_targets_go_only_where_they_are_asked_for(server: Stub, with_targets: bool) -> None:
     batch = make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])
-    reward = RemoteReward(server.url, "mine", with_targets=with_targets, **QUICK)
+    reward = RemoteReward(url=server.url, reward="mine", with_targets=with_targets, **QUICK)
     assert reward.needs_target is with_targets
     assert reward.score(batch) == [NOT_APPLICABLE]
     assert ("target" in posts(server)[0]["samples"][0]) is with_targets
@@ -77,7 +76,7 @@ def test_targets_go_only_where_they_are_asked_for(server: Stub, with_targets: bo
 def test_a_reward_that_needs_more_than_it_would_get(server: Stub) -> None:
     server.script(Reply(described(needs_target=True)))
     with pytest.raises(InputError, match=r"with_targets: got False\. The reward mine compares with target images"):
-        RemoteReward(server.url, "mine", **QUICK).score(texts(1))
+        RemoteReward(url=server.url, reward="mine", **QUICK).score(texts(1))
     assert posts(server) == []
 
 
@@ -107,7 +106,7 @@ def test_samples_that_the_reward_cannot_take_are_not_sent(
 ) -> None:
     server.script(Reply(description))
     with pytest.raises(InputError, match=message):
-        RemoteReward(server.url, "mine", **QUICK).score(batch)
+        RemoteReward(url=server.url, reward="mine", **QUICK).score(batch)
     assert posts(server) == []
 
 
@@ -118,7 +117,7 @@ def test_a_service_killed_half_way_fails_the_rest_and_no_more(stub: Stub, caplog
         return Reply(drop=True) if requested.body["samples"][0]["sample_id"] >= "s4" else Reply(scored(requested))
 
     stub.respond = respond
-    reward = RemoteReward(stub.url, "mine", batch_size=2, concurrency=1, **QUICK)
+    reward = RemoteReward(url=stub.url, reward="mine", batch_size=2, concurrency=1, **QUICK)
     with caplog.at_level(logging.WARNING):
         scores = score_samples(reward, texts(8))
     assert scores[:4] == [Score(float(i), float(i)) for i in range(4)]
@@ -130,7 +129,7 @@ def test_a_service_killed_half_way_fails_the_rest_and_no_more(stub: Stub, caplog
 
 
 def test_a_service_that_comes_back_is_asked_again(stub: Stub) -> None:
-    reward = RemoteReward(stub.url, "mine", reward_version="7", **QUICK)
+    reward = RemoteReward(url=stub.url, reward="mine", reward_version="7", **QUICK)
     stub.script(Reply(status=503))
     assert [score.failure is not None for score in reward.score(texts(2))] == [True, True]
     stub.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested))
@@ -138,13 +137,13 @@ def test_a_service_that_comes_back_is_asked_again(stub: Stub) -> None:
 
 
 def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
-    expecting = RemoteReward(server.url, "mine", reward_version="6", **QUICK)
+    expecting = RemoteReward(url=server.url, reward="mine", reward_version="6", **QUICK)
     message = r"rewards\.remote\.reward_version: got '6'\. The server at .* has version 7 of mine"
     assert len(expecting.preflight()) == 1
     with pytest.raises(InputError, match=message):
         expecting.score(texts(1))
     assert posts(server) == []
-    reward = RemoteReward(server.url, "mine", **QUICK)
+    reward = RemoteReward(url=server.url, reward="mine", **QUICK)
     reward.score(texts(1))
     server.respond = lambda requested: Reply(scored(requested, version="8"))
     with pytest.raises(InputError, match=r"got '7'\. .* has version 8 of mine"):
@@ -157,7 +156,7 @@ def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
         ({"scores": []}, r"v1/score: got '0 scores for 2 samples'.*docs/remote_rewards\.md"),
         (
             {"scores": [{"sample_id": "s1", "value": 1.0}, {"sample_id": "s0", "value": 1.0}]},
-            "where that of 's0' was due",
+            "where 's0' was expected",
         ),
         ({"scores": [{"sample_id": "s0", "value": "high"}] * 2}, r"got 'scores\.0\.value: Input should be"),
         ({"scores": None}, r"got 'scores: Input should be"),
@@ -168,7 +167,7 @@ def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
 def test_answers_that_are_none_are_an_error(server: Stub, wrong: dict[str, Any], message: str) -> None:
     server.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested, **wrong))
     with pytest.raises(InputError, match=message):
-        RemoteReward(server.url, "mine", **QUICK).score(texts(2))
+        RemoteReward(url=server.url, reward="mine", **QUICK).score(texts(2))
 
 
 def test_not_finite_is_a_failure_of_that_sample(server: Stub) -> None:
@@ -176,18 +175,18 @@ def test_not_finite_is_a_failure_of_that_sample(server: Stub) -> None:
     server.respond = lambda requested: Reply(
         described() if requested.method == "GET" else scored(requested, scores=scores)
     )
-    broken, well = RemoteReward(server.url, "mine", **QUICK).score(texts(2))
-    assert "came out as nan" in str(broken.failure)
+    broken, well = RemoteReward(url=server.url, reward="mine", **QUICK).score(texts(2))
+    assert "nan" in str(broken.failure)
     assert well == Score(0.5, 0.5)
 
 
 def test_provenance_holds_the_version_and_no_address(server: Stub, closed_url: str) -> None:
-    requested = provenance_of(RemoteReward(server.url, "mine", **QUICK))
-    pinned = provenance_of(RemoteReward(closed_url, "mine", reward_version="7", batch_size=3, **QUICK))
+    requested = provenance_of(RemoteReward(url=server.url, reward="mine", **QUICK))
+    pinned = provenance_of(RemoteReward(url=closed_url, reward="mine", reward_version="7", batch_size=3, **QUICK))
     assert requested == pinned
     assert requested["settings"] == {"reward": "mine", "reward_version": "7", "by_group": False, "with_targets": False}
     with pytest.raises(InputError, match=r"rewards\.remote\.url: .*could not be reached.*set `reward_version`"):
-        provenance_of(RemoteReward(closed_url, "mine", **QUICK))
+        provenance_of(RemoteReward(url=closed_url, reward="mine", **QUICK))
 
 
 @pytest.mark.parametrize(
@@ -195,39 +194,19 @@ def test_provenance_holds_the_version_and_no_address(server: Stub, closed_url: s
     [
         (described(needs_group=True), r"by_group: got False\. The reward mine compares siblings"),
         ({"protocol": 1, "rewards": []}, r"rewards\.remote\.reward: got 'mine'\. The server at .* has no rewards"),
-        ({"protocol": 3, "rewards": []}, r"v1/describe: got 'protocol: .*Only a server of protocol 1"),
+        ({"protocol": 3, "rewards": []}, r"v1/describe: got 'protocol: .*Set a server of protocol 1"),
         ([1, 2], "v1/describe: got 'Input should be"),
         (described(media=["smell"]), r"rewards\.0\.media"),
     ],
 )
 def test_preflight_tells_what_is_wrong(server: Stub, description: Any, message: str) -> None:
     server.script(Reply(description))
-    (problem,) = RemoteReward(server.url, "mine", **QUICK).preflight()
+    (problem,) = RemoteReward(url=server.url, reward="mine", **QUICK).preflight()
     assert re.search(message, problem), problem
 
 
 def test_preflight_of_a_server_that_is_there_and_one_that_is_not(server: Stub, closed_url: str) -> None:
-    assert RemoteReward(server.url, "mine", reward_version="7", **QUICK).preflight() == []
-    (problem,) = RemoteReward(closed_url, "mine", **QUICK).preflight()
+    assert RemoteReward(url=server.url, reward="mine", reward_version="7", **QUICK).preflight() == []
+    (problem,) = RemoteReward(url=closed_url, reward="mine", **QUICK).preflight()
     assert problem.startswith(f"rewards.remote.url: got '{closed_url}'")
     assert "Start the server there" in problem
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("url", "host:80"),
-        ("reward", ""),
-        ("reward_version", 7),
-        ("batch_size", 0),
-        ("concurrency", 65),
-        ("by_group", "yes"),
-        ("with_targets", 1),
-        ("timeout_s", True),
-        ("attempts", 2.5),
-        ("token_env", "a b"),
-    ],
-)
-def test_wrong_settings_are_refused(setting: str, value: Any) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.remote\.{setting}: got"):
-        RemoteReward(**{"url": "http://host", "reward": "mine", setting: value})

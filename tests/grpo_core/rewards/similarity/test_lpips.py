@@ -10,8 +10,9 @@ import torchvision
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import to_tensor
-from grpo_core.rewards.protocol import NOT_APPLICABLE, Score
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.weights.files import WeightFile
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
@@ -27,6 +28,10 @@ def oracle(alexnet: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture
 def reward(trunk_file: Path) -> LpipsReward:
     return LpipsReward(weights=str(trunk_file))
+
+
+def weight_file(path: Path) -> WeightFile:
+    return WeightFile("weights", str(path), sha256(path))
 
 
 def sha256(path: Path) -> str:
@@ -62,7 +67,7 @@ def test_flat_images_score_even_inside_half_precision(reward: LpipsReward) -> No
 
 
 def test_distance_itself_keeps_full_precision(trunk_file: Path) -> None:
-    network = load_network("alex", str(trunk_file), sha256(trunk_file), "cpu")
+    network = load_network("alex", weight_file(trunk_file), "cpu")
     images, targets = to_tensor(noise(0, 32, 32)), to_tensor(noise(1, 32, 32))
     outside = perceptual_distance(network, images, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -70,7 +75,7 @@ def test_distance_itself_keeps_full_precision(trunk_file: Path) -> None:
 
 
 def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
-    network = load_network("alex", str(trunk_file), sha256(trunk_file), "cpu")
+    network = load_network("alex", weight_file(trunk_file), "cpu")
     good = to_tensor(noise(0, 32, 32))
     for wrong in ((good * 255).byte(), good * 255, good * 2 - 1, good.half(), good[:, :1]):
         with pytest.raises(ValueError, match="expected"):
@@ -85,9 +90,9 @@ def test_network_is_loaded_once_frozen_and_without_random_numbers(trunk_file: Pa
     copy = tmp_path / "again.pth"
     copy.write_bytes(trunk_file.read_bytes())
     before = torch.get_rng_state()
-    network = load_network("alex", str(copy), sha256(copy), "cpu")
+    network = load_network("alex", weight_file(copy), "cpu")
     assert torch.equal(torch.get_rng_state(), before)
-    assert load_network("alex", str(copy), sha256(copy), "cpu") is network
+    assert load_network("alex", weight_file(copy), "cpu") is network
     assert not network.training
     assert not any(p.requires_grad or p.dtype != torch.float32 for p in network.parameters())
 
@@ -111,11 +116,6 @@ def test_smallest_sides_are_the_trunks_own(net: str) -> None:
         assert 0 not in trunk(torch.zeros(1, 3, side, side)).shape
         with pytest.raises(RuntimeError, match=r"too small|greater than"):
             trunk(torch.zeros(1, 3, side - 1, side - 1))
-
-
-def test_small_image_is_refused(reward: LpipsReward) -> None:
-    with pytest.raises(InputError, match=r"30x40 pixels.*at least 31 pixels"):
-        reward.score(make_batch([flat(0, 30, 40)], [flat(0, 30, 40)]))
 
 
 def test_settings_carry_the_digest_and_no_path(reward: LpipsReward, trunk_file: Path) -> None:
@@ -189,7 +189,7 @@ def test_files_that_are_no_trunk_are_refused(trunk_file: Path, tmp_path: Path) -
     torch.save({"run": Path.cwd}, code)
     assert "cannot be read as a state dict" in message_of(code)
     torch.save([torch.zeros(1)], listed)
-    assert "does not hold named tensors" in message_of(listed)
+    assert "does not contain named tensors" in message_of(listed)
     garbled = tmp_path / "garbled.safetensors"
     garbled.write_bytes(b"\xff" * 64)
     assert "cannot be read as a state dict" in message_of(garbled)
@@ -208,27 +208,8 @@ def test_broken_weights_are_a_failure_of_the_samples_that_they_score(trunk_file:
     torch.save(state, path)
     batch = make_batch([noise(0, 32, 32), flat(0)], [noise(1, 32, 32), None], ["p0/0", "p0/1"])
     broken, without_target = LpipsReward(weights=str(path)).score(batch)
-    assert broken == Score.failed("the reward came out as nan, which is not a finite number")
+    assert broken == Score.failed("the reward is nan, not a finite number")
     assert without_target == NOT_APPLICABLE
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("net", "alexnet"),
-        ("weights", 3),
-        ("weights_sha256", "7be5"),
-        ("weights_sha256", "z" * 64),
-        ("weights_sha256", 7),
-        ("device", "gpu"),
-        ("device", "cuda:"),
-        ("device", "cpu:1"),
-        ("device", None),
-    ],
-)
-def test_wrong_settings_are_refused(setting: str, value: object) -> None:
-    with pytest.raises(InputError, match=rf"rewards\.lpips\.{setting}: got "):
-        LpipsReward(**{setting: value})  # type: ignore[arg-type]
 
 
 def test_absent_device_is_told_before_the_first_score(trunk_file: Path) -> None:

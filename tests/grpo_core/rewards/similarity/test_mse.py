@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +5,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from skimage.metrics import mean_squared_error as skimage_mse
 
-from grpo_core.errors import InputError
-from grpo_core.rewards.protocol import Score
 from grpo_core.rewards.similarity.mse import MseReward
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
@@ -40,13 +36,3 @@ def test_grey_is_never_beyond_the_default_scale() -> None:
     board = Image.fromarray((np.indices((32, 32)).sum(0) % 2 * 255).astype(np.uint8)).convert("RGB")
     (score,) = MseReward().score(make_batch([flat(128)], [board]))
     assert score.raw == pytest.approx(0.25, abs=1e-4)
-
-
-def test_without_a_target_there_is_no_score() -> None:
-    assert MseReward().score(make_batch([flat(0)])) == [Score(None, None)]
-
-
-@pytest.mark.parametrize("value", [0, -0.5, math.nan, math.inf, True, "1", None])
-def test_wrong_scale_is_refused(value: object) -> None:
-    with pytest.raises(InputError, match=r"rewards\.mse\.full_scale: got .*above 0"):
-        MseReward(full_scale=value)  # type: ignore[arg-type]

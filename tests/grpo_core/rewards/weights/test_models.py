@@ -9,7 +9,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.weights import find_model_problem, load_pretrained, load_tokenizer, model_folder, model_sha256
+from grpo_core.rewards.weights.models import ModelSource
 
 PLACE = "rewards.text_model.model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -63,7 +63,7 @@ def as_pickle(folder: Path, content: object) -> None:
 
 
 def load(source: str) -> torch.nn.Module:
-    return load_pretrained(PLACE, source, AutoModelForSequenceClassification)
+    return ModelSource(PLACE, source).load(AutoModelForSequenceClassification)
 
 
 def test_model_is_loaded_frozen_in_full_precision(folder: Path) -> None:
@@ -79,19 +79,19 @@ def test_model_is_loaded_frozen_in_full_precision(folder: Path) -> None:
 
 def test_missing_models_are_told(cache: Path, tmp_path: Path) -> None:
     cases = (
-        (None, "Set the folder of a model .* owner/repo"),
-        ("", "Set the folder of a model"),
+        (None, "Set a folder .* owner/repo"),
+        ("", "Set a folder"),
         (str(tmp_path / "nowhere"), "There is no such folder"),
         ("./nowhere", "There is no such folder"),
-        ("nowhere", "There is no such folder, and no such name on the Hub"),
-        ("a/b/c", "There is no such folder, and no such name on the Hub"),
+        ("nowhere", "neither a folder nor a name"),
+        ("a/b/c", "neither a folder nor a name"),
         ("makers/net", "not in the local cache"),
         ("makers/net@v2", "not in the local cache"),
-        (str(tmp_path), "holds no config.json"),
+        (str(tmp_path), "has no config.json"),
     )
     for source, told in cases:
         with pytest.raises(InputError, match=told) as caught:
-            model_folder(PLACE, source)
+            ModelSource(PLACE, source).folder()
         assert (caught.value.place, caught.value.value) == (PLACE, source)
 
 
@@ -101,45 +101,45 @@ def test_incomplete_models_are_told(folder: Path) -> None:
     index.write_text(
         '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
     )
-    problem = find_model_problem(PLACE, str(folder))
+    problem = ModelSource(PLACE, str(folder)).find_problem()
     assert problem is not None
-    assert "does not hold model-00002-of-00002.safetensors" in problem.hint
+    assert "does not contain model-00002-of-00002.safetensors" in problem.hint
     index.unlink()
     (folder / "model-00001-of-00002.safetensors").unlink()
-    problem = find_model_problem(PLACE, str(folder))
+    problem = ModelSource(PLACE, str(folder)).find_problem()
     assert problem is not None
-    assert "does not hold model.safetensors" in problem.hint
+    assert "does not contain model.safetensors" in problem.hint
 
 
 def test_online_a_model_of_the_hub_is_no_problem(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    assert find_model_problem(PLACE, "makers/net") is None
+    assert ModelSource(PLACE, "makers/net").find_problem() is None
 
 
 def test_digest_is_of_the_content_wherever_it_lies(cache: Path, folder: Path) -> None:
-    digest = model_sha256(str(folder))
+    digest = ModelSource(PLACE, str(folder)).digest()
     snapshot = put_into(cache, "makers/net", folder)
-    assert model_folder(PLACE, "makers/net") == snapshot
-    assert model_sha256("makers/net") == model_sha256(f"makers/net@{COMMIT}") == digest
+    assert ModelSource(PLACE, "makers/net").folder() == snapshot
+    assert ModelSource(PLACE, "makers/net").digest() == ModelSource(PLACE, f"makers/net@{COMMIT}").digest() == digest
     for beside in ("README.md", "pytorch_model.bin", ".gitattributes"):
         (folder / beside).write_bytes(b"...")
-    assert model_sha256(str(folder)) == digest
+    assert ModelSource(PLACE, str(folder)).digest() == digest
     assert torch.equal(load("makers/net").classifier.weight, load(str(folder)).classifier.weight)
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
-    assert model_sha256(str(folder)) != digest
+    assert ModelSource(PLACE, str(folder)).digest() != digest
 
 
 def test_digest_that_is_asked_for_is_checked(folder: Path) -> None:
-    digest = model_sha256(str(folder))
-    assert find_model_problem(PLACE, str(folder), digest[:8].upper()) is None
+    digest = ModelSource(PLACE, str(folder)).digest()
+    assert ModelSource(PLACE, str(folder), digest[:8].upper()).find_problem() is None
     with pytest.raises(InputError, match=rf"model_sha256: got '0{{8}}'.*{digest}"):
-        model_folder(PLACE, str(folder), "0" * 8)
+        ModelSource(PLACE, str(folder), "0" * 8).folder()
 
 
 def test_interrupted_download_counts_as_not_there(cache: Path, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     put_into(cache, "makers/net", folder)
-    problem = find_model_problem(PLACE, "makers/net")
+    problem = ModelSource(PLACE, "makers/net").find_problem()
     assert problem is not None
     assert "not in the local cache" in problem.hint
 
@@ -174,7 +174,7 @@ def test_download_takes_pickles_only_where_there_is_nothing_else(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert model_folder(PLACE, "makers/net") == model_folder(PLACE, "makers/net")
+    assert ModelSource(PLACE, "makers/net").folder() == ModelSource(PLACE, "makers/net").folder()
     assert requested == [["config.json", "pytorch_model.bin" if pickled else "model.safetensors"]]
 
 
@@ -223,8 +223,8 @@ def test_files_of_another_or_a_broken_model_are_told(folder: Path) -> None:
 
 
 def test_tokenizer_that_is_missing_or_broken_is_told(folder: Path) -> None:
-    with pytest.raises(InputError, match="holds no tokenizer"):
-        load_tokenizer(PLACE, str(folder))
+    with pytest.raises(InputError, match="has no tokenizer"):
+        ModelSource(PLACE, str(folder)).load_tokenizer()
     (folder / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(InputError, match="tokenizer cannot be loaded"):
-        load_tokenizer(PLACE, str(folder))
+        ModelSource(PLACE, str(folder)).load_tokenizer()

@@ -1,4 +1,4 @@
-"""Coroutines run from code that is not asynchronous, whether or not its thread has a running loop."""
+"""Run coroutines from synchronous code, whether or not its thread has a running event loop."""
 
 import asyncio
 import atexit
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
-    """Wait for the result; what it raises is raised here.
+    """Wait for the result; its exceptions are raised here.
 
     One loop serves the whole process, as in TRL's trainer: a client that a user's module keeps open belongs to the
     loop that it was first used on.
@@ -22,11 +22,11 @@ def run_awaitable(awaitable: Awaitable[_Result]) -> _Result:
         try:
             return await awaitable
         except SystemExit as error:
-            # It would end the loop, and whoever waits for it would wait for ever.
+            # It would end the loop, and every caller would wait for ever.
             raise RuntimeError(f"it called sys.exit({error.code!r})").with_traceback(error.__traceback__) from error
 
     with _STARTING:
-        # A forked process inherits the loop's object, and not the thread that drives it.
+        # A forked process inherits the loop, but not the thread that runs it.
         loop = _running_loop(os.getpid())
     return asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
@@ -37,7 +37,7 @@ _STARTING = threading.Lock()
 @functools.lru_cache(maxsize=1)
 def _running_loop(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name=f"reward functions of {process}", daemon=True)
+    thread = threading.Thread(target=loop.run_forever, name=f"rewards of process {process}", daemon=True)
     thread.start()
     atexit.register(_stop, loop, thread, process)
     return loop

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from grpo_core.rewards.devices import exact_inference
+from grpo_core.rewards.model_reward import exact_inference
 
 
 @pytest.mark.parametrize("previous", ["high", "medium"])

@@ -1,0 +1,293 @@
+"""Which CLIP the settings of a reward mean: open_clip's tag or configuration file, and the release of its weights.
+
+A weight file records neither the activation that it was trained with nor how images were prepared for it. open_clip
+knows both for the releases that it lists, and forgets them where weights come from a path, so they are looked up here.
+"""
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.reward import ScoringBatch
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+
+DEFAULT_MODEL = "ViT-L-14-quickgelu"
+DEFAULT_RELEASE = "openai"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+
+LongPrompts = Literal["cut", "refuse"]
+"""What a reward does with a prompt of which its model would read only the beginning."""
+
+_LOGGER = logging.getLogger(__name__)
+_OPENAI_L14 = "timm/vit_large_patch14_clip_224.openai"
+_OPENAI_WEIGHTS = PublishedWeights(
+    WEIGHTS_FILE,
+    "timm",
+    f"https://huggingface.co/{_OPENAI_L14}",
+    f"hf://{_OPENAI_L14}/{WEIGHTS_FILE}",
+    digest="",
+    note="OpenAI's, MIT licence",
+)
+_BESIDE_CONFIG = PublishedWeights(WEIGHTS_FILE, "its authors", "the source of its configuration", digest="")
+
+_OTHER_TOWERS = (
+    ("vision_cfg", "timm_model_name"),
+    ("text_cfg", "hf_model_name"),
+    ("text_cfg", "hf_tokenizer_name"),
+)
+
+
+@dataclass(frozen=True)
+class ClipArchitecture:
+    """A network that open_clip can build from its weights alone.
+
+    Attributes:
+        name: open_clip's tag, or ``config-`` with the first digits of the configuration's sha256.
+        release: open_clip's tag of the weights; None for a configuration file.
+        network: arguments of open_clip's CLIP class.
+        preparation: what to change in open_clip's default preparation of images (mean, std, ...).
+    """
+
+    name: str
+    release: str | None
+    network: Mapping[str, Any] = field(hash=False)
+    preparation: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def width(self) -> int:
+        """Length of an embedding."""
+        return int(self.network["embed_dim"])
+
+    @property
+    def context_length(self) -> int:
+        """Maximum tokens of a text, including the start and end marks."""
+        return int(self.network["text_cfg"].get("context_length", 77))
+
+
+@dataclass(frozen=True)
+class ClipSource:
+    """The settings of a reward that name a CLIP network and its weights.
+
+    Attributes:
+        reward: the reward's name, for the places in messages.
+        model: open_clip's tag of the network, or the path of an open_clip_config.json.
+        pretrained: open_clip's name of the release of the weights; None means ``openai`` with a tag.
+        weights: open_clip's state dict: a path or ``hf://owner/repo/file``.
+        weights_sha256: the digest that the file must have.
+
+    Raises:
+        InputError: a tag that open_clip does not know; malformed weights.
+    """
+
+    reward: str
+    model: str
+    pretrained: str | None
+    weights: str | None
+    weights_sha256: str | None
+
+    def __post_init__(self) -> None:
+        if not is_config_file(self.model):
+            _require_tag(self._place("model"), self.model)
+        self._source(_OPENAI_WEIGHTS)
+
+    def find_problem(self) -> InputError | None:
+        """Return what prevents loading the model; None where nothing does."""
+        try:
+            return self._source(self._published(self.architecture())).find_problem()
+        except InputError as error:
+            return error
+
+    def architecture(self) -> ClipArchitecture:
+        """Return the network.
+
+        Raises:
+            InputError: there is none of that name, or the weights were trained for another.
+        """
+        return find_architecture(self._place("model"), self.model, self.pretrained)
+
+    def weight_file(self) -> WeightFile:
+        """Return the weights.
+
+        Raises:
+            InputError: they are missing or have another digest.
+        """
+        return self._source(self._published(self.architecture())).resolve()
+
+    def digest(self) -> str:
+        """Return the sha256 of the weights; raises as :meth:`weight_file`."""
+        return self.weight_file().sha256
+
+    def settings(self) -> Mapping[str, object]:
+        """Return network and release; a configuration file by its content.
+
+        Raises:
+            InputError: as :meth:`architecture`.
+        """
+        if not is_config_file(self.model):
+            # Without open_clip, whose import takes longer than everything else that a configuration needs.
+            return {"model": self.model, "pretrained": self.pretrained or DEFAULT_RELEASE}
+        return {"model": self.architecture().name, "pretrained": None}
+
+    def _place(self, setting: str) -> str:
+        return f"rewards.{self.reward}.{setting}"
+
+    def _source(self, published: PublishedWeights) -> WeightSource:
+        return WeightSource(self._place("weights"), self.weights, self.weights_sha256, published)
+
+    def _published(self, architecture: ClipArchitecture) -> PublishedWeights:
+        if is_config_file(self.model):
+            return _BESIDE_CONFIG
+        if (self.model, architecture.release) == (DEFAULT_MODEL, DEFAULT_RELEASE):
+            return _OPENAI_WEIGHTS
+        import open_clip
+
+        known = open_clip.get_pretrained_cfg(self.model, architecture.release)
+        repo = str(known.get("hf_hub", "")).strip("/")
+        if not repo:
+            return PublishedWeights(WEIGHTS_FILE, "open_clip", "https://github.com/mlfoundations/open_clip", digest="")
+        hub = f"hf://{repo}/{WEIGHTS_FILE}"
+        return PublishedWeights(WEIGHTS_FILE, repo.split("/")[0], f"https://huggingface.co/{repo}", hub, digest="")
+
+
+def library_version() -> str:
+    """Return open_clip's release, which prepares the images and tokenizes the texts."""
+    return f"open-clip-{metadata.version('open-clip-torch')}"
+
+
+def check_prompts(
+    reward: str,
+    batch: ScoringBatch,
+    count_tokens: Callable[[str], int],
+    context_length: int,
+    long_prompts: LongPrompts,
+) -> None:
+    """Log, or refuse, prompts that are longer than what the model reads; once per batch.
+
+    Args:
+        reward: its name, for messages.
+        batch: the samples.
+        count_tokens: of a prompt, including the start and end marks.
+        context_length: how many tokens the model reads.
+        long_prompts: what to do with them.
+
+    Raises:
+        InputError: there is one, and `long_prompts` is ``refuse``.
+    """
+    lengths = {prompt: count_tokens(prompt) for prompt in dict.fromkeys(batch.prompts)}
+    long = [row for row, prompt in enumerate(batch.prompts) if lengths[prompt] > context_length]
+    if not long:
+        return
+    first, tokens = batch.sample_ids[long[0]], lengths[batch.prompts[long[0]]]
+    if long_prompts == "refuse":
+        hint = (
+            f"The model reads {context_length} tokens. Shorten the prompt, or set `long_prompts: cut` to score "
+            "against its beginning."
+        )
+        raise InputError(f"rewards.{reward}, sample {first}", f"prompt of {tokens} tokens", hint)
+    _LOGGER.warning(
+        "rewards.%s: %d of %d prompts are longer than the %d tokens that the model reads, and are scored by their "
+        "beginning; the first belongs to sample %s and has %d tokens",
+        *(reward, len(long), len(batch), context_length, first, tokens),
+    )
+
+
+def is_config_file(model: str) -> bool:
+    """Say whether the setting is the path of a configuration file and not a tag."""
+    return model.endswith(".json")
+
+
+def find_architecture(place: str, model: str, release: str | None) -> ClipArchitecture:
+    """Find the network that the settings mean.
+
+    Args:
+        place: of the setting `model`, for messages; the setting of the release is next to it, ``pretrained``.
+        model: a tag of open_clip or the path of a configuration file as open_clip writes it next to the weights.
+        release: open_clip's name of the pretrained weights; None means ``openai`` with a tag.
+
+    Raises:
+        InputError: no such configuration, release, or a release that was trained with another activation.
+    """
+    if is_config_file(model):
+        return _from_file(place, model, release)
+    _require_tag(place, model)
+    network = json.loads((_configs_folder() / f"{model}.json").read_text())
+    _check_plain(place, model, network)
+    known = _release(f"{place.rsplit('.', 1)[0]}.pretrained", model, release)
+    if bool(network.get("quick_gelu")) != bool(known.get("quick_gelu")):
+        twin = model.removesuffix("-quickgelu") if network.get("quick_gelu") else f"{model}-quickgelu"
+        activation = "QuickGELU" if known.get("quick_gelu") else "GELU"
+        hint = (
+            f"The weights {release or DEFAULT_RELEASE} were trained with {activation}, which this network has not, "
+            f"and would give wrong scores without an error. Set {twin}, or `pretrained` to the release of your weights."
+        )
+        raise InputError(place, model, hint)
+    preparation = {key: known[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in known}
+    return ClipArchitecture(model, release or DEFAULT_RELEASE, network, preparation)
+
+
+def _release(place: str, model: str, release: str | None) -> Mapping[str, Any]:
+    import open_clip
+
+    known: Mapping[str, Any] = open_clip.get_pretrained_cfg(model, release or DEFAULT_RELEASE)
+    if known:
+        return known
+    releases = ", ".join(open_clip.list_pretrained_tags_by_model(model)) or "none"
+    hint = f"Set the release of {model} that the weights are; open_clip knows {releases}."
+    raise InputError(place, release, hint)
+
+
+def _from_file(place: str, model: str, release: str | None) -> ClipArchitecture:
+    if release is not None:
+        hint = "Leave it out: a configuration file says how its weights were trained."
+        raise InputError(f"{place.rsplit('.', 1)[0]}.pretrained", release, hint)
+    file = Path(model).expanduser()
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(place, model, f"It cannot be read as JSON ({error}). Set an open_clip_config.json.") from error
+    network = config.get("model_cfg", config) if isinstance(config, dict) else None
+    if not isinstance(network, dict) or not {"embed_dim", "vision_cfg", "text_cfg"} <= network.keys():
+        raise InputError(place, model, "It lacks embed_dim, vision_cfg or text_cfg. Set an open_clip_config.json.")
+    _check_plain(place, model, network)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return ClipArchitecture(f"config-{digest[:16]}", None, network, config.get("preprocess_cfg", {}))
+
+
+def _check_plain(place: str, model: str, network: Mapping[str, Any]) -> None:
+    foreign = [key for section, key in _OTHER_TOWERS if key in network[section]]
+    foreign += [key for key in ("custom_text", "multimodal_cfg") if network.get(key)]
+    if foreign:
+        hint = (
+            f"This architecture has parts of other libraries ({', '.join(foreign)}), which would be downloaded "
+            "unchecked. Set one of OpenAI's or LAION's own, such as ViT-L-14-quickgelu or ViT-H-14."
+        )
+        raise InputError(place, model, hint)
+
+
+def _require_tag(place: str, model: str) -> None:
+    if model in _tags():
+        return
+    close = difflib.get_close_matches(model, _tags(), n=3)
+    hint = "Set a tag of open_clip, such as ViT-L-14-quickgelu, or the path of an open_clip_config.json."
+    raise InputError(place, model, f"Did you mean {' or '.join(close)}? {hint}" if close else hint)
+
+
+def _configs_folder() -> Path:
+    spec = importlib.util.find_spec("open_clip")
+    assert spec is not None, "open_clip is a dependency of the project"
+    assert spec.submodule_search_locations, "and a package"
+    return Path(next(iter(spec.submodule_search_locations))) / "model_configs"
+
+
+@functools.cache
+def _tags() -> tuple[str, ...]:
+    return tuple(sorted(file.stem for file in _configs_folder().glob("*.json")))

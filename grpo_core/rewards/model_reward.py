@@ -1,0 +1,120 @@
+"""Rewards computed by a network: where it runs, in which precision, and the weight files that it needs."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, ClassVar, ParamSpec, Protocol, TypeVar
+
+import torch
+from pydantic import Field
+from torch.backends import cudnn
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.reward import Reward
+
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+"""``cpu``, ``cuda`` or ``cuda:N``."""
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{8,64}$")]
+"""A sha256 in hexadecimal, complete or at least its first 8 digits."""
+
+_Model = TypeVar("_Model")
+_P = ParamSpec("_P")
+_ON_CUDA = threading.Lock()
+
+
+class Weights(Protocol):
+    """Files that a network is loaded from."""
+
+    def find_problem(self) -> InputError | None:
+        """Return what is wrong with them, without loading or downloading; None where nothing is."""
+
+    def digest(self) -> str:
+        """Return their sha256.
+
+        Raises:
+            InputError: a file is missing or has another digest.
+        """
+
+
+class ModelReward(Reward):
+    """A reward with weight files and a field `device`."""
+
+    device: str
+    free_settings: ClassVar[frozenset[str]] = frozenset({"device", "weights", "weights_sha256"})
+
+    def __post_init__(self) -> None:
+        self.weight_sources()
+
+    def weight_sources(self) -> Mapping[str, Weights]:
+        """Return the weights by role.
+
+        Raises:
+            InputError: a setting cannot be the name of weights.
+        """
+        raise NotImplementedError
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Return the digest of each role's weights."""
+        return {role: weights.digest() for role, weights in self.weight_sources().items()}
+
+    def preflight(self) -> Sequence[str]:
+        """List missing or wrong weights and a missing device."""
+        problems = [weights.find_problem() for weights in self.weight_sources().values()]
+        problems.append(find_device_problem(f"rewards.{self.name}.device", self.device))
+        return [str(problem) for problem in problems if problem is not None]
+
+
+def find_device_problem(place: str, device: str) -> InputError | None:
+    """Return what is wrong with a device on this machine; None where nothing is."""
+    if not device.startswith("cuda"):
+        return None
+    seen, index = torch.cuda.device_count(), torch.device(device).index or 0
+    if index < seen:
+        return None
+    return InputError(place, device, f"PyTorch sees {seen} CUDA device(s); set cpu.")
+
+
+@contextmanager
+def exact_inference(device: str) -> Iterator[None]:
+    """Run without gradients, deterministically, and in the precision of the tensors.
+
+    One thread at a time on CUDA.
+    """
+    kind = torch.device(device).type
+    # Flat patches have features near zero, which half precision divides into NaN; TF32 keeps 10 bits only.
+    with torch.inference_mode(), torch.autocast(kind, enabled=False):
+        if kind != "cuda":
+            yield
+            return
+        # These switches belong to the process: a thread that ends would switch TF32 on under another.
+        with (
+            _ON_CUDA,
+            cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+            _exact_products(),
+        ):
+            yield
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Switch off TF32 in cuBLAS's matrix products, which cuDNN's switch does not cover."""
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(previous)
+
+
+def load_once(load: Callable[_P, _Model]) -> Callable[_P, _Model]:
+    """Decorate a loader: a process loads each model once, and other threads wait for it. Arguments must be hashable."""
+    cached, loading = functools.lru_cache(maxsize=4)(load), threading.Lock()
+
+    @functools.wraps(load)
+    def locked(*args: _P.args, **kwargs: _P.kwargs) -> _Model:
+        with loading:
+            return cached(*args, **kwargs)  # type: ignore[arg-type]
+
+    return locked

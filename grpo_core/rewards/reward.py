@@ -1,0 +1,260 @@
+"""A reward is a named, versioned function from finished samples to scores.
+
+A reward sees a batch of samples and nothing of the training; the same samples give the same scores whatever the batch
+or the order.
+"""
+
+import abc
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from PIL import Image
+from pydantic import ConfigDict, Field
+
+from grpo_core.errors import InputError
+from grpo_core.records import Modality
+from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size, to_rgb
+
+STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+"""For the settings of a reward, a pydantic dataclass: no value is converted, no secret is shown."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """Samples to score, one entry per sample in every field.
+
+    Attributes:
+        sample_ids: stable names of the samples.
+        prompts: the prompt of each sample.
+        images: the image of each sample (RGB, 8 bit); empty where samples are texts.
+        targets: the target image that belongs to the sample's prompt, None where there is none; empty for texts.
+        columns: every other column of the prompt file, by name, one value per sample.
+        completions: the text of each sample; empty where samples are images.
+        group_ids: the same for siblings; groups are complete and contiguous. Empty where groups are not known.
+        token_ids: the tokens that each sample was decoded from; empty where they are not needed or not known.
+    """
+
+    sample_ids: Sequence[str]
+    prompts: Sequence[str]
+    images: Sequence[Image.Image] = ()
+    targets: Sequence[Image.Image | None] = ()
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    completions: Sequence[str] = ()
+    group_ids: Sequence[str] = ()
+    token_ids: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        outputs = self.completions or self.images
+        optional = (self.targets, self.group_ids, self.token_ids)
+        sizes = {len(self.prompts), len(outputs), *(len(values or outputs) for values in optional)}
+        sizes |= {len(values) for values in self.columns.values()}
+        assert sizes <= {len(self.sample_ids)}, f"one entry per sample in every field, got {sizes}"
+        assert not (self.completions and self.images), "a sample is an image or a text"
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def select(self, rows: Sequence[int]) -> "ScoringBatch":
+        """Return the samples with these indices, in this order."""
+        chosen = {
+            each.name: [values[row] for row in rows] if (values := getattr(self, each.name)) else ()
+            for each in dataclasses.fields(self)
+            if each.name != "columns"
+        }
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        return ScoringBatch(**chosen, columns=columns)
+
+    def rgb_images(self, reward: str, min_side: int = 1, max_aspect: float = math.inf) -> Iterator[Image.Image]:
+        """Yield each image in RGB.
+
+        Args:
+            reward: the name of the reward that looks at them, for messages.
+            min_side: smallest side that the reward can score, in pixels.
+            max_aspect: largest ratio of the long side to the short one.
+
+        Raises:
+            InputError: an image of an unknown mode, too small or too long.
+        """
+        for sample_id, image in zip(self.sample_ids, self.images, strict=True):
+            place = f"rewards.{reward}, sample {sample_id}"
+            rgb = to_rgb(image, place)
+            if not fits_reward(rgb, min_side, max_aspect):
+                hint = f"{reward} needs {shown_bounds(min_side, max_aspect)}: generate other sizes, or drop the reward."
+                raise InputError(place, f"image of {shown_size(rgb)} pixels", hint)
+            yield rgb
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of one sample: a value, not applicable (no value, no failure) or a failure (no value, a reason).
+
+    Attributes:
+        value: in [0, 1] where the reward is bounded, higher is better; None where there is none.
+        raw: the measured quantity in its own unit (dB, bytes, distance); None with value None.
+        failure: why a sample to which the reward applies could not be scored; None where nothing went wrong.
+    """
+
+    value: float | None
+    raw: float | None
+    failure: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.value is None or self.failure is None, "a score or the reason why there is none"
+
+    @classmethod
+    def failed(cls, reason: str) -> "Score":
+        """Return the score of a sample that could not be scored, for a reason other than the sample."""
+        return cls(None, None, reason)
+
+    @classmethod
+    def of(cls, value: float, raw: float, reason: str | None = None) -> "Score":
+        """Return value and raw, or a failure (`reason`, or the number itself) where raw is not finite.
+
+        A NaN would leave a clamp as a value.
+        """
+        return cls(value, raw) if math.isfinite(raw) else cls.failed(reason or not_finite(raw))
+
+
+NOT_APPLICABLE = Score(None, None)
+"""The reward has nothing to say about the sample: no target, no quoted text."""
+
+
+class Reward(abc.ABC):
+    """A reward; its settings are fixed when it is built and named in its provenance.
+
+    A subclass is a pydantic dataclass whose fields are its settings. A class attribute replaces each property that does
+    not depend on the settings.
+    """
+
+    free_settings: ClassVar[frozenset[str]] = frozenset({"device"})
+    """Settings that leave the scores alone: paths, devices, addresses."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The registered name."""
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> str:
+        """Changes whenever the same sample would score otherwise."""
+
+    @property
+    def media(self) -> tuple[Modality, ...]:
+        """What it scores."""
+        return ("image",)
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether a sample without a target image has no score."""
+        return False
+
+    @property
+    def needs_column(self) -> str | None:
+        """The column of the prompt file without which no sample has a score."""
+        return None
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a sample's score depends on its siblings, so that a batch must hold them all."""
+        return False
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it looks at the tokens that a sample was decoded from."""
+        return False
+
+    @property
+    def min_side(self) -> int:
+        """Smallest side of an image that it can score, in pixels."""
+        return 1
+
+    @property
+    def max_aspect(self) -> float:
+        """Largest ratio of an image's long side to its short one."""
+        return math.inf
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the settings that determine the scores, as plain JSON values."""
+        names = (each.name for each in dataclasses.fields(self) if each.name not in self.free_settings)  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names}
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Return the sha256 of every weight file that the scores come from, by role.
+
+        Raises:
+            InputError: a file is missing or has another digest.
+        """
+        return {}
+
+    def preflight(self) -> Sequence[str]:
+        """List what prevents scoring (missing weights, wrong digest), each with its hint. Loads no model."""
+        return []
+
+    @abc.abstractmethod
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Return one score per sample, in order; a sample's depends on no other sample except its siblings."""
+
+
+def score_samples(reward: Reward, batch: ScoringBatch) -> list[Score]:
+    """Score a batch and check the answer: a value or raw quantity that is not finite becomes a logged failure.
+
+    Raises:
+        InputError: the reward returned another number of scores than there are samples.
+    """
+    scores = list(reward.score(batch)) if len(batch) else []
+    if len(scores) != len(batch):
+        hint = f"It got {len(batch)} samples; return one score per sample, in order."
+        raise InputError(f"reward {reward.name}", f"{len(scores)} scores", hint)
+    checked = [_finite(score) for score in scores]
+    for sample_id, score in zip(batch.sample_ids, checked, strict=True):
+        if score.failure is not None:
+            _LOGGER.warning("reward %s, sample %s: %s", reward.name, sample_id, score.failure)
+    return checked
+
+
+def provenance_of(reward: Reward) -> dict[str, object]:
+    """Describe where the reward's scores come from, as JSON values: equal provenance means equal scores.
+
+    Returns:
+        reward: its name; version: of its code; settings: those that determine the scores; settings_digest: their
+        sha256; weights: sha256 of every weight file by role.
+
+    Raises:
+        InputError: a weight file is missing or has another digest.
+    """
+    settings: Mapping[str, object] = dict(reward.settings())
+    canonical = json.dumps(settings, sort_keys=True, allow_nan=False)
+    return {
+        "reward": reward.name,
+        "version": reward.version,
+        "settings": settings,
+        "settings_digest": hashlib.sha256(canonical.encode()).hexdigest(),
+        "weights": dict(reward.weight_digests()),
+    }
+
+
+def clamp_unit(value: float) -> float:
+    """Clamp a value to [0, 1]."""
+    return min(max(value, 0.0), 1.0)
+
+
+def not_finite(number: float) -> str:
+    """Return the reason of a failure for NaN or infinity."""
+    return f"the reward is {number}, not a finite number"
+
+
+def _finite(score: Score) -> Score:
+    broken = [number for number in (score.value, score.raw) if number is not None and not math.isfinite(number)]
+    return Score.failed(not_finite(broken[0])) if broken else score
