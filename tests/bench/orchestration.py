@@ -29,8 +29,8 @@ from grpo_core.advantages import compute_advantages
 from grpo_core.collect import collect_rollouts
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.records import TokenBatch, TrainingRows
-from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import ScoringBatch
 from grpo_core.seeds import derive_seed
 from grpo_core.update import update_policy
 from tasks.prompts.targets import TargetReference, load_target

@@ -16,6 +16,7 @@ from grpo_core.rewards.judges.hpsv2 import HPSV2, HpsV2Reward
 from grpo_core.rewards.judges.pickscore import PICKSCORE, PickScoreReward
 from grpo_core.rewards.reward import Reward, Score, ScoringBatch
 from grpo_core.rewards.weights.files import file_sha256
+from grpo_core.rewards.weights.models import ModelSource
 from tests.grpo_core.rewards.conftest import flat, noise
 
 SIDE = 64
