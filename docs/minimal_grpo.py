@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from grpo_core.rewards.reward import ScoringBatch
 from PIL import Image
 
 from grpo_core.advantages import AdvantageSettings, compute_advantages
