@@ -1,7 +1,11 @@
-"""Builds a tiny GLM-Image pipeline from the stock transformers and diffusers classes."""
+"""The seven parts of the tiny GLM-Image with fresh weights, and the folder that diffusers loads."""
+
+from pathlib import Path
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
 from transformers import (
     ByT5Tokenizer,
     GlmImageConfig,
@@ -14,16 +18,124 @@ from transformers import (
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
 from data.codebook import CODEBOOK_SIZE
-from data.shapes import CELL_PIXELS, IMAGE_PIXELS
+from data.shapes import CELL_PIXELS, IMAGE_PIXELS, all_scenes
 from data.tiny_glm_image.recipe import TinyRecipe
-from data.tiny_glm_image.tokenizer import (
-    IMAGE_END_ID,
-    IMAGE_START_ID,
-    VISION_VOCAB_SIZE,
-    build_tokenizer,
-    image_token,
-)
-from data.tiny_glm_image.vae import build_identity_vae
+
+IMAGE_START_ID = CODEBOOK_SIZE
+IMAGE_END_ID = CODEBOOK_SIZE + 1
+# As in the released model, the output head is wider than codes, start and end together, and text ids begin after it.
+VISION_VOCAB_SIZE = 8 * (CODEBOOK_SIZE // 8 + 1) + 8
+
+_PAD, _GRID_BOS, _GRID_EOS, _IMAGE = "<|endoftext|>", "<sop>", "<eop>", "<|image|>"
+
+
+def image_token(index: int) -> str:
+    """The text form of a vision id (a code, the image start or the image end)."""
+    return f"<|dit_token_{index}|>"
+
+
+def _known_words() -> list[str]:
+    words = {word for scene in all_scenes() for word in scene.caption.split()}
+    words |= {str(number) for number in range(10)}
+    # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
+    return sorted(words | {"\u0120" + word for word in words})
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Builds the tokenizer of the tiny autoregressive model.
+
+    A word of the captions is one id, with or without the space before it; every other word is its UTF-8 bytes, so any
+    text has ids and none is unknown. Pads are on the left.
+    """
+    entries = [image_token(i) for i in range(VISION_VOCAB_SIZE)] + sorted(pre_tokenizers.ByteLevel.alphabet())
+    entries += [word for word in _known_words() if len(word) > 1]
+    specials = [_PAD, _GRID_BOS, _GRID_EOS, _IMAGE]
+    vocabulary = {entry: index for index, entry in enumerate(entries + specials)}
+    # ignore_merges: a word that is an entry is taken whole, without the merges that would build it from bytes.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    start, end = image_token(IMAGE_START_ID), image_token(IMAGE_END_ID)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in [*specials, start, end]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=start,
+        eos_token=end,
+        pad_token=_PAD,
+        padding_side="left",
+        extra_special_tokens={"image_token": _IMAGE, "grid_bos_token": _GRID_BOS, "grid_eos_token": _GRID_EOS},
+    )
+
+
+_CHANNELS = 8
+# Two constant channels of this size pin the group's standard deviation, whatever the image holds.
+_PIN = 1000.0
+
+
+def build_identity_vae(latent_std: float, sample_size: int) -> AutoencoderKL:
+    """Builds a stock AutoencoderKL with scale factor 1 whose weights are set by hand to the identity.
+
+    A pixel a passes the nonlinearity as the pair (a, -a), because silu(a) - silu(-a) = a; residual branches add zero.
+
+    Args:
+        latent_std: the pipeline's latents are pixels in [-1, 1] divided by it.
+        sample_size: pixels a side, kept in the configuration.
+
+    Returns:
+        The autoencoder in evaluation mode; encoding and decoding keep pixels in [-1, 1] within 1e-4.
+    """
+    vae = AutoencoderKL(
+        block_out_channels=(_CHANNELS,),
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+        latent_channels=3,
+        norm_num_groups=1,
+        layers_per_block=1,
+        sample_size=sample_size,
+        mid_block_add_attention=False,
+        latents_mean=(0.0, 0.0, 0.0),
+        latents_std=(latent_std, latent_std, latent_std),
+    )
+    with torch.no_grad():
+        for name, parameter in vae.named_parameters():
+            if "resnets" in name and "conv2" in name:
+                parameter.zero_()
+        for half in (vae.encoder, vae.decoder):
+            _split_signs(half.conv_in)
+            half.conv_norm_out.weight.fill_(_PIN * (2 / _CHANNELS) ** 0.5)
+            half.conv_norm_out.bias.zero_()
+            _join_signs(half.conv_out)
+        # Log-variance of the posterior: its samples are its mode.
+        vae.encoder.conv_out.bias[3:] = -30.0
+        for convolution in (vae.quant_conv, vae.post_quant_conv):
+            convolution.bias.zero_()
+            convolution.weight.copy_(torch.eye(convolution.out_channels)[:, :, None, None])
+    return vae.eval()
+
+
+def _centre(convolution: nn.Conv2d) -> Tensor:
+    middle = convolution.kernel_size[0] // 2
+    return convolution.weight[:, :, middle, middle]
+
+
+def _split_signs(convolution: nn.Conv2d) -> None:
+    convolution.weight.zero_()
+    assert convolution.bias is not None
+    convolution.bias.zero_()
+    for channel in range(3):
+        _centre(convolution)[2 * channel, channel] = 1.0
+        _centre(convolution)[2 * channel + 1, channel] = -1.0
+    convolution.bias[6:] = torch.tensor([_PIN, -_PIN])
+
+
+def _join_signs(convolution: nn.Conv2d) -> None:
+    convolution.weight.zero_()
+    assert convolution.bias is not None
+    convolution.bias.zero_()
+    for channel in range(3):
+        _centre(convolution)[channel, 2 * channel] = 1.0
+        _centre(convolution)[channel, 2 * channel + 1] = -1.0
+
 
 _GLYPH_SIZE = 16
 # A message's text as it stands, and an image as its three marks, as the released model's template prints them.
@@ -153,3 +265,12 @@ def _build_decoder(recipe: TinyRecipe) -> GlmImageTransformer2DModel:
         condition_dim=16,
         prior_vq_quantizer_codebook_size=CODEBOOK_SIZE,
     ).eval()
+
+
+LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "numpy")
+"""Whose versions decide what comes of the recipe."""
+
+
+def save_tiny_model(pipeline: GlmImagePipeline, folder: Path) -> None:
+    """Saves the seven components; `GlmImagePipeline.from_pretrained(folder)` loads them without this project."""
+    pipeline.save_pretrained(folder)

@@ -1,8 +1,12 @@
-"""The task of the tiny text model: sort the letters of a made-up word."""
+"""The task of the tiny text model: sort the letters of a made-up word; and the prompt files that ask for it."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+
+from data.tiny_text.recipe import TinyTextRecipe
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _SHORTEST, _LONGEST = 3, 8
@@ -41,3 +45,23 @@ def split_words(seed: int, *, train: int, heldout: int) -> tuple[tuple[str, ...]
     """Words for training, and words that no training shows; the held-out ones do not depend on how many train."""
     unseen = draw_words(heldout, np.random.default_rng([seed, 1]))
     return draw_words(train, np.random.default_rng([seed, 2]), without=unseen), unseen
+
+
+TRAIN_FILE = "letters_train.jsonl"
+HELDOUT_FILE = "letters_heldout.jsonl"
+
+
+def write_prompt_files(recipe: TinyTextRecipe, folder: Path) -> None:
+    """Writes one JSON object a word, with the columns prompt, answer and word.
+
+    The supervised training shows the training words, with slips, and none of the held-out ones.
+
+    Args:
+        recipe: how many, and the words' seed.
+        folder: that holds the prompt files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    seen, unseen = split_words(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_words)
+    for name, words in ((TRAIN_FILE, seen), (HELDOUT_FILE, unseen[: recipe.heldout_prompts])):
+        rows = ({"prompt": prompt_of(word), "answer": answer_of(word), "word": word} for word in words)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

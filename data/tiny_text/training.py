@@ -1,15 +1,68 @@
-"""Supervised training of the tiny text model: cross-entropy on the answers."""
+"""Supervised training of the tiny text model on imperfect answers, before any reward is seen."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.tiny_glm_image.optimization import ProgressCallback, SupervisedOptimizer
-from data.tiny_text.corpus import Corpus, draw_corpus
+from data.tiny_text.letters import answer_of, prompt_of, split_words
 from data.tiny_text.recipe import TinyTextRecipe
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Conversations as ids, padded on the right.
+
+    Attributes:
+        ids: int64 [conversations, time], prompt and answer as the chat template prints them.
+        trained: bool [conversations, time], True where an id belongs to the answer or ends it.
+    """
+
+    ids: Tensor
+    trained: Tensor
+
+
+def draw_corpus(tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe) -> Corpus:
+    """Draws `recipe.corpus_size` answers to as many prompts, with slips at the recipe's rates."""
+    words, _ = split_words(recipe.seed, train=recipe.corpus_size, heldout=recipe.heldout_words)
+    rng = np.random.default_rng([recipe.seed, 3])
+    rows = [encode_answer(tokenizer, word, draw_answer(word, recipe, rng)) for word in words]
+    time = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.full((len(rows), time), tokenizer.pad_token_id)
+    trained = torch.zeros(len(rows), time, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        trained[row, len(prompt) : end] = True
+    return Corpus(ids, trained)
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerFast, word: str, answer: str) -> tuple[list[int], list[int]]:
+    """Ids of the prompt about a word, and of an answer with its end."""
+    messages = [{"role": "user", "content": prompt_of(word)}]
+    requested = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt: list[int] = tokenizer.encode(requested, add_special_tokens=False)
+    written: list[int] = tokenizer.encode(answer, add_special_tokens=False)
+    return prompt, [*written, tokenizer.eos_token_id]
+
+
+def draw_answer(word: str, recipe: TinyTextRecipe, rng: np.random.Generator) -> str:
+    """The sorted letters with slips: a letter is another one, is missing, or is written twice."""
+    swap, skip, repeat = recipe.swap_probability, recipe.skip_probability, recipe.repeat_probability
+    written = []
+    for letter in answer_of(word):
+        chance = rng.random()
+        if chance < swap:
+            written.append(_ALPHABET[rng.integers(len(_ALPHABET))])
+        elif chance >= swap + skip:
+            written.append(letter * (2 if chance < swap + skip + repeat else 1))
+    return "".join(written)
 
 
 @dataclass(frozen=True)

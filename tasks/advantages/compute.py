@@ -243,6 +243,9 @@ def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
         metrics["advantage/mean"] = float(given.mean())
     if len(given) > 1:
         metrics["advantage/std"] = float(given.std())
+    advantages = result.advantages[result.advantages.isfinite()].double()
+    if len(advantages) > 1:
+        metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     if samples.penalties is not None:
         metrics["kl_penalty"] = float(samples.penalties.mean())
     datasets = [names[0] for names in samples.table["dataset"].to_list()]

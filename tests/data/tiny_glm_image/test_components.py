@@ -11,7 +11,7 @@ from data.codebook import CODEBOOK_SIZE
 from data.shapes import Scene
 from data.tiny_glm_image import TinyRecipe, build_pipeline, save_tiny_model
 from data.tiny_glm_image.autoregressive import encode_scenes
-from data.tiny_glm_image.tokenizer import IMAGE_END_ID, IMAGE_START_ID
+from data.tiny_glm_image.components import IMAGE_END_ID, IMAGE_START_ID
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit
 
 SMALL = TinyRecipe(hidden_size=64, layers=1, decoder_size=32)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.shapes import all_scenes
-from data.tiny_glm_image.tokenizer import IMAGE_END_ID, IMAGE_START_ID, VISION_VOCAB_SIZE, build_tokenizer
+from data.tiny_glm_image.components import IMAGE_END_ID, IMAGE_START_ID, VISION_VOCAB_SIZE, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from data.tiny_glm_image.vae import build_identity_vae
+from data.tiny_glm_image.components import build_identity_vae
 
 
 def test_latents_are_pixels_and_decode_to_them() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import data
 from data.tiny_text import TinyTextRecipe, build_tokenizer, write_prompt_files
-from data.tiny_text.corpus import draw_answer, draw_corpus
 from data.tiny_text.letters import answer_of, draw_words, prompt_of, split_words
+from data.tiny_text.training import draw_answer, draw_corpus
 
 SMALL = TinyTextRecipe(corpus_size=400, heldout_words=64)
 

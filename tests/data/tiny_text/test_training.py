@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from data.tiny_text import TinyTextRecipe, build_model, build_tokenizer, save_tiny_text_model, train_model
-from data.tiny_text.corpus import draw_corpus
-from data.tiny_text.training import answer_loss
+from data.tiny_text.training import answer_loss, draw_corpus
 from grpo_core.errors import NonFiniteError
 
 SHORT = TinyTextRecipe(corpus_size=256, steps=40, batch=16, hidden_size=32, heads=2, key_value_heads=1)
