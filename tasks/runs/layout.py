@@ -1,12 +1,12 @@
 """The names in a run folder: paths for what writes there, parsers for what reads. No other module spells them.
 
-    iteration_000001/rollouts, rewards/<label>, advantages     stages of an iteration; artifacts
-    iteration_000001/round_02/...                              the same of its second sampling round
-    iteration_000001/metrics.parquet
-    policies/000001                                            what an update made; an artifact
-    evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
-    evaluations_of/<prompts>/000001/...                        the same of other prompts or settings
-    rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
+iteration_000001/rollouts, rewards/<label>, advantages     stages of an iteration; artifacts
+iteration_000001/round_02/...                              the same of its second sampling round
+iteration_000001/metrics.parquet
+policies/000001                                            what an update made; an artifact
+evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
+evaluations_of/<prompts>/000001/...                        the same of other prompts or settings
+rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
 """
 
 import re

@@ -25,7 +25,7 @@ from tasks.runs.layout import (
     policy_folder,
 )
 from tasks.runs.reader import RunReader, StoredArtifact
-from tasks.runs.run_view import EvaluationView, IterationView, RunView, MovedFiles, Stages
+from tasks.runs.run_view import EvaluationView, IterationView, MovedFiles, RunView, Stages
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE

@@ -93,7 +93,7 @@ def read_iterations(
     first, last = chosen or (complete[0], complete[-1])
     numbers = range(first, last + 1)
     if missing := [number for number in numbers if number not in complete]:
-        hint = f"{store.run} has no complete iteration {missing[0]}; complete are {spans(complete)}. Choose among these."
+        hint = f"{store.run} has no complete iteration {missing[0]}; choose among {spans(complete)}."
         raise InputErrors([InputError("--iterations", f"{first}-{last}", hint)])
     problems, iterations = [], []
     for number in numbers:

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from tasks.runs.layout import STAGES
-from tasks.runs.run_view import RunView
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
+from tasks.runs.run_view import RunView
 from tests.tasks.reports.made_runs import RunMaker, flip_last_byte, whole_run
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tasks.runs import reader as artifact_reader
-from tasks.runs.reader import RunReader, Damage
+from tasks.runs.reader import Damage, RunReader
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
 
