@@ -1,10 +1,11 @@
-"""The shipped configuration files, and what one may say.
+"""The shipped configuration files, and what one may contain.
 
-schema          every section and field; reward_sections those of rewards; section is what all of them are
-checks          combinations that cannot be; dataset_checks those of prompt files, reward_checks those of rewards
-rewards_file    a file of rewards by themselves
-loader          a YAML file and overrides -> a checked configuration
-determining     what of a configuration determines a run, and what differs between two
-core_settings   its sections -> the records that grpo_core reads
-replay          the configuration of a replay
+sections     the sections about prompts, rollouts, placement and storage, and what all sections share
+scoring      the sections about rewards and the watch for reward hacking
+training     the sections about advantages and the update
+schema       a configuration as a whole: of a run, of a replay, a file of rewards
+checks       combinations of sections that cannot be
+keys         TRL's names of keys, and the nearest to an unknown one
+loader       a YAML file and overrides -> a checked configuration
+determining  what of a configuration determines a run, and what differs between two
 """

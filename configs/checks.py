@@ -1,22 +1,31 @@
-"""Combinations that cannot be: each field is allowed, together they are not."""
+"""Combinations of sections that cannot be: each is allowed, together they are not. Nothing is read or loaded."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from configs.core_settings import advantage_settings, loss_settings, optimizer_settings, with_total_steps
-from configs.dataset_checks import dataset_contradictions
-from configs.reward_checks import reward_contradictions
 from configs.schema import RunConfig
+from configs.scoring import RewardSection
+from configs.sections import ImageRolloutSection, PromptsSection
+from grpo_core.advantages import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.policies.family import policy_family
+from grpo_core.rewards.reward import Reward
+from grpo_core.rewards.registry import build_reward
+
+MANIFEST_ENDING = ".manifest.json"
+"""Of the file beside a stored table, whose folder has the reward's name."""
+
+# They decide what a reward counts for, and a guardrail counts for nothing.
+_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
+_OF_ONE_FILE = ("prompts", "prompt_column", "limit", "targets", "target_column")
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
-    """Every impossible combination of a configuration; nothing is read or loaded."""
+    """Every impossible combination of a configuration whose sections are well-formed."""
     return [
-        *dataset_contradictions(config),
+        *_datasets(config),
         *reward_contradictions(config),
-        *_core_settings(config),
         *_batches(config),
         *_policy(config),
         *_reference(config),
@@ -25,17 +34,153 @@ def contradictions(config: RunConfig) -> list[InputError]:
     ]
 
 
-def _core_settings(config: RunConfig) -> Iterator[InputError]:
-    checks: tuple[Callable[[], object], ...] = (
-        lambda: advantage_settings(config.advantages),
-        lambda: loss_settings(config.update),
-        lambda: optimizer_settings(with_total_steps(config)),
-    )
-    for check in checks:
-        try:
-            check()
-        except InputError as error:
-            yield error
+def _datasets(config: RunConfig) -> Iterator[InputError]:
+    """Every impossible combination of prompt files, and of rewards with them; nothing is read."""
+    if not config.data.sets:
+        yield InputError("data.prompts", None, "Give a prompt file, or several as data.datasets.")
+    for place, section in _sections(config):
+        yield from _one_way(place, section)
+        yield from _names(place, section)
+    yield from _routes(config)
+    yield from _unscored(config)
+
+
+def _sections(config: RunConfig) -> tuple[tuple[str, PromptsSection], ...]:
+    return (("data", config.data), ("evaluate", config.evaluate))
+
+
+def _one_way(place: str, section: PromptsSection) -> Iterator[InputError]:
+    if not section.datasets:
+        return
+    for field in _OF_ONE_FILE:
+        value = getattr(section, field)
+        if value is not None:
+            hint = f"With {place}.datasets it has no effect; move it into one of them."
+            yield InputError(f"{place}.{field}", value, hint)
+
+
+def _names(place: str, section: PromptsSection) -> Iterator[InputError]:
+    for name, times in Counter(each.name for each in section.datasets).items():
+        if times > 1:
+            yield InputError(f"{place}.datasets", name, f"{times} datasets have this name; give each one of its own.")
+
+
+def _routes(config: RunConfig) -> Iterator[InputError]:
+    known = sorted({each.name for _, section in _sections(config) for each in section.sets})
+    for index, section in enumerate(config.rewards):
+        place = f"rewards.{index}.datasets"
+        if section.datasets == ():
+            yield InputError(place, [], "The reward would score nothing; name a dataset, or leave it out for all.")
+        for name in section.datasets or ():
+            if name not in known:
+                yield InputError(place, name, f"There is no such dataset; there is {', '.join(known) or 'none'}.")
+
+
+def _unscored(config: RunConfig) -> Iterator[InputError]:
+    if not any(reward.weight for reward in config.rewards):
+        return
+    for place, section in _sections(config):
+        for each in section.sets:
+            if any(reward.weight and reward.scores(each.name) for reward in config.rewards):
+                continue
+            hint = (
+                "No reward with a weight is meant for this dataset, so nothing would be learned from it; add its name "
+                "to the datasets of a reward."
+            )
+            yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
+
+
+def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
+    """Every impossible reward or guardrail, and every impossible combination of them; nothing is read or loaded."""
+    yield from _labels("rewards", config.rewards)
+    try:
+        refuse_terms(config.rewards, config.advantages)
+    except InputError as error:
+        yield error
+    for index, section in enumerate(config.rewards):
+        yield from _reward(config, section, f"rewards.{index}", ("data", "evaluate"))
+    yield from _guardrails(config)
+
+
+def _labels(place: str, sections: Sequence[RewardSection]) -> Iterator[InputError]:
+    labels = [section.label for section in sections]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield InputError(place, label, "This name stands twice; give each entry a `name` of its own.")
+    for label in (label for label in labels if label.endswith(MANIFEST_ENDING)):
+        yield InputError(place, label, f"The manifests of stored tables end with {MANIFEST_ENDING}; name it otherwise.")
+
+
+def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
+    modality = policy_family(config.policy.kind).modality
+    try:
+        reward = build_reward(section.reward, section.settings)
+    except InputError as error:
+        yield InputError(_place_in(place, section, error.place), error.value, error.hint)
+        return
+    if modality not in reward.media:
+        scored = " or ".join(f"{each}s" for each in reward.media)
+        hint = f"It scores {scored}, and policy.kind {config.policy.kind} makes {modality}s."
+        yield InputError(f"{place}.reward", section.reward, hint)
+        return
+    if reward.needs_target:
+        yield from _targets(config, section, place, parts)
+    if isinstance(config.rollout, ImageRolloutSection):
+        yield from size_problems(reward, section, place, config.rollout.width, config.rollout.height)
+
+
+def _place_in(place: str, section: RewardSection, found: str) -> str:
+    """The place of a reward's own error in the configuration.
+
+    Args:
+        place: of the reward's entry.
+        section: the entry.
+        found: `rewards`: there is no such reward; `rewards.<reward>.<setting>`; or a place within a file.
+    """
+    if found == "rewards":
+        return f"{place}.reward"
+    setting = found.removeprefix(f"rewards.{section.reward}")
+    return f"{place}.settings{setting}" if setting != found else f"{place}: {found}"
+
+
+def size_problems(reward: Reward, section: RewardSection, place: str, width: int, height: int) -> Iterator[InputError]:
+    """Images that are too small or too long for the reward."""
+    if min(width, height) < reward.min_side:
+        hint = f"It needs images of at least {reward.min_side} pixels a side."
+        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
+    if max(width, height) > reward.max_aspect * min(width, height):
+        hint = f"It takes images whose long side is at most {reward.max_aspect:g} times the short one."
+        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
+
+
+def _targets(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
+    for part, data in ((part, getattr(config, part)) for part in parts):
+        for dataset in data.sets:
+            if section.scores(dataset.name) and not (dataset.targets or dataset.target_column):
+                where = f"{part}.datasets.{data.sets.index(dataset)}" if data.datasets else part
+                hint = f"It compares with a target image: set {where}.targets or {where}.target_column."
+                yield InputError(f"{place}.reward", section.reward, hint)
+
+
+def _guardrails(config: RunConfig) -> Iterator[InputError]:
+    watch = config.watch
+    yield from _labels("watch.guardrails", watch.guardrails)
+    for index, section in enumerate(watch.guardrails):
+        place = f"watch.guardrails.{index}"
+        # They never see a sample that is trained on.
+        yield from _reward(config, section, place, ("evaluate",))
+        plain = RewardSection(reward=section.reward)
+        for field in _OF_THE_MIX:
+            if getattr(section, field) != getattr(plain, field):
+                hint = "A guardrail is looked at and counts for nothing; leave it out."
+                yield InputError(f"{place}.{field}", getattr(section, field), hint)
+    if watch.guardrails and not config.evaluate.sets:
+        hint = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
+        yield InputError("watch.guardrails", [section.label for section in watch.guardrails], hint)
+    if watch.stop and not watch.guardrails:
+        yield InputError("watch.stop", True, "Nothing is watched; name watch.guardrails, or leave it out.")
+    if watch.stop and watch.guardrails and not config.evaluate.every:
+        hint = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
+        yield InputError("watch.stop", True, hint)
 
 
 def _batches(config: RunConfig) -> Iterator[InputError]:
@@ -77,6 +222,10 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
 
 def _schedule(config: RunConfig) -> Iterator[InputError]:
     update = config.update
+    try:
+        config.scheduled_update.schedule()
+    except InputError as error:
+        yield error
     if update.warmup_steps and update.lr_scheduler == "constant":
         hint = "It needs update.lr_scheduler: constant_with_warmup, or another that warms up."
         yield InputError("update.warmup_steps", update.warmup_steps, hint)

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,15 +10,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.checks import contradictions
-from configs.schema import RUN_CONFIGS, PolicySection, RunConfig
-from configs.section import NAME_MEND
+from configs.keys import TRL_NAMES, nearest_key, translate
+from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
+from configs.sections import ALL_AT_ONCE, NAME_HINT, PolicySection, refused_combinations
 from grpo_core.errors import InputError, InputErrors
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error and 1e-5 is a number."""
+    """YAML in which a repeated key is an error and 1e-5 is a number."""
 
 
 # Their keys are the reward's or the schedule's own, and so are their values.
@@ -32,7 +33,7 @@ def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any
         if not isinstance(key, Hashable):
             raise yaml.constructor.ConstructorError(None, None, "a key is a name, no list", key_node.start_mark)
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -58,7 +59,7 @@ def parse_yaml(text: str, place: str) -> Any:
         problem = getattr(error, "problem", None) or "it is not YAML"
         # What is left open is noticed at the end of the text, which may be a line that is not there.
         lines = [*text.splitlines(), ""]
-        raise InputError(where, lines[mark.line].strip() if mark else text, f"{problem}. Mend the YAML.") from error
+        raise InputError(where, lines[mark.line].strip() if mark else text, f"{problem}. Correct the YAML.") from error
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -73,11 +74,35 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     try:
         values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
-        for override in overrides:
-            _apply_override(values, override)
     except InputError as error:
         raise InputErrors([error]) from error
-    return check_config(values)
+    # First the file by itself: an option may change what the file sets under the other name.
+    errors = translate(values)
+    errors += _apply_overrides(values, overrides)
+    try:
+        config = check_config(values)
+    except InputErrors as error:
+        raise InputErrors([*errors, *error.errors]) from error
+    if errors:
+        raise InputErrors(errors)
+    return config
+
+
+def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
+    """Read a file of rewards; whether they can be built, or suit some rollouts, is not checked here.
+
+    Args:
+        path: a YAML file.
+        place: how the person names it: an argument or option.
+
+    Raises:
+        InputErrors: everything that is wrong with its form.
+    """
+    try:
+        values = read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards")
+    except InputError as error:
+        raise InputErrors([error]) from error
+    return validated(RewardsFile, values)
 
 
 def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> dict[str, Any]:
@@ -111,27 +136,38 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         InputErrors: as for read_config.
     """
-    config = validated(_model_for(values), values)
-    if errors := contradictions(config):
-        raise InputErrors(errors)
-    return config
+    return validated(_model_for(values), values, contradictions)
 
 
-def validated(model: type[M], values: Mapping[str, Any]) -> M:
+def validated(
+    model: type[M], values: Mapping[str, Any], checks: Callable[[M], Sequence[InputError]] = lambda record: ()
+) -> M:
     """Plain values as YAML has them -> a record of this model.
 
+    Args:
+        model: of the record.
+        values: by the model's keys, or by TRL's names of them.
+        checks: further errors of a record that is well-formed.
+
     Raises:
-        InputErrors: everything that does not fit it.
+        InputErrors: everything that does not fit.
     """
+    # From YAML, a tuple is a list.
+    plain = _tuples(values)
+    errors = translate(plain)
     try:
-        # From YAML, a tuple is a list.
-        return model.model_validate(_tuples(values))
+        record = model.model_validate(plain, context=ALL_AT_ONCE)
     except ValidationError as error:
-        raise InputErrors([_explain(model, detail) for detail in _distinct(error.errors())]) from error
+        errors += [_explain(model, detail) for detail in _distinct(error.errors())]
+        raise InputErrors(errors) from error
+    errors += [*refused_combinations(record), *checks(record)]
+    if errors:
+        raise InputErrors(errors)
+    return record
 
 
 def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
-    """What the rollout section may say depends on the policy; an unknown kind is told with all other mistakes."""
+    """The model of a configuration: the keys of the rollout section depend on the policy."""
     policy = values.get("policy")
     default = PolicySection.model_fields["kind"].default
     kind = policy.get("kind", default) if isinstance(policy, Mapping) else default
@@ -142,6 +178,35 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: item if key in _FREE_MAPPINGS else _tuples(item) for key, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
+    """Change values in place; return what is wrong with the overrides themselves."""
+    errors: list[InputError] = []
+    names: dict[str, str] = {}
+    for override in overrides:
+        given = override.partition("=")[0].strip()
+        path = TRL_NAMES.get(given, given)
+        if names.setdefault(path, given) != given:
+            errors.append(InputError("--set", override, f"{names[path]} is set too, which is the same; give one."))
+            continue
+        try:
+            if path != given:
+                _remove(values, path)
+            _apply_override(values, override)
+        except InputError as error:
+            errors.append(error)
+    return errors
+
+
+def _remove(values: dict[str, Any], path: str) -> None:
+    """Take out what the file sets, since an option sets the same under TRL's name."""
+    *parents, last = path.split(".")
+    place: Any = values
+    for key in parents:
+        place = place.get(key) if isinstance(place, dict) else None
+    if isinstance(place, dict):
+        place.pop(last, None)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -178,28 +243,14 @@ def _distinct(details: Sequence[Any]) -> list[Any]:
 
 
 def _explain(model: type[BaseModel], detail: Any) -> InputError:
-    location = [part for part in detail["loc"] if part != "tuple"]
-    place = ".".join(str(part) for part in location) or "configuration"
+    location = [str(part) for part in detail["loc"] if part != "tuple"]
+    place = ".".join(location) or "configuration"
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        known = _known_keys(model, location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return InputError(place, found, f"There is no such key: {hint}Known here: {', '.join(known)}.")
+        return InputError(place, found, f"There is no such key. {nearest_key(model, location)}")
     if kind == "missing":
         return InputError(place, None, "It is missing and has no default; add it.")
     if kind == "string_pattern_mismatch":
         # Names alone have a pattern.
-        return InputError(place, found, NAME_MEND)
+        return InputError(place, found, NAME_HINT)
     return InputError(place, found, f"{detail['msg']}.")
-
-
-def _known_keys(run: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    model: Any = run
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return list(model.model_fields)

@@ -19,7 +19,6 @@ from PIL import Image
 
 from grpo_core.advantages import AdvantageSettings, compute_advantages
 from grpo_core.collect import GroupRequest, collect_rollouts, join_groups
-from grpo_core.losses import LossSettings
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -128,7 +127,7 @@ def image_task() -> Task:
             or 0.0
         )
 
-    update = UpdateSettings(minibatch_size=48, micro_batch_size=48, loss=LossSettings(kl_coef=0.01))
+    update = UpdateSettings(minibatch_size=48, micro_batch_size=48, kl_coef=0.01)
     return Task(policy, read_prompts("shapes_train.jsonl"), score, 12, learning_rate=2e-3, update=update)
 
 

@@ -70,8 +70,8 @@ def serve_rewards(
 ) -> None:
     """Score for others over HTTP, as docs/remote_rewards.md describes; Ctrl-C ends it."""
     with handle_errors():
-        from configs.placement_sections import PlacementSection
-        from configs.rewards_file import read_rewards_file
+        from configs.loader import read_rewards_file
+        from configs.sections import PlacementSection
         from flows.rewards.server import serve
         from grpo_core.errors import InputError, InputErrors
         from grpo_core.rewards.registry import build_reward

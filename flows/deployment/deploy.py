@@ -16,7 +16,7 @@ from prefect.settings import get_current_settings
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from configs.schema import RunConfig
-from configs.section import NAME_MEND, Name
+from configs.sections import NAME_HINT, Name
 from flows.deployment.deployments import TAG, Deployable, evaluation, rescoring, training
 from flows.prefect_settings import CLIENT
 from flows.server.heartbeat_automation import ensure_automations
@@ -150,7 +150,7 @@ def _require_name(name: str) -> None:
     try:
         TypeAdapter(Name).validate_python(name)
     except ValidationError as error:
-        raise InputError("--name", name, NAME_MEND) from error
+        raise InputError("--name", name, NAME_HINT) from error
 
 
 def _require_distinct(wanted: Sequence[Deployable], files: Sequence[Path]) -> None:

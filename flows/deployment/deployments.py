@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect import Flow
 
-from configs.rewards_file import read_rewards_file
+from configs.loader import read_rewards_file
 from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate
 from flows.evaluation.request import EvaluateRequest

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import Field
 
-from configs.core_settings import reference_placement
 from configs.loader import validated
-from configs.schema import DataSection, RunConfig, UpdateSection
-from configs.section import Section
+from configs.schema import RunConfig
+from configs.sections import DataSection, Section
+from configs.training import UpdateSection
 from flows.pipeline.run import plan_heldout
 from flows.preflight.inputs import input_problems, read_prompt_sets
 from grpo_core.errors import InputError, InputErrors
@@ -112,11 +112,10 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         raise InputErrors([InputError("policy.model", digest[:12], hint)])
     policy, notes = choose_policy(store, request.policy, digest)
     heldout = read_prompt_sets(config, config.evaluate, "evaluate")
-    adapter_seed, reference = derive_seed(config.run.seed, "adapter"), reference_placement(config)
+    adapter_seed, reference = derive_seed(config.run.seed, "adapter"), config.reference_placement
     model = ModelSpec(section=config.policy, digest=digest, adapter_seed=adapter_seed, reference=reference)
-    settings = model.family.settings(config.rollout.model_dump())
     texts = [prompt.text for each in heldout for prompt in each.prompts]
-    model.family.refuse_prompts(config.policy.model, settings, texts)
+    model.family.refuse_prompts(config.policy.model, config.rollout, texts)
     rounds = plan_heldout(config, heldout, policy.version)
     assert rounds is not None, "there are held-out prompts"
     own_place = _scored_alike(own, config) and described.get("evaluation") == _digest_of_own(config, heldout)

@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from configs.core_settings import reference_placement, with_total_steps
 from configs.determining import changed_keys, determining
-from configs.schema import ImageRolloutSection, RunConfig, UpdateSection
+from configs.schema import RunConfig
+from configs.sections import ImageRolloutSection
+from configs.training import UpdateSection
 from flows.pipeline.lineage import ACCEPTED, CODE, changed_stages, recorded_code, settle_code, stage_code
 from flows.preflight.inputs import read_prompt_sets, require_inputs
 from grpo_core.errors import InputError
@@ -68,7 +69,7 @@ class Run:
     @property
     def update(self) -> UpdateSection:
         """The update section, the length of its schedule decided."""
-        return with_total_steps(self.config)
+        return self.config.scheduled_update
 
     def plan(
         self,
@@ -153,11 +154,11 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         section=config.policy,
         digest=model_digest(config.policy.model),
         adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=reference_placement(config),
+        reference=config.reference_placement,
     )
     prompts = [prompt.text for each in (*training, *heldout) for prompt in each.prompts]
     family = model.family
-    family.refuse_prompts(config.policy.model, family.settings(config.rollout.model_dump()), prompts)
+    family.refuse_prompts(config.policy.model, config.rollout, prompts)
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
         run = Run(config, store, lock, model, training, heldout)

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
+from configs.scoring import RewardSection
 from prefect import Task, get_run_logger
 from prefect.context import SyncClientContext
 from prefect.futures import wait
 
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
-from configs.schema import UpdateSection
+from configs.sections import PlacementSection
+from configs.training import UpdateSection
 from flows.pipeline.run import Run
 from flows.server.temporary import end_temporary_server_with_this_process
 from tasks.advantages.compute import compute_advantages_task

@@ -10,8 +10,8 @@ import torch
 from PIL import features
 
 from configs.checks import pools_of
-from configs.core_settings import reference_placement, training_choice
-from configs.schema import ImageRolloutSection, RunConfig
+from configs.schema import RunConfig
+from configs.sections import ImageRolloutSection
 from flows.preflight.inputs import input_problems
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
@@ -63,7 +63,7 @@ def examine(config: RunConfig) -> Diagnosis:
     memory: MemoryEstimate | None = None
     checkpoint = 0
     try:
-        choice = training_choice(config.policy, reference=reference_placement(config), seed=0)
+        choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
         estimate = model_estimate(config, choice)
         memory, checkpoint = estimate.memory, estimate.checkpoint
@@ -94,7 +94,7 @@ def model_estimate(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
         micro_batch_size=config.update.micro_batch_size,
         eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
     )
-    return family.estimate(config.policy.model, family.settings(rollout.model_dump()), choice, workload)
+    return family.estimate(config.policy.model, rollout, choice, workload)
 
 
 def _weights(config: RunConfig, counted: str) -> Finding:

@@ -4,11 +4,12 @@ import posixpath
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from configs.scoring import RewardSection
 
 from configs.checks import pools_of
-from configs.core_settings import training_choice
-from configs.reward_sections import RewardSection
-from configs.schema import DatasetSection, ImageRolloutSection, PromptsSection, RunConfig
+from configs.schema import RunConfig
+from configs.scoring import RewardSection
+from configs.sections import DatasetSection, ImageRolloutSection, PromptsSection
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
@@ -84,8 +85,7 @@ def _device_problems(config: RunConfig) -> Iterator[InputError]:
 
 
 def _require_usable_settings(config: RunConfig) -> None:
-    family = policy_family(config.policy.kind)
-    family.refuse_unusable(config.policy.model, family.settings(config.rollout.model_dump()))
+    policy_family(config.policy.kind).refuse_unusable(config.policy.model, config.rollout)
 
 
 def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
@@ -150,7 +150,7 @@ def require_inputs(config: RunConfig) -> None:
         model_digest(config.policy.model)
         # What was downloaded can be read now, and it is not loaded yet.
         _require_usable_settings(config)
-        choice = training_choice(config.policy, reference="none", seed=0)
+        choice = config.policy.training_choice(reference="none", seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
         store = open_store(config.storage, config.run.name)
         store.require_writable()

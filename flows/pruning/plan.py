@@ -6,7 +6,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from configs.schema import RunConfig, TextRolloutSection
+from configs.schema import RunConfig
+from configs.sections import TextRolloutSection
 from flows.pruning.needs import BEST, Needs, find_needs, rewards_of
 from flows.pruning.request import Age, PruneRequest, read_age
 from flows.pruning.scheduled import ScheduledFlow

@@ -4,7 +4,7 @@ import time
 
 from prefect import flow
 
-from configs.replay import corrected
+from configs.schema import corrected
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
 from flows.replay.request import ReplayPlan

@@ -11,8 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
 from configs.loader import read_config
-from configs.replay import CORRECTION, ReplayConfig, ReplaySection, as_replay
-from configs.schema import RunConfig
+from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import model_digest
 from tasks.runs.lookup import find_run

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from configs.loader import validated
-from configs.section import Name, Section
+from configs.sections import Name, Section
 from flows.rescoring.request import RescorePlan, RescoreRequest, plan_rescore
 
 

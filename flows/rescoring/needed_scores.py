@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.reward_sections import RewardSection
+from configs.scoring import RewardSection
+
 from tasks.rewards.stored import choose_scores
 from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
 from tasks.runs.reader import RunReader

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import polars as pl
 import pyarrow.parquet as pq
+from configs.scoring import RewardSection
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, computed_field
 
-from configs.reward_checks import reward_contradictions
-from configs.reward_sections import RewardSection
-from configs.rewards_file import RewardsFile, read_rewards_file
-from configs.schema import AdvantagesSection, RunConfig
+from configs.checks import reward_contradictions
+from configs.loader import read_rewards_file
+from configs.schema import RewardsFile, RunConfig
+from configs.scoring import RewardSection
+from configs.training import AdvantagesSection
 from flows.rescoring.needed_scores import NeededScores, needed_scores
 from flows.server.reachable import require_pools
 from grpo_core.errors import InputError, InputErrors

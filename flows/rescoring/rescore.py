@@ -13,7 +13,7 @@ from prefect import flow
 from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
-from configs.rewards_file import RewardsFile
+from configs.schema import RewardsFile
 from flows.pipeline.forms import Form
 from flows.pipeline.stages import named, recording, score_concurrently
 from flows.rescoring.form import RescoreForm, read_form

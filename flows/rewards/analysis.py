@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from configs.scoring import RewardSection
 from pydantic import BaseModel
 
-from configs.core_settings import hacking_rule
-from configs.reward_sections import RewardSection
-from configs.rewards_file import RewardsFile
-from configs.schema import RunConfig
+from configs.schema import RewardsFile, RunConfig
+from configs.scoring import RewardSection
 from flows.rescoring.needed_scores import needed_scores
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
@@ -164,7 +163,7 @@ def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, 
     labels = dict.fromkeys(label for each in evaluated for label in each.guardrails)
     levels = {label: [each.guardrails.get(label) for each in evaluated] for label in labels}
     try:
-        signs = hacking_signs(versions, rewards, levels, hacking_rule(config.watch))
+        signs = hacking_signs(versions, rewards, levels, config.watch)
     except InputError as error:
         raise InputErrors([error]) from error
     return signs, {WATCH_PLOT: plot_watch(versions, rewards, levels)}

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from configs.core_settings import hacking_rule
-from configs.reward_sections import WatchSection
+from configs.scoring import WatchSection
+
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import log
 from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT
@@ -22,7 +22,7 @@ def find_hacking_signs(
     if not section.guardrails:
         return []
     versions, rewards, levels = held_out_series(heldout, guardrails)
-    return list(hacking_signs(versions, rewards, levels, hacking_rule(section)))
+    return list(hacking_signs(versions, rewards, levels, section))
 
 
 def held_out_series(

@@ -1,6 +1,6 @@
 """What a finished run tells: rewards first and last, time by stage, where to look."""
 
-from configs.schema import TextRolloutSection
+from configs.sections import TextRolloutSection
 from flows.pipeline.run import Run
 from flows.pipeline.run_summary import RunSummary
 from flows.training.guardrails import write_watch_plot

@@ -4,7 +4,7 @@ import time
 
 from prefect import flow
 
-from configs.replay import CORRECTION, corrected
+from configs.schema import CORRECTION, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import recording, update_policy

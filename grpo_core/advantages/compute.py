@@ -86,7 +86,7 @@ def compute_advantages(
     constant, raw = _normalised(objective, combined.present, settings)
     bounded = raw if settings.clip is None else raw.clamp(-settings.clip, settings.clip)
     advantages = torch.where(constant.unsqueeze(-1), 0.0, bounded)
-    dropped = constant & settings.drop_constant_groups
+    dropped = constant & (settings.constant_groups != "keep")
     trained = combined.present & ~dropped.unsqueeze(-1)
     groups = moments_of(rewards, combined.present)
     return GroupAdvantages(
@@ -129,7 +129,7 @@ def _normalised(
 ) -> tuple[Bool[Tensor, " groups"], Float[Tensor, "groups siblings"]]:
     """Which groups are constant, and the advantages before the clip; constant groups apart, which may hold anything."""
     groups = moments_of(objective.sums, present, magnitudes=objective.magnitudes)
-    dropped = groups.constant & settings.drop_constant_groups
+    dropped = groups.constant & (settings.constant_groups != "keep")
     trained = present & ~dropped.unsqueeze(-1)
     if settings.aggregation == "normalize_then_sum":
         return groups.constant, _normalised_over_batch(objective.sums, trained, settings)

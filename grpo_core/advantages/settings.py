@@ -1,25 +1,21 @@
 """Every switch of the advantages, and the combinations that mean nothing."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from grpo_core.errors import InputError
 from grpo_core.losses.kl import KlEstimator
 from grpo_core.rewards.mix.combine import MissingRewards
 from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.settings import check_fields
 
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
-_CHOICES = {
-    "baseline": Baseline,
-    "scale": Scale,
-    "aggregation": Aggregation,
-    "missing": MissingRewards,
-    "kl_estimator": KlEstimator,
-}
+ConstantGroups = Literal["keep", "drop", "redraw"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,9 @@ class AdvantageSettings:
         eps: added to each standard deviation that divides.
         clip: bound of |advantage|, applied last; None: no bound.
         missing: what stands in for a reward that is null for some siblings; see `combine_rewards`.
-        drop_constant_groups: groups without spread have no advantage and count in no statistic of the batch (DAPO; Yu
-            et al., 2025, arXiv:2503.14476); otherwise theirs are 0.
+        constant_groups: what becomes of groups without spread. keep: their advantages are 0. drop: they have none and
+            count in no statistic of the batch (DAPO; Yu et al., 2025, arXiv:2503.14476). redraw: the same, and the
+            training loop samples other prompts in their place.
         kl_coef: weight of the KL to the reference that is subtracted from the combined reward.
         kl_estimator: k1, k2 or k3, summed over the trained tokens of a row.
 
@@ -48,23 +45,15 @@ class AdvantageSettings:
     baseline: Baseline = "mean"
     scale: Scale = "group"
     aggregation: Aggregation = "sum_then_normalize"
-    eps: float = 1e-4
-    clip: float | None = None
+    eps: NonNegativeFloat = 1e-4
+    clip: PositiveFloat | None = None
     missing: MissingRewards = "group_mean"
-    drop_constant_groups: bool = False
-    kl_coef: float = 0.0
+    constant_groups: ConstantGroups = "keep"
+    kl_coef: NonNegativeFloat = 0.0
     kl_estimator: KlEstimator = "k1"
 
     def __post_init__(self) -> None:
-        for field, choices in _CHOICES.items():
-            if getattr(self, field) not in get_args(choices):
-                hint = f"Choose one of {', '.join(get_args(choices))}."
-                raise InputError(f"advantages.{field}", getattr(self, field), hint)
-        for field in ("eps", "kl_coef"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise InputError(f"advantages.{field}", getattr(self, field), "Give a finite number, 0 or above.")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise InputError("advantages.clip", self.clip, "Give a finite number above 0, or leave it out.")
+        check_fields(self, "advantages")
         if self.aggregation == "normalize_then_sum":
             self._check_normalize_then_sum()
 

@@ -6,14 +6,16 @@ Masked: IcePop, in "Every step evolves", 2025 (arXiv:2510.18855).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.losses.ratios import ImportanceLevel
+from grpo_core.settings import check_fields
 
 MismatchMode = Literal["none", "truncate", "mask"]
 
@@ -31,14 +33,12 @@ class MismatchSettings:
 
     mode: MismatchMode = "none"
     level: ImportanceLevel = "token"
-    cap: float = 3.0
-    floor: float = 0.0
+    cap: Annotated[float, Field(ge=1)] = 3.0
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     def __post_init__(self) -> None:
-        if not self.cap >= 1.0:
-            hint = "A ratio of 1 is perfect agreement; give at least 1, for example 3.0."
-            raise InputError("update.mismatch.cap", self.cap, hint)
-        if not (0.0 <= self.floor <= 1.0 and self.floor < self.cap):
+        check_fields(self, "update.mismatch")
+        if self.floor >= self.cap:
             hint = "A ratio of 1 is perfect agreement; give a number from 0 to 1, below the cap."
             raise InputError("update.mismatch.floor", self.floor, hint)
 

@@ -1,28 +1,17 @@
 """Every switch of the policy loss, and the combinations that mean nothing."""
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import get_args
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from grpo_core.errors import InputError
 from grpo_core.losses.kl import KlEstimator
 from grpo_core.losses.mismatch import MismatchSettings
 from grpo_core.losses.ratios import ImportanceLevel
 from grpo_core.losses.registry import LOSSES, Loss, find_loss
-
-POSITIVE = (
-    "clip_range",
-    "clip_range_high",
-    "ratio_cap",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-    "off_policy_threshold",
-)
+from grpo_core.settings import check_fields
 
 
 @dataclass(frozen=True)
@@ -56,25 +45,25 @@ class LossSettings:
 
     loss: str = "grpo"
     importance_level: ImportanceLevel | None = None
-    clip_range: float = 0.2
-    clip_range_high: float | None = None
-    delta: float | None = None
-    ratio_cap: float = 5.0
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    kl_coef: float = 0.0
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_range_high: PositiveFloat | None = None
+    delta: PositiveFloat | None = None
+    ratio_cap: PositiveFloat = 5.0
+    sapo_temperature_pos: PositiveFloat = 1.0
+    sapo_temperature_neg: PositiveFloat = 1.05
+    vespo_k_pos: PositiveFloat = 2.0
+    vespo_lambda_pos: PositiveFloat = 3.0
+    vespo_k_neg: PositiveFloat = 3.0
+    vespo_lambda_neg: PositiveFloat = 2.0
+    kl_coef: NonNegativeFloat = 0.0
     kl_estimator: KlEstimator = "k3"
     kl_importance_correction: bool = True
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     mismatch: MismatchSettings = field(default_factory=MismatchSettings)
-    off_policy_threshold: float | None = None
+    off_policy_threshold: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        self._check_ranges()
+        check_fields(self, "update")
         self._check_level()
         self._check_bounds()
 
@@ -93,23 +82,8 @@ class LossSettings:
         """clip_range_high, or clip_range if none is set."""
         return self.clip_range if self.clip_range_high is None else self.clip_range_high
 
-    def _check_ranges(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"update.{name}", value, "Give a number above 0.")
-        for name in ("kl_coef", "entropy_coef"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"update.{name}", getattr(self, name), "Give a finite number, 0 or above.")
-        if self.clip_range >= 1:
-            raise InputError("update.clip_range", self.clip_range, "Give a number below 1: a ratio is never negative.")
-        if self.kl_estimator not in get_args(KlEstimator):
-            raise InputError("update.kl_estimator", self.kl_estimator, "Choose k1, k2 or k3.")
-
     def _check_level(self) -> None:
         levels = self.definition.importance_levels
-        if self.importance_level not in (None, *get_args(ImportanceLevel)):
-            raise InputError("update.importance_level", self.importance_level, "Choose token or sequence.")
         if self.level not in levels:
             other = "gspo" if self.level == "sequence" else "grpo"
             hint = f"{self.loss} is defined with {levels[0]} ratios; set it to {levels[0]}, or update.loss to {other}."

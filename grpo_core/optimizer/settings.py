@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_core.optimizer.kinds import OptimizerKind
 from grpo_core.optimizer.schedule import LearningRateSchedule, Schedule, ScheduleValue
+from grpo_core.settings import check_fields
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
@@ -28,17 +34,18 @@ class OptimizerSettings:
         InputError: a schedule that cannot be computed with these values.
     """
 
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    learning_rate: NonNegativeFloat
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
     lr_scheduler: Schedule = "constant"
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     optimizer: OptimizerKind = "adamw"
-    total_steps: int | None = None
+    total_steps: PositiveInt | None = None
     lr_scheduler_kwargs: Mapping[str, ScheduleValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_fields(self, "update")
         self.schedule()
 
     def schedule(self) -> LearningRateSchedule:

@@ -18,17 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass as settings_dataclass
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import STRICT, Positive
+from grpo_core.settings import check_fields
 
 MIN_DIFFERENCES = 3
 """From how many differences between evaluations their noise can be told."""
 
 
-@settings_dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True)
 class HackingRule:
     """When a guardrail's fall counts as a sign.
 
@@ -47,10 +46,13 @@ class HackingRule:
             otherwise there is no sign before the fourth evaluation.
     """
 
-    rise: Positive = 0.05
+    rise: PositiveFloat = 0.05
     fall: Annotated[float, Field(gt=0, le=1)] = 0.1
     patience: Annotated[int, Field(ge=1, le=1000)] = 3
-    noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    noise: NonNegativeFloat = 5.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "watch")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from grpo_core.optimizer import PolicyOptimizer
-from grpo_core.parity import ParityReport, measure_parity, require_parity
+from grpo_core.parity import ParityReport, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import Policy
 from grpo_core.records import TrainingRows
 from grpo_core.update.batches import minibatches
@@ -23,12 +23,13 @@ def update_policy(
     settings: UpdateSettings,
     *,
     seed: int,
+    parity: ParityTolerance | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
     on_progress: Progress | None = None,
 ) -> UpdateResult:
     """Train the policy on the rows.
 
-    Rows that other weights sampled pass no gate: their log-probs differ by right, and `settings.loss.mismatch` says
+    Rows that other weights sampled pass no gate: their log-probs differ by right, and `settings.mismatch` says
     how the difference is corrected.
 
     Args:
@@ -37,6 +38,7 @@ def update_policy(
         rows: advantages finite; without any, nothing is changed.
         settings: epochs, sizes, loss, limits.
         seed: of the minibatch order.
+        parity: allowed difference of stored and recomputed log-probs; None: what fp32 allows.
         ranks: the processes that share the update; each has all rows and takes its part of them.
         on_progress: called with passes done and in all, the recomputation counted.
 
@@ -47,14 +49,14 @@ def update_policy(
     """
     if not len(rows):
         return UpdateResult({}, ())
-    if not bool(rows.on_policy.all()) and settings.loss.mismatch.mode == "none":
+    if not bool(rows.on_policy.all()) and settings.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
     minibatch_size = settings.minibatch_size or len(rows)
     per_epoch = list(minibatches(len(rows), minibatch_size, 1, seed))
     ticks = _Ticks(_all_passes(rows, settings, process_group, per_epoch), on_progress)
     policy.prepare_for_update()
     rows = with_recomputed(policy, rows, settings, process_group, ticks.tick)
-    before = _measure(rows, settings)
+    before = _measure(rows, parity or ParityTolerance())
     rollout_tokens = int(trained_tokens(rows, settings).sum())
     if not rollout_tokens:
         return UpdateResult(before, ())
@@ -71,11 +73,11 @@ def update_policy(
     return UpdateResult(before, tuple(steps))
 
 
-def _measure(rows: TrainingRows, settings: UpdateSettings) -> dict[str, float]:
+def _measure(rows: TrainingRows, tolerance: ParityTolerance) -> dict[str, float]:
     """The gate for the rows that these weights sampled; then how far the sampler was from the policy over all rows."""
     own = rows.on_policy.nonzero().flatten().tolist()
     if own:
-        require_parity(_parity(rows.select(own)), settings.parity)
+        require_parity(_parity(rows.select(own)), tolerance)
     return _parity(rows).metrics()
 
 

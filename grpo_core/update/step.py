@@ -152,12 +152,12 @@ def _backward(
         entropy=scored.entropy,
         entropy_mask=selected(minibatch.entropy_mask),
     )
-    loss, terms = compute_policy_loss(inputs, settings.loss, minibatch.denominators)
+    loss, terms = compute_policy_loss(inputs, settings, minibatch.denominators)
     if not torch.isfinite(loss):
         _refuse_non_finite(chunk.sample_ids, terms)
     (loss if counts else loss * 0.0).backward()
     if counts:
-        sums.add(loss, terms, scored.entropy, mask, settings.loss, part)
+        sums.add(loss, terms, scored.entropy, mask, settings, part)
 
 
 def _refuse_non_finite(sample_ids: tuple[str, ...], terms: TokenLoss) -> None:

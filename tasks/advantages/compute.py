@@ -11,13 +11,12 @@ from typing import Any
 
 import polars as pl
 import torch
+from configs.scoring import RewardSection
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from configs.core_settings import advantage_settings, reward_term
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection
+from configs.sections import PlacementSection
+from configs.training import AdvantagesSection
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
 from tasks.advantages.running_moments import moments_as_metrics, running_metrics, running_moments
 from tasks.execution.caching import stage_task
@@ -75,15 +74,14 @@ def compute_advantages_task(
     """
     started = time.perf_counter()
     store = current_store()
-    settings = advantage_settings(advantages)
     rows = sum(draw.rollouts.rows for draw in rounds)
     report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
-        samples = _read_samples(store, rounds, mix, settings)
+        samples = _read_samples(store, rounds, mix, advantages)
         result = compute_advantages(
             samples.values,
-            [reward_term(section) for section in mix],
-            settings,
+            mix,
+            advantages,
             penalties=samples.penalties,
             applies=samples.applies,
             running=running_moments(earlier, mix),

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from configs.reward_sections import RewardSection
+from configs.scoring import RewardSection
+
 from grpo_core.rewards.mix.running import RunningMoments
 from tasks.metrics.names import RUNNING
 from tasks.storage.artifacts.reference import ArtifactRef

@@ -17,7 +17,7 @@ from prefect import Task, task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 
-from configs.placement_sections import PlacementSection
+from configs.sections import PlacementSection
 from tasks.execution.dispatch import dispatch
 from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.retries import retry_options

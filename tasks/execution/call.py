@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from configs.placement_sections import StorageSection
+from configs.sections import StorageSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.errors import ErrorRecord, record_of

@@ -8,7 +8,7 @@ from uuid import UUID
 from prefect import Task
 from prefect.client.schemas import State, TaskRun
 
-from configs.placement_sections import PlacementSection, RetrySection
+from configs.sections import PlacementSection, RetrySection
 from tasks.execution.errors import Retryable, retryable_kind
 from tasks.progress import log
 

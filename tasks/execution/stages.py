@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from configs.placement_sections import PlacementSection, ShardedStagePlacement, StagePlacement
+from configs.sections import PlacementSection, ShardedStagePlacement, StagePlacement
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from configs.core_settings import training_choice
-from configs.placement_sections import PlacementSection
-from configs.schema import PolicySection
+from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.family import PolicyFamily, policy_family
 from grpo_core.policies.protocol import Policy
@@ -47,7 +45,7 @@ class ModelSpec(BaseModel):
 
     def choice(self) -> TrainingChoice:
         """Return which of the model's weights are trained."""
-        return training_choice(self.section, reference=self.reference, seed=self.adapter_seed)
+        return self.section.training_choice(reference=self.reference, seed=self.adapter_seed)
 
 
 def configure_torch(placement: PlacementSection) -> torch.device:

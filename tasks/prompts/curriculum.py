@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from configs.schema import CurriculumSection
+from configs.sections import CurriculumSection
 from grpo_core.seeds import derive_seed
 from tasks.prompts.mixture import sampled_sets, scheduled_sets
 from tasks.prompts.read import Prompt

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from configs.scoring import RewardSection
 
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
+from configs.sections import PlacementSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_module
 from grpo_core.rewards.reward import Reward, Score

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.placement_sections import PlacementSection
-from configs.schema import ImageRolloutSection, TextRolloutSection
+from configs.sections import ImageRolloutSection, PlacementSection, TextRolloutSection
 from grpo_core.collect import collect_rollouts
 from grpo_core.policies.family import family_module
 from tasks.execution.caching import stage_task
@@ -142,8 +141,7 @@ def _collect(
     started = time.perf_counter()
     store = current_store()
     report_progress = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
-    settings = model.family.settings(rollout.model_dump())
-    sampler = resource(ResidentPolicy).at(policy, model, settings, placement)
+    sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
     requests = [plan.request(group) for group in plan.groups]
     lengths: list[int] = []
     cut = 0
@@ -151,7 +149,7 @@ def _collect(
         writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
         for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-            writer.write(rollout_columns(group, planned, policy, settings, sampler.max_length))
+            writer.write(rollout_columns(group, planned, policy, rollout, sampler.max_length))
             lengths += group.tokens.loss_mask.sum(-1).tolist()
             cut += int((~group.finished).sum())
             report_progress(done * plan.group_size, len(requests) * plan.group_size)

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.core_settings import optimizer_settings, update_settings
-from configs.placement_sections import PlacementSection, StorageSection
-from configs.schema import UpdateSection
+from configs.sections import PlacementSection, StorageSection
+from configs.training import UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
@@ -161,8 +160,9 @@ def carry_out(
             learner,
             optimizer,
             stored.rows,
-            update_settings(job.update, job.model.section),
+            job.update,
             seed=derive_seed(job.seed, job.version, "minibatches"),
+            parity=job.update.parity.tolerance(in_fp32=job.model.section.in_fp32),
             process_group=process_group,
             on_progress=on_progress,
         )
@@ -185,13 +185,13 @@ def carry_out(
 
 
 def _optimizer(job: UpdateJob, learner: Policy, process_group: ProcessGroup, fetched: Path) -> PolicyOptimizer:
-    settings, checkpoint = optimizer_settings(job.update), job.policy.checkpoint
+    checkpoint = job.policy.checkpoint
     parameters = learner.trainable_parameters()
     if checkpoint is None:
-        return PolicyOptimizer(parameters, settings)
+        return PolicyOptimizer(parameters, job.update)
     folder = current_store().local_files(checkpoint, fetched / "policy")
     state = json.loads((folder / STATE_FILE).read_text())
-    optimizer = PolicyOptimizer(parameters, settings, steps=state["optimizer_steps"])
+    optimizer = PolicyOptimizer(parameters, job.update, steps=state["optimizer_steps"])
     process_group.load_state(optimizer, load_file(folder / OPTIMIZER_FILE))
     return optimizer
 

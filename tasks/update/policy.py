@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.placement_sections import PlacementSection
-from configs.schema import UpdateSection
+from configs.sections import PlacementSection
+from configs.training import UpdateSection
 from grpo_core.losses import custom_loss_digest
 from grpo_core.policies.family import family_module
 from grpo_core.update import SINGLE_PROCESS

@@ -17,7 +17,6 @@ from prefect import flow
 from rich.console import Console
 from rich.table import Table
 
-from configs.core_settings import advantage_settings, optimizer_settings, reward_term, update_settings
 from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.pipeline.run import Run, open_run
@@ -61,20 +60,19 @@ class PlainLoop:
         self.config = config
         self.policy = family.load(
             config.policy.model,
-            family.settings(config.rollout.model_dump()),
+            config.rollout,
             run.model.choice(),
             dtype=dtype,
             device=torch.device("cpu"),
             autocast=None,
         )
-        self.optimizer = PolicyOptimizer(self.policy.trainable_parameters(), optimizer_settings(config.update))
+        self.optimizer = PolicyOptimizer(self.policy.trainable_parameters(), config.update)
 
     def iterate(self, plan: RolloutPlan) -> None:
         """One iteration."""
         config = self.config
         requests = [plan.request(group) for group in plan.groups]
         groups = list(collect_rollouts(self.policy, requests, prompts_per_batch=config.rollout.prompts_per_batch))
-        terms = [reward_term(section) for section in config.rewards]
         rewards = [build_reward(section.reward, section.settings) for section in config.rewards]
         values = []
         for group, planned in zip(groups, plan.groups, strict=True):
@@ -85,7 +83,7 @@ class PlainLoop:
             batch = ScoringBatch(group.request.sample_ids, [planned.prompt] * count, group.outputs, [target] * count)
             values.append([[score.value for score in reward.score(batch)] for reward in rewards])
         scores = torch.tensor(values, dtype=torch.float64).transpose(1, 2)
-        advantages = compute_advantages(scores, terms, advantage_settings(config.advantages))
+        advantages = compute_advantages(scores, config.rewards, config.advantages)
         rows = TrainingRows(
             sample_ids=tuple(name for request in requests for name in request.sample_ids),
             tokens=TokenBatch(
@@ -99,8 +97,14 @@ class PlainLoop:
             finished=torch.cat([group.finished for group in groups]),
             on_policy=torch.ones(config.rows_per_iteration, dtype=torch.bool),
         )
-        settings = update_settings(config.update, config.policy)
-        update_policy(self.policy, self.optimizer, rows, settings, seed=derive_seed(0, plan.folder))
+        update_policy(
+            self.policy,
+            self.optimizer,
+            rows,
+            config.update,
+            seed=derive_seed(0, plan.folder),
+            parity=config.update.parity.tolerance(in_fp32=config.policy.in_fp32),
+        )
 
 
 @flow(name="bench", validate_parameters=False)

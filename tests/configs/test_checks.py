@@ -1,175 +1,163 @@
-"""Combinations that cannot be, each with the field to change."""
+"""Combinations that cannot be, each with the field to change, and their neighbours that can."""
 
 from typing import Any
 
 import pytest
 
-from configs.checks import contradictions
-from configs.schema import RUN_CONFIGS
-from grpo_core.errors import InputError
+from configs.loader import check_config
+from grpo_core.errors import InputErrors
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
+OTHER = {**JPEG, "name": "other"}
+SSIM = {"reward": "ssim"}
+LINEAR = {"lr_scheduler": "linear", "warmup_steps": 5}
+TEXT = {"policy": {"kind": "causal_lm", "model": "m"}, "rollout": {"max_completion_length": 8}}
+GDPO = {"aggregation": "normalize_then_sum"}
+SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
+TWO = [{"name": "a", "prompts": "a.txt"}, {"name": "b", "prompts": "b.txt"}]
+GUARD = {"reward": "sharpness"}
+HELD_OUT = {"prompts": "q.txt", "every": 1}
 
 
-def found(**sections: Any) -> list[InputError]:
+def found(**sections: Any) -> list[tuple[str, object]]:
     values: dict[str, Any] = {
         "run": {"name": "x", "iterations": 1},
         "policy": {"model": "somewhere"},
         "data": {"prompts": "prompts.txt"},
-        "rollout": {"height": 64, "width": 64, "prompts_per_iteration": 2, "group_size": 4},
-        "rewards": (JPEG,),
+        "rollout": SIZE,
+        "rewards": [JPEG],
     }
-    values |= sections
-    kind = values["policy"].get("kind", "glm_image")
-    return contradictions(RUN_CONFIGS[kind].model_validate(values))
+    try:
+        check_config(values | sections)
+    except InputErrors as errors:
+        return [(error.place, error.value) for error in errors.errors]
+    return []
 
 
-def places(**sections: Any) -> list[str]:
-    return [error.place for error in found(**sections)]
-
-
-def test_nothing_is_wrong_with_a_plain_configuration() -> None:
-    assert found() == []
-
-
-def test_two_rewards_of_one_name() -> None:
-    (error,) = found(rewards=(JPEG, JPEG))
-    assert (error.place, error.value) == ("rewards", "jpeg")
-    assert found(rewards=(JPEG, {**JPEG, "name": "again"})) == []
-
-
-def test_only_zero_weights() -> None:
-    (error,) = found(rewards=({**JPEG, "weight": 0.0},))
-    assert error.value == [0.0]
-    assert found(rewards=({**JPEG, "weight": -1.0},)) == []
-
-
-def test_reward_settings_are_checked_where_they_stand() -> None:
-    (error,) = found(rewards=(JPEG, {"reward": "psnr", "name": "p", "settings": {"scale": 1}}))
-    assert error.place.startswith("rewards.1")
-    assert error.value == "scale"
-
-
-@pytest.mark.parametrize("targets", [{"targets": "folder"}, {"target_column": "target"}])
-def test_reward_that_compares_needs_targets_in_both_sections(targets: dict[str, str]) -> None:
-    both = {"data": {"prompts": "p.txt"}, "evaluate": {"prompts": "q.txt"}}
-    assert [error.hint.split("set ")[1][:9] for error in found(rewards=({"reward": "ssim"},), **both)] == [
-        "data.targ",
-        "evaluate.",
+def test_everything_is_reported_at_once() -> None:
+    wrong = found(
+        rewards=[{**SSIM, "weight": 0.0, "threshold": 1.0}],
+        update={"minibatch_size": 9, "warmup_steps": 5, "delta": 1.1, "mismatch": {"floor": 1.0, "cap": 1.0}},
+        advantages={**GDPO, "kl_coef": 0.1},
+    )
+    assert [place for place, _ in wrong] == [
+        "rewards.0.threshold",
+        "advantages.kl_coef",
+        "update.mismatch.floor",
+        "update.delta",
+        "rewards",
+        "rewards.0.reward",
+        "update.minibatch_size",
+        "update.warmup_steps",
     ]
-    both["data"] |= targets
-    (error,) = found(rewards=({"reward": "ssim"},), **both)
-    assert "evaluate.targets" in error.hint
-    both["evaluate"] |= targets
-    assert found(rewards=({"reward": "ssim"},), **both) == []
-
-
-def test_minibatch_larger_than_an_iteration() -> None:
-    assert found(update={"minibatch_size": 8}) == []
-    (error,) = found(update={"minibatch_size": 9})
-    assert "has 8 rows" in error.hint
-
-
-def test_warm_up_needs_its_schedule() -> None:
-    (error,) = found(update={"warmup_steps": 5})
-    assert error.place == "update.warmup_steps"
-    assert found(update={"warmup_steps": 5, "lr_scheduler": "constant_with_warmup"}) == []
-
-
-def test_every_contradiction_is_told() -> None:
-    wrong = found(rewards=({"reward": "ssim", "weight": 0.0},), update={"minibatch_size": 9, "warmup_steps": 5})
-    assert len(wrong) == 4
-
-
-KL_WITHOUT_A_REFERENCE = {"kl_coef": 0.1, "reference": {"placement": "none"}}
-SCHEDULED = {"lr_scheduler": "linear", "warmup_steps": 5}
 
 
 @pytest.mark.parametrize(
-    ("sections", "place"),
+    ("sections", "place", "value"),
     [
-        ({"update": KL_WITHOUT_A_REFERENCE}, "update.kl_coef"),
+        ({"update": {"minibatch_size": 9}}, "update.minibatch_size", 9),
+        ({"update": {"kl_coef": 0.1, "reference": {"placement": "none"}}}, "update.kl_coef", 0.1),
+        ({"update": {"loss": "cispo", "importance_level": "sequence"}}, "update.importance_level", "sequence"),
+        ({"update": {"loss": "gspo", "importance_level": "token"}}, "update.importance_level", "token"),
+        ({"update": {"loss": "sapo", "delta": 3.0}}, "update.delta", 3.0),
+        ({"update": {"delta": 1.25, "clip_range": 0.3}}, "update.delta", 1.25),
+        ({"update": {"loss": "cispo", "ratio_cap": 0.5}}, "update.ratio_cap", 0.5),
+        ({"update": {"reference": {"refresh_every": 2}}}, "update.reference.refresh_every", 2),
+        ({"update": {"kl_coef": 0.1, "reference": {"placement": "cpu"}}}, "update.reference.placement", "cpu"),
+        ({"update": {"mask_truncated": True}}, "update.mask_truncated", True),
+        ({"update": {"total_steps": 9}}, "update.total_steps", 9),
+        ({"update": {"warmup_steps": 5}}, "update.warmup_steps", 5),
+        ({"update": {**LINEAR, "total_steps": 5}}, "update.warmup_steps", 5),
+        ({"update": LINEAR, "run": {"name": "x", "iterations": 5}}, "update.warmup_steps", 5),
+        ({"advantages": {**GDPO, "baseline": "leave_one_out"}}, "advantages.baseline", "leave_one_out"),
+        ({"advantages": {**GDPO, "scale": "none"}}, "advantages.scale", "none"),
+        ({"policy": {"model": "m", "lora": None}}, "policy.dtype", "bfloat16"),
+        ({"policy": {"model": "m", "frozen": ".*embed.*"}}, "policy.frozen", ".*embed.*"),
+        ({"policy": {"model": "m", "autocast": "bfloat16"}}, "policy.autocast", "bfloat16"),
+        ({"placement": {"rollouts": {"shards": 2}}}, "placement.rollouts.shards", 2),
+        ({"placement": {"update": {"pool": "p"}}, "storage": {"root": "memory://x"}}, "storage.root", "memory://x"),
+        ({"rewards": [JPEG, JPEG]}, "rewards", "jpeg"),
+        ({"rewards": [{**JPEG, "weight": 0.0}]}, "rewards", [0.0]),
+        ({"rewards": [{**JPEG, "role": "gate"}]}, "rewards", ["gate"]),
+        ({"rewards": [{"reward": "jepg"}]}, "rewards.0.reward", "jepg"),
+        ({"rewards": [JPEG, {"reward": "psnr", "settings": {"scale": 1}}]}, "rewards.1.settings", "scale"),
+        ({"rewards": [{"reward": "edge_density", "settings": {"high": -1.0}}]}, "rewards.0.settings.high", -1.0),
+        ({"rewards": [JPEG, {**OTHER, "role": "gate", "weight": 2.0}]}, "rewards.1.weight", 2.0),
+        ({"rewards": [{**JPEG, "threshold": 0.5}]}, "rewards.0.threshold", 0.5),
+        ({"rewards": [{**JPEG, "clamp": [1.0, 0.0]}]}, "rewards.0.clamp", (1.0, 0.0)),
+        ({"rewards": [{**JPEG, "normalize": "group"}], "advantages": GDPO}, "rewards.0.normalize", "group"),
+        ({"rewards": [{**JPEG, "name": "x.manifest.json"}]}, "rewards", "x.manifest.json"),
+        ({"rewards": [{"reward": "answer"}]}, "rewards.0.reward", "answer"),
+        (TEXT, "rewards.0.reward", "jpeg"),
+        ({"rewards": [SSIM]}, "rewards.0.reward", "ssim"),
         (
-            {"advantages": {"kl_coef": 0.1}, "update": {"reference": {"placement": "none"}}},
-            "advantages.kl_coef",
-        ),
-        ({"update": {"loss": "cispo", "importance_level": "sequence"}}, "update.importance_level"),
-        ({"update": {"loss": "gspo", "importance_level": "token"}}, "update.importance_level"),
-        ({"update": {"loss": "sapo", "delta": 3.0}}, "update.delta"),
-        ({"update": {"delta": 1.1}}, "update.delta"),
-        ({"update": {"loss": "cispo", "ratio_cap": 0.5}}, "update.ratio_cap"),
-        ({"update": {"reference": {"refresh_every": 2}}}, "update.reference.refresh_every"),
-        ({"update": {"kl_coef": 0.1, "reference": {"placement": "cpu"}}}, "update.reference.placement"),
-        ({"update": {"mask_truncated": True}}, "update.mask_truncated"),
-        ({"update": {"total_steps": 9}}, "update.total_steps"),
-        ({"update": {**SCHEDULED, "total_steps": 5}}, "update.warmup_steps"),
-        ({"update": SCHEDULED, "run": {"name": "x", "iterations": 5}}, "update.warmup_steps"),
-        ({"advantages": {"aggregation": "normalize_then_sum", "baseline": "leave_one_out"}}, "advantages.baseline"),
-        ({"advantages": {"aggregation": "normalize_then_sum", "scale": "none"}}, "advantages.scale"),
-        ({"policy": {"model": "m", "lora": None}}, "policy.dtype"),
-        ({"policy": {"model": "m", "frozen": ".*embed.*"}}, "policy.frozen"),
-        ({"policy": {"model": "m", "autocast": "bfloat16"}}, "policy.autocast"),
-        ({"rewards": ({"reward": "answer"},)}, "rewards.0.reward"),
-        (
-            {
-                "policy": {"kind": "causal_lm", "model": "m"},
-                "rollout": {"max_completion_length": 8},
-            },
+            {"rewards": [SSIM], "rollout": {**SIZE, "height": 8}, "data": {"prompts": "p", "targets": "t"}},
             "rewards.0.reward",
+            "ssim of 64x8 pixels",
         ),
+        (
+            {"rewards": [{"reward": "text_accuracy"}], "rollout": {**SIZE, "height": 32, "width": 288}},
+            "rewards.0.reward",
+            "text_accuracy of 288x32 pixels",
+        ),
+        ({"data": {}}, "data.prompts", None),
+        ({"data": {"datasets": TWO, "targets": "folder"}}, "data.targets", "folder"),
+        ({"evaluate": {"datasets": TWO, "limit": 3}}, "evaluate.limit", 3),
+        ({"data": {"datasets": [*TWO, TWO[0]]}}, "data.datasets", "a"),
+        ({"data": {"datasets": TWO}, "rewards": [JPEG, {**OTHER, "datasets": ["c"]}]}, "rewards.1.datasets", "c"),
+        ({"rewards": [JPEG, {**OTHER, "datasets": []}]}, "rewards.1.datasets", []),
+        ({"data": {"datasets": TWO}, "rewards": [{**JPEG, "datasets": ["a"]}]}, "data.datasets", "b"),
+        (
+            {"data": {"datasets": TWO[:1]}, "evaluate": HELD_OUT, "rewards": [{**JPEG, "datasets": ["a"]}]},
+            "evaluate.prompts",
+            "default",
+        ),
+        (
+            {"evaluate": HELD_OUT, "watch": {"guardrails": [{**GUARD, "weight": 0.5}]}},
+            "watch.guardrails.0.weight",
+            0.5,
+        ),
+        ({"watch": {"guardrails": [GUARD]}}, "watch.guardrails", ["sharpness"]),
+        ({"watch": {"stop": True}}, "watch.stop", True),
     ],
 )
-def test_what_cannot_be_names_the_field_to_change(sections: dict[str, Any], place: str) -> None:
-    assert places(**sections) == [place]
+def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
+    assert found(**sections) == [(place, value)]
 
 
 @pytest.mark.parametrize(
     "sections",
     [
+        {},
+        {"update": {"minibatch_size": 8}},
         {"update": {"kl_coef": 0.1, "reference": {"refresh_every": 2, "mix": 0.5}}},
         {"update": {"loss": "gspo"}},
         {"update": {"loss": "cispo", "ratio_cap": 3.0}},
-        {"update": {"delta": 1.5}},
-        {"update": {**SCHEDULED, "total_steps": 6}},
-        {"update": SCHEDULED, "run": {"name": "x", "iterations": 6}},
+        {"update": {"delta": 1.35, "clip_range": 0.3}},
+        {"update": {"warmup_steps": 5, "lr_scheduler": "constant_with_warmup"}},
+        {"update": {**LINEAR, "total_steps": 6}},
+        {"update": LINEAR, "run": {"name": "x", "iterations": 6}},
         {"advantages": {"kl_coef": 0.1}},
-        {"advantages": {"aggregation": "normalize_then_sum"}},
+        {"advantages": GDPO},
         {"policy": {"model": "m", "dtype": "float32", "lora": None, "frozen": "x"}},
         {"policy": {"model": "m", "dtype": "float32", "autocast": "bfloat16"}},
-        {
-            "policy": {"kind": "causal_lm", "model": "m"},
-            "rollout": {"max_completion_length": 8},
-            "rewards": ({"reward": "answer"},),
-            "update": {"mask_truncated": True},
-        },
+        {**TEXT, "rewards": [{"reward": "answer"}], "update": {"mask_truncated": True}},
+        {"rewards": [JPEG, OTHER]},
+        {"rewards": [{**JPEG, "weight": -1.0}]},
+        {"rewards": [{"reward": "text_accuracy"}], "rollout": {**SIZE, "height": 32, "width": 256}},
+        {"data": {"datasets": TWO}, "evaluate": {"datasets": TWO}},
+        {"data": {"datasets": TWO}, "rewards": [{**JPEG, "datasets": ["a"]}, {**OTHER, "datasets": ["b"]}]},
+        {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "stop": True}},
     ],
 )
-def test_neighbours_of_these_are_fine(sections: dict[str, Any]) -> None:
+def test_allowed(sections: dict[str, Any]) -> None:
     assert found(**sections) == []
 
 
-def test_a_name_that_a_stored_tables_manifest_would_have() -> None:
-    (error,) = found(rewards=({**JPEG, "name": "x.manifest.json"},))
-    assert "The manifests of stored tables end with" in error.hint
-
-
-def test_each_field_of_a_term_is_told_where_it_stands() -> None:
-    wrong = found(rewards=(JPEG, {**JPEG, "name": "gate", "role": "gate", "weight": 2.0}))
-    assert [(error.place, error.value) for error in wrong] == [("rewards.1.weight", 2.0)]
-    assert places(rewards=({**JPEG, "threshold": 0.5},)) == ["rewards.0.threshold"]
-    assert places(rewards=({**JPEG, "normalize": "range"},)) == ["rewards.0.range"]
-    assert places(rewards=({**JPEG, "clamp": (1.0, 0.0)},)) == ["rewards.0.clamp"]
-    assert places(rewards=({**JPEG, "role": "gate"},)) == ["rewards"]
-    twice = found(rewards=({**JPEG, "normalize": "group"},), advantages={"aggregation": "normalize_then_sum"})
-    assert [error.place for error in twice] == ["rewards.0.normalize"]
-
-
-def test_a_image_that_is_too_small_or_too_long_for_a_reward() -> None:
-    targets = {"data": {"prompts": "p.txt", "targets": "t"}}
-    small = {"height": 8, "width": 64, "prompts_per_iteration": 2, "group_size": 4}
-    (error,) = found(rewards=({"reward": "ssim"},), rollout=small, **targets)
-    assert (error.value, "at least 11 pixels a side" in error.hint) == ("ssim of 64x8 pixels", True)
-    long = {**small, "height": 32, "width": 288}
-    (error,) = found(rewards=({"reward": "text_accuracy"},), rollout=long)
-    assert "at most 8 times the short one" in error.hint
-    assert found(rewards=({"reward": "text_accuracy"},), rollout={**long, "width": 256}) == []
+@pytest.mark.parametrize("targets", [{"targets": "folder"}, {"target_column": "target"}])
+def test_a_reward_that_compares_needs_targets_in_both_sections(targets: dict[str, str]) -> None:
+    data, evaluate = {"prompts": "p.txt"}, {"prompts": "q.txt"}
+    missing = ("rewards.0.reward", "ssim")
+    assert found(rewards=[SSIM], data=data, evaluate=evaluate) == [missing, missing]
+    assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate) == [missing]
+    assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate | targets) == []

@@ -72,18 +72,13 @@ class TestMistakes:
         found = problems(file, "rollout.group_size=1", "run.iteration=3", "update.kl_coef=-1", "policy.dtype=float8")
         assert set(found) == {"rollout.group_size", "run.iteration", "update.kl_coef", "policy.dtype"}
         assert found["rollout.group_size"].value == 1
-        assert "did you mean iterations?" in found["run.iteration"].hint
+        assert "Did you mean run.iterations?" in found["run.iteration"].hint
         assert "'float32' or 'bfloat16'" in found["policy.dtype"].hint
 
-    def test_unknown_section_lists_the_known_ones(self, file: Path) -> None:
-        (error,) = problems(file, "polcy.model=x").values()
-        assert error.place == "polcy"
-        assert "did you mean policy?" in error.hint
-
-    def test_unknown_key_deep_down(self, file: Path) -> None:
-        found = problems(file, "policy.lora.rnk=8", "rewards.0.wieght=1")
-        assert "did you mean rank?" in found["policy.lora.rnk"].hint
-        assert "did you mean weight?" in found["rewards.0.wieght"].hint
+    def test_wrong_options_are_reported_together(self, file: Path) -> None:
+        with pytest.raises(InputErrors) as caught:
+            read_config(file, ["run", "data.prompts.x=1", "rewards.7.weight=1", "learning_rate=1", "update.epochs=0"])
+        assert [error.place for error in caught.value.errors] == ["--set"] * 3 + ["update.epochs", "learning_rate"]
 
     def test_missing_sections(self, tmp_path: Path) -> None:
         path = tmp_path / "empty.yaml"
@@ -120,7 +115,6 @@ class TestMistakes:
     def test_key_that_stands_twice_names_the_line(self, file: Path) -> None:
         file.write_text(MINIMAL + "data: {prompts: other.txt}\n")
         (error,) = problems(file).values()
-        assert "'data' stands twice" in error.hint
         assert error.place == f"{file}, line {len(MINIMAL.splitlines()) + 1}"
 
     def test_broken_yaml_names_the_line(self, file: Path) -> None:

@@ -4,9 +4,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from configs.core_settings import reference_placement, training_choice
-from configs.loader import read_config
-from configs.rewards_file import read_rewards_file
+from configs.loader import read_config, read_rewards_file
 from configs.schema import RunConfig
 from flows.preflight.doctor import model_estimate
 from grpo_core.policies.estimate import MemoryEstimate
@@ -58,7 +56,7 @@ def test_every_file_of_a_gpu_is_there() -> None:
 
 def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
-    choice = training_choice(config.policy, reference=reference_placement(config), seed=0)
+    choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
     return model_estimate(config, choice).memory
 
 

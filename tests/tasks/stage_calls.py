@@ -6,16 +6,10 @@ from typing import Any
 
 import polars as pl
 import pytest
+from configs.scoring import RewardSection
 
-from configs.reward_sections import RewardSection
-from configs.schema import (
-    AdvantagesSection,
-    ImageRolloutSection,
-    LoraSection,
-    PlacementSection,
-    PolicySection,
-    UpdateSection,
-)
+from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection
+from configs.training import AdvantagesSection, UpdateSection
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.reward import Score, ScoringBatch
 from tasks.advantages.compute import compute_advantages_task

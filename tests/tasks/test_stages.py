@@ -8,12 +8,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from configs.core_settings import update_settings
-from configs.schema import (
-    ParitySection,
-    PolicySection,
-    UpdateSection,
-)
+from configs.sections import PolicySection
+from configs.training import ParitySection
 from tasks.storage.artifacts.reference import PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks import stage_calls
@@ -112,7 +108,7 @@ def test_the_parity_gate_allows_what_the_precision_needs_unless_told_otherwise(
     policy: dict[str, Any], largest: float, mean: float
 ) -> None:
     section = PolicySection(model="m", **policy)
-    left_open = update_settings(UpdateSection(), section).parity
+    left_open = ParitySection().tolerance(in_fp32=section.in_fp32)
     assert (left_open.max_difference, left_open.mean_difference) == (largest, mean)
-    told = update_settings(UpdateSection(parity=ParitySection(max_difference=0.5)), section).parity
+    told = ParitySection(max_difference=0.5).tolerance(in_fp32=section.in_fp32)
     assert (told.max_difference, told.mean_difference) == (0.5, mean)

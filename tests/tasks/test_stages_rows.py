@@ -3,10 +3,7 @@
 import polars as pl
 import pytest
 
-from configs.schema import (
-    MismatchSection,
-    ReferenceSection,
-)
+from configs.training import MismatchSection, ReferenceSection
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks import stage_calls

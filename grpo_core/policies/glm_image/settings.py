@@ -5,6 +5,9 @@ The model writes a small preview grid first, then the large grid that the decode
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_core.errors import InputError
 from grpo_core.sampling import Truncation
@@ -18,23 +21,23 @@ class GlmImageSettings:
         height: pixels, a multiple of the model's unit.
         width: pixels, likewise.
         temperature: of the token distribution.
-        top_k: as in grpo_core.sampling.Truncation, likewise the next two; 0 is off.
-        top_p: 1 is off.
-        min_p: 0 is off.
+        top_k: only the k likeliest ids can be drawn; 0: off.
+        top_p: only the likeliest ids that together have this probability can be drawn; 1: off.
+        min_p: only ids at least this times as probable as the likeliest can be drawn; 0: off.
         num_inference_steps: denoising steps of the decoder.
         guidance_scale: of the decoder; the token model has none.
         decode_batch_size: images decoded at once, at most; siblings only.
     """
 
-    height: int
-    width: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    num_inference_steps: int = 50
-    guidance_scale: float = 1.5
-    decode_batch_size: int = 16
+    height: PositiveInt
+    width: PositiveInt
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    num_inference_steps: PositiveInt = 50
+    guidance_scale: NonNegativeFloat = 1.5
+    decode_batch_size: PositiveInt = 16
 
     @property
     def truncation(self) -> Truncation:

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import PositiveFloat, PositiveInt
+
 from grpo_core.errors import InputError
 
 Reference = Literal["none", "device", "cpu"]
@@ -20,8 +22,8 @@ class LoraSettings:
             policy's own choice.
     """
 
-    rank: int
-    alpha: float
+    rank: PositiveInt = 32
+    alpha: PositiveFloat = 64.0
     targets: str | None = None
 
 

@@ -1,15 +1,15 @@
 """What one reward does in the mix, and its values on the scale on which they are added or multiplied."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from grpo_core.errors import InputError
+from grpo_core.settings import check_fields
 
 Role = Literal["sum", "gate"]
 Normalization = Literal["none", "group", "running", "range"]
@@ -47,12 +47,7 @@ class RewardTerm:
     range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for field, choices in (("role", Role), ("normalize", Normalization)):
-            if getattr(self, field) not in get_args(choices):
-                hint = f"Choose one of {', '.join(get_args(choices))}."
-                raise InputError(f"rewards.{field}", getattr(self, field), hint)
-        if not math.isfinite(self.weight):
-            raise InputError("rewards.weight", self.weight, "Give a finite number.")
+        check_fields(self, "rewards")
         for field in ("clamp", "range"):
             _check_interval(f"rewards.{field}", getattr(self, field))
         if self.normalize == "range" and self.range is None:
@@ -72,8 +67,6 @@ class RewardTerm:
             raise InputError("rewards.normalize", self.normalize, hint)
         if self.threshold is None:
             return
-        if not math.isfinite(self.threshold):
-            raise InputError("rewards.threshold", self.threshold, "Give a finite number.")
         for field in ("clamp", "range"):
             if getattr(self, field) is not None:
                 hint = "A threshold makes the gate 0 or 1 by the value as it is; leave one of the two out."
@@ -81,8 +74,8 @@ class RewardTerm:
 
 
 def _check_interval(place: str, interval: tuple[float, float] | None) -> None:
-    if interval is not None and not (all(map(math.isfinite, interval)) and interval[0] < interval[1]):
-        raise InputError(place, interval, "Give two finite numbers, the lower one first.")
+    if interval is not None and not interval[0] < interval[1]:
+        raise InputError(place, interval, "Give the lower number first.")
 
 
 def scaled_values(

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from configs.placement_sections import StorageSection
+from configs.sections import StorageSection
 from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore

@@ -12,8 +12,7 @@ import yaml
 from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
-from configs.loader import read_config, validated
-from configs.rewards_file import read_rewards_file
+from configs.loader import read_config, read_rewards_file, validated
 from flows.deployment.deploy import job_variables
 from flows.rescoring.form import RescoreForm
 from tests.flows.conftest import REPOSITORY, TINY

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prefect import flow, task
 
-from configs.placement_sections import PlacementSection, RetrySection, ShardedStagePlacement
+from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
 from tasks.execution import stages
 from tasks.execution.caching import configured, stage_task

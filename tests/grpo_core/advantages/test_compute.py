@@ -137,7 +137,7 @@ def test_a_constant_group_stays_zero_when_the_batch_mean_is_not(missing: str) ->
 
 def test_dropped_groups_are_not_trained_and_touch_no_statistic() -> None:
     values = [[5.0, 5.0], [0.0, 1.0], [NAN, 3.0], [0.0, 4.0]]
-    dropped = computed(values, scale="batch", drop_constant_groups=True)
+    dropped = computed(values, scale="batch", constant_groups="drop")
     assert dropped.dropped.tolist() == [True, False, True, False]
     assert dropped.advantages[[0, 2]].isnan().all()
     alone = computed([[0.0, 1.0], [0.0, 4.0]], scale="batch")
@@ -245,7 +245,7 @@ def test_an_infinite_reward_is_refused_by_name(value: float) -> None:
 def test_metrics_by_hand() -> None:
     """Rewards 5, 5, 1, 2 + imputed 3 and 4 + 3: over 5, 5, 5, 7 the mean is 5.5, the std 1."""
     values = [[[2.0, 3.0], [2.0, 3.0]], [[2.0, NAN], [4.0, 3.0]], [[NAN, NAN], [NAN, NAN]]]
-    metrics = reward_metrics(computed(values, [1.0, 1.0], drop_constant_groups=True))
+    metrics = reward_metrics(computed(values, [1.0, 1.0], constant_groups="drop"))
     assert metrics == {
         "reward": 5.5,
         "reward_std": 1.0,

@@ -48,7 +48,7 @@ def test_a_name_that_nobody_knows_is_refused(field: str, value: str) -> None:
     """Set past the constructor, whose annotations are enforced under test and would refuse it first."""
     settings = AdvantageSettings()
     object.__setattr__(settings, field, value)
-    with pytest.raises(InputError, match="Choose one of") as caught:
+    with pytest.raises(InputError) as caught:
         settings.__post_init__()
     assert caught.value.place == f"advantages.{field}"
 

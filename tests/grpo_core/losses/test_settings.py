@@ -1,4 +1,4 @@
-"""Combinations that mean nothing are refused with the key to hint; the others are not."""
+"""Combinations that mean nothing are refused with the key to change; the others are not."""
 
 import math
 from typing import Any
@@ -10,44 +10,42 @@ from grpo_core.losses import LossSettings, MismatchSettings
 
 
 @pytest.mark.parametrize(
-    ("settings", "place", "hint"),
+    ("settings", "place"),
     [
-        ({"loss": "cispo", "importance_level": "sequence"}, "importance_level", "update.loss to gspo"),
-        ({"loss": "vespo", "importance_level": "sequence"}, "importance_level", "token ratios"),
-        ({"loss": "gspo", "importance_level": "token"}, "importance_level", "update.loss to grpo"),
-        ({"loss": "luspo", "importance_level": "token"}, "importance_level", "sequence"),
-        ({"loss": "gprpo"}, "loss", "Did you mean grpo"),
-        ({"loss": "no_such_module:loss"}, "loss", "no_such_module"),
-        ({"loss": "math:pi"}, "loss", "not a function"),
-        ({"loss": "cispo", "delta": 4.0}, "delta", "does not clip"),
-        ({"loss": "sapo", "delta": 4.0}, "delta", "does not clip"),
-        ({"loss": "vespo", "delta": 4.0}, "delta", "does not clip"),
-        ({"delta": 1.2}, "delta", "more than 1 + clip_range_high = 1.2"),
-        ({"delta": math.nan}, "delta", "more than"),
-        ({"loss": "cispo", "ratio_cap": 0.28}, "ratio_cap", "not its distance from 1"),
-        ({"clip_range": 0.0}, "clip_range", "above 0"),
-        ({"clip_range": 1.0}, "clip_range", "below 1"),
-        ({"clip_range_high": -0.1}, "clip_range_high", "above 0"),
-        ({"clip_range_high": math.nan}, "clip_range_high", "above 0"),
-        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos", "above 0"),
-        ({"sapo_temperature_neg": -1.0}, "sapo_temperature_neg", "above 0"),
-        ({"vespo_lambda_neg": 0.0}, "vespo_lambda_neg", "above 0"),
-        ({"kl_coef": -0.1}, "kl_coef", "0 or above"),
-        ({"kl_coef": math.inf}, "kl_coef", "finite"),
-        ({"entropy_coef": -0.1}, "entropy_coef", "0 or above"),
-        ({"off_policy_threshold": 0.0}, "off_policy_threshold", "above 0"),
+        ({"loss": "cispo", "importance_level": "sequence"}, "importance_level"),
+        ({"loss": "vespo", "importance_level": "sequence"}, "importance_level"),
+        ({"loss": "gspo", "importance_level": "token"}, "importance_level"),
+        ({"loss": "luspo", "importance_level": "token"}, "importance_level"),
+        ({"loss": "gprpo"}, "loss"),
+        ({"loss": "no_such_module:loss"}, "loss"),
+        ({"loss": "math:pi"}, "loss"),
+        ({"loss": "cispo", "delta": 4.0}, "delta"),
+        ({"loss": "sapo", "delta": 4.0}, "delta"),
+        ({"loss": "vespo", "delta": 4.0}, "delta"),
+        ({"delta": 1.2}, "delta"),
+        ({"delta": math.nan}, "delta"),
+        ({"loss": "cispo", "ratio_cap": 0.28}, "ratio_cap"),
+        ({"clip_range": 0.0}, "clip_range"),
+        ({"clip_range": 1.0}, "clip_range"),
+        ({"clip_range_high": -0.1}, "clip_range_high"),
+        ({"clip_range_high": math.nan}, "clip_range_high"),
+        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
+        ({"sapo_temperature_neg": -1.0}, "sapo_temperature_neg"),
+        ({"vespo_lambda_neg": 0.0}, "vespo_lambda_neg"),
+        ({"kl_coef": -0.1}, "kl_coef"),
+        ({"kl_coef": math.inf}, "kl_coef"),
+        ({"entropy_coef": -0.1}, "entropy_coef"),
+        ({"off_policy_threshold": 0.0}, "off_policy_threshold"),
         (
             {"loss": "vespo", "mismatch": MismatchSettings("truncate", "sequence")},
             "mismatch.level",
-            "set it to token",
         ),
     ],
 )
-def test_refused(settings: dict[str, Any], place: str, hint: str) -> None:
+def test_refused(settings: dict[str, Any], place: str) -> None:
     with pytest.raises(InputError) as caught:
         LossSettings(**settings)
     assert caught.value.place == f"update.{place}"
-    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.hacking import HackingRule, HackingSign, hacking_signs, noise_between
@@ -201,8 +200,9 @@ def test_noise_is_the_standard_deviation(count: int) -> None:
     ],
 )
 def test_wrong_rules_are_refused(setting: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=setting):
+    with pytest.raises(InputError) as caught:
         HackingRule(**{setting: value})  # type: ignore[arg-type]
+    assert (caught.value.place, str(caught.value.value)) == (f"watch.{setting}", str(value))
 
 
 def test_wrong_evaluations_are_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.losses import LossSettings, MismatchSettings
+from grpo_core.losses import MismatchSettings
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.records import TrainingRows
@@ -16,27 +16,28 @@ from grpo_core.update import UpdateResult, UpdateSettings, update_policy
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
+PARITY = ParityTolerance(1e-4, 1e-5)
 SETTINGS = UpdateSettings(
     epochs=1,
     minibatch_size=7,
     micro_batch_size=2,
-    loss=LossSettings("grpo", "token"),
+    loss="grpo",
+    importance_level="token",
     entropy_quantile=1.0,
     mask_truncated=False,
     max_grad_norm=1e9,
-    parity=ParityTolerance(1e-4, 1e-5),
 )
 
 
 def gradient(policy: TablePolicy, rows: TrainingRows, settings: UpdateSettings) -> tuple[Tensor, UpdateResult]:
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e-9))
-    result = update_policy(policy, optimizer, rows, settings, seed=0)
+    result = update_policy(policy, optimizer, rows, settings, parity=PARITY, seed=0)
     assert policy.table.grad is not None
     return policy.table.grad.clone(), result
 
 
 def with_loss(**changes: Any) -> UpdateSettings:
-    return replace(SETTINGS, loss=replace(SETTINGS.loss, **changes))
+    return replace(SETTINGS, **changes)
 
 
 def stale_rows() -> tuple[TablePolicy, TrainingRows]:
@@ -101,7 +102,7 @@ def test_where_every_row_was_cut_nothing_is_trained() -> None:
     before = policy.table.detach().clone()
     rows = replace(sampled_rows(policy, ADVANTAGES), finished=torch.zeros(7, dtype=torch.bool))
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.1))
-    result = update_policy(policy, optimizer, rows, replace(SETTINGS, mask_truncated=True), seed=0)
+    result = update_policy(policy, optimizer, rows, replace(SETTINGS, mask_truncated=True), parity=PARITY, seed=0)
     assert result.metrics()["optimizer_steps"] == 0.0
     assert torch.equal(policy.table.detach(), before)
 
@@ -125,14 +126,17 @@ def test_every_loss_trains_and_its_gradient_does_not_depend_on_the_microbatch(lo
         SETTINGS,
         minibatch_size=4,
         epochs=3,
-        loss=LossSettings(loss, level, kl_coef=0.1, entropy_coef=0.01),  # type: ignore[arg-type]
+        loss=loss,
+        importance_level=level,
+        kl_coef=0.1,
+        entropy_coef=0.01,
     )
     tables = []
     for size in (1, 3, 4):
         policy = TablePolicy(7)
         optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.05))
         rows = ragged(sampled_rows(policy, ADVANTAGES))
-        result = update_policy(policy, optimizer, rows, replace(settings, micro_batch_size=size), seed=0)
+        result = update_policy(policy, optimizer, rows, replace(settings, micro_batch_size=size), parity=PARITY, seed=0)
         tables.append(policy.table.detach())
         with torch.no_grad():
             gained = (policy.logprobs(rows.tokens).logprobs - rows.rollout_logprobs).sum(-1)

@@ -10,7 +10,6 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.losses import LossSettings
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
@@ -20,28 +19,29 @@ from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 from tests.tiny_policy import LORA, PROMPTS, build_policy, equal_weights, weights_of
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
+PARITY = ParityTolerance(1e-4, 1e-5)
 SETTINGS = UpdateSettings(
     epochs=1,
     minibatch_size=3,
     micro_batch_size=2,
-    loss=LossSettings("grpo", "token", clip_range=0.2, clip_range_high=0.28),
+    loss="grpo",
+    importance_level="token",
+    clip_range=0.2,
+    clip_range_high=0.28,
     entropy_quantile=1.0,
     mask_truncated=False,
     max_grad_norm=1e9,
-    parity=ParityTolerance(1e-4, 1e-5),
 )
 
 
 def changed(**changes: Any) -> UpdateSettings:
-    """SETTINGS with these changes, those of the loss among them."""
-    of_loss = {name: value for name, value in changes.items() if name in LossSettings.__dataclass_fields__}
-    others = {name: value for name, value in changes.items() if name not in of_loss}
-    return replace(SETTINGS, loss=replace(SETTINGS.loss, **of_loss), **others)
+    """SETTINGS with these changes."""
+    return replace(SETTINGS, **changes)
 
 
 def train(policy: TablePolicy, rows: TrainingRows, seed: int = 0, lr: float = 0.05, **changes: Any) -> UpdateResult:
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(lr))
-    return update_policy(policy, optimizer, rows, changed(**changes), seed=seed)
+    return update_policy(policy, optimizer, rows, changed(**changes), parity=PARITY, seed=seed)
 
 
 def table_after(seed: int = 0, **changes: Any) -> Tensor:
@@ -189,7 +189,9 @@ def test_progress_counts_every_microbatch_to_its_end() -> None:
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.1))
     settings = replace(SETTINGS, epochs=2)
     rows = sampled_rows(policy, ADVANTAGES)
-    update_policy(policy, optimizer, rows, settings, seed=0, on_progress=lambda *ticks: told.append(ticks))
+    update_policy(
+        policy, optimizer, rows, settings, parity=PARITY, seed=0, on_progress=lambda *ticks: told.append(ticks)
+    )
     # 4 of the recomputation; (2 + 2 + 1) an epoch.
     assert told == [(done, 14) for done in range(1, 15)]
 
@@ -230,7 +232,7 @@ def test_weights_that_a_step_broke_are_refused() -> None:
     rows = sampled_rows(policy, [1.0, -1.0, 0.5])
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e20, weight_decay=1e20))
     with pytest.raises(NonFiniteError, match="weight after a step is not finite"):
-        update_policy(policy, optimizer, rows, SETTINGS, seed=0)
+        update_policy(policy, optimizer, rows, SETTINGS, parity=PARITY, seed=0)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
@@ -265,7 +267,7 @@ def glm_weights_after(
     policy = build_policy(pipeline, gradient_checkpointing=checkpointing, disturbed=0.02)
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(lr))
     settings = changed(epochs=2, minibatch_size=2, kl_coef=0.05)
-    update_policy(policy, optimizer, glm_rows(policy), settings, seed=0)
+    update_policy(policy, optimizer, glm_rows(policy), settings, parity=PARITY, seed=0)
     return weights_of(policy)
 
 
@@ -286,7 +288,7 @@ def test_glm_image_learns_what_is_good(shipped_pipeline: GlmImagePipeline, lora:
     reference = policy.reference_logprobs(rows.tokens)
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(5e-3 if lora else 1e-3))
     settings = changed(epochs=4, minibatch_size=4, kl_coef=0.01)
-    result = update_policy(policy, optimizer, rows, settings, seed=0)
+    result = update_policy(policy, optimizer, rows, settings, parity=PARITY, seed=0)
     with torch.no_grad():
         gained = (policy.logprobs(rows.tokens).logprobs - rows.rollout_logprobs).sum(-1)
     assert torch.equal(gained.sign(), rows.advantages.sign())
@@ -304,5 +306,5 @@ def test_glm_image_rows_of_another_policy_are_refused_and_no_weight_changes(
     before = weights_of(policy)
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e-3))
     with pytest.raises(ParityError, match="weights other than those that sampled"):
-        update_policy(policy, optimizer, rows, SETTINGS, seed=0)
+        update_policy(policy, optimizer, rows, SETTINGS, parity=PARITY, seed=0)
     assert equal_weights(weights_of(policy), before)

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from configs.scoring import RewardSection
 
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection, LoraSection, PolicySection
-from configs.schema import ImageRolloutSection as Rollout
-from configs.schema import UpdateSection as Update
+from configs.sections import ImageRolloutSection as Rollout
+from configs.sections import LoraSection, PlacementSection, PolicySection
+from configs.training import AdvantagesSection
+from configs.training import UpdateSection as Update
 from tasks.advantages.compute import compute_advantages_task
 from tasks.execution.caching import StageKey
 from tasks.models.resident import ModelSpec
@@ -158,7 +158,7 @@ WITHOUT_EFFECT = [
     ("rollouts", {"model": model(section=PolicySection(model="moved/folder", dtype="float32"))}),
     ("rewards", {"rollouts": artifact(uri="other/x/y", sha256="t", seconds=9.0)}),
     ("rewards", {"placement": PlacementSection(torch_threads=2)}),
-    ("rewards", {"section": RewardSection(reward="psnr", weight=0.1, role="gate", clamp=(0.0, 1.0))}),
+    ("rewards", {"section": RewardSection(reward="psnr", role="gate", clamp=(0.0, 1.0))}),
     ("rewards", {"section": RewardSection(reward="psnr", processes=2, batch_size=7, max_failures=0.5)}),
     ("rewards", {"earlier": (artifact("s"),)}),
     (

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs.scoring import RewardSection
 from pydantic import ValidationError
 
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection
+from configs.sections import PlacementSection
+from configs.training import AdvantagesSection
 from grpo_core.errors import InputError
 from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_file, call_of, carry_out
 from tasks.execution.errors import RemoteStageError, Retryable

@@ -13,9 +13,9 @@ from typing import Any
 import polars as pl
 import psutil
 import pytest
+from configs.scoring import RewardSection
 
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
+from configs.sections import PlacementSection
 from grpo_core.errors import InputError
 from tasks.execution import child_process
 from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in

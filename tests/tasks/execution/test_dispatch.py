@@ -6,9 +6,9 @@ from typing import Any
 
 import polars as pl
 import pytest
+from configs.scoring import RewardSection
 
-from configs.placement_sections import PlacementSection, ShardedStagePlacement
-from configs.reward_sections import RewardSection
+from configs.sections import PlacementSection, ShardedStagePlacement
 from grpo_core.errors import FailedSamplesError
 from tasks.execution.dispatch import run_in_shards
 from tasks.execution.stages import Part, clear_shards, stage_named

@@ -9,9 +9,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from configs.scoring import RewardSection
 
-from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection
+from configs.training import AdvantagesSection
 from tasks.checkout import CHECKOUT
 from tasks.execution.fingerprint import PACKAGES, Symbol, code_fingerprint, reached_symbols
 from tasks.execution.stages import STAGES, stage_named

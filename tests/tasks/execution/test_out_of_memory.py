@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 import torch
 
-from configs.placement_sections import PlacementSection
+from configs.sections import PlacementSection
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TokenBatch

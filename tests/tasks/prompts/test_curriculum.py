@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import CurriculumSection
+from configs.sections import CurriculumSection
 from tasks.prompts.curriculum import (
     DrawnPrompt,
     GroupStatistics,

@@ -11,10 +11,10 @@ from typing import Any
 
 import polars as pl
 import pytest
+from configs.scoring import RewardSection
 
-from configs.placement_sections import PlacementSection
-from configs.reward_sections import RewardSection
-from configs.schema import AdvantagesSection
+from configs.sections import PlacementSection
+from configs.training import AdvantagesSection
 from grpo_core.errors import FailedSamplesError, InputError
 from tasks.advantages.compute import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
@@ -228,7 +228,7 @@ def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp
     settings = function(tmp_path, requested, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
     program = f"""
 import time
-from configs.reward_sections import RewardSection
+from configs.scoring import RewardSection
 from tasks.rewards.process_pool import score_in_processes
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import polars as pl
 import psutil
 import pytest
 
-from configs.placement_sections import PlacementSection
-from configs.schema import LoraSection, ReferenceSection, UpdateSection
+from configs.sections import LoraSection, PlacementSection
+from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from tasks.execution.errors import LostStageError
 from tasks.progress import listen

@@ -12,16 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.placement_sections import PlacementSection
-from configs.schema import (
-    ImageRolloutSection,
-    LoraSection,
-    MismatchSection,
-    PolicySection,
-    RolloutSection,
-    TextRolloutSection,
-    UpdateSection,
-)
+from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.training import MismatchSection, UpdateSection
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TokenBatch, TokenLogprobs
@@ -65,7 +57,7 @@ class Modality:
     """A tiny model and how it is sampled."""
 
     policy: PolicySection
-    rollout: RolloutSection
+    rollout: ImageRolloutSection | TextRolloutSection
     prompts: tuple[str, str]
 
     def spec(self) -> ModelSpec:

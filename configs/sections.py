@@ -1,0 +1,259 @@
+"""The sections of a configuration that decide what is sampled, where, and where it is kept.
+
+A section that the core reads inherits the core's settings: its fields, ranges and defaults are declared there, the
+section adds what only a configuration has.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    Field,
+    GetJsonSchemaHandler,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
+from grpo_core.settings import STRICT
+
+NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; 100 at most."
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+
+ALL_AT_ONCE = "all at once"
+"""Context of a validation after which `refused_combinations` is asked, so that every error is reported together."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys and wrong types are refused, NaN too.
+
+    A section may inherit a settings dataclass of grpo_core; pydantic takes over its fields.
+    """
+
+    model_config = STRICT
+
+    @model_validator(mode="after")
+    def _refuse_combinations(self, info: ValidationInfo) -> "Section":
+        if info.context != ALL_AT_ONCE:
+            self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse combinations of fields that mean nothing, by the check of the inherited settings.
+
+        Raises:
+            InputError: the first of them.
+        """
+        inherited: Callable[[], None] | None = getattr(self, "__post_init__", None)
+        if inherited is not None:
+            inherited()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe inherited fields in forms by the `Attributes:` of the settings that declare them."""
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for base in cls.__mro__:
+            for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(base) or "", re.MULTILINE):
+                if name in properties:
+                    properties[name].setdefault("description", re.sub(r"\s+", " ", text))
+        return made
+
+
+def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[InputError]:
+    """Every section within a value whose fields do not go together, by its path in the file."""
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from refused_combinations(item, (*path, str(index)))
+    if not isinstance(value, BaseModel):
+        return
+    for name in type(value).model_fields:
+        yield from refused_combinations(getattr(value, name), (*path, name))
+    if isinstance(value, Section):
+        try:
+            value.check()
+        except InputError as error:
+            # The core knows the section by its name, not by its place in a list.
+            section = ".".join(part for part in path if not part.isdigit()) + "."
+            field = error.place.removeprefix(section) if error.place.startswith(section) else error.place.split(".")[-1]
+            yield InputError(".".join((*path, field)), error.value, error.hint)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Name = Field(description="folder of the run under storage.root")
+    seed: NonNegativeInt = Field(0, description="every random number of the run is derived from it")
+    iterations: PositiveInt = Field(description="policy updates to make; may be raised later to go on")
+    staleness: NonNegativeInt = Field(
+        0, description="rollouts are sampled by a policy this many versions older, while updates run; 0: in turn"
+    )
+
+
+class LoraSection(Section, LoraSettings):
+    """Low-rank adapters over the frozen model."""
+
+
+class PolicySection(Section):
+    """The model that is trained."""
+
+    kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="which policy serves it")
+    model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    autocast: Literal["bfloat16"] | None = Field(
+        None, description="compute in 16 bits over float32 weights, while sampling and while training"
+    )
+    lora: LoraSection | None = Field(LoraSection(), description="null trains every weight that is not frozen")
+    frozen: str | None = Field(None, description="regular expression: parameters left alone when lora is null")
+    gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether log-probs are computed in fp32."""
+        return self.dtype == "float32" and self.autocast is None
+
+    def training_choice(self, *, reference: Reference, seed: int) -> TrainingChoice:
+        """What of the model is trained.
+
+        Args:
+            reference: where the reference's weights are kept when every weight is trained.
+            seed: of the adapters' random half.
+        """
+        return TrainingChoice(self.lora, self.frozen, reference, self.gradient_checkpointing, seed)
+
+
+class _OnePromptFile(Section):
+    prompts: str | None = Field(None, min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
+    prompt_column: str | None = None
+    limit: PositiveInt | None = Field(None, description="take the first so many prompts")
+    targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
+    target_column: str | None = None
+
+
+class DatasetSection(_OnePromptFile):
+    """One prompt file among several."""
+
+    name: Name = Field(description="kept with every rollout; rewards may be limited to datasets by name")
+    prompts: str = Field(min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
+    weight: PositiveFloat = Field(1.0, description="share of an iteration's prompts, against the other datasets")
+
+
+class PromptsSection(_OnePromptFile):
+    """One prompt file, or several with names and weights."""
+
+    datasets: tuple[DatasetSection, ...] = Field((), description="in place of the fields above")
+
+    @property
+    def sets(self) -> tuple[DatasetSection, ...]:
+        """The prompt files; a single one has the name `default`."""
+        if self.datasets or self.prompts is None:
+            return self.datasets
+        return (DatasetSection(name="default", **{name: getattr(self, name) for name in _OnePromptFile.model_fields}),)
+
+
+class CurriculumSection(Section):
+    """Which prompts an iteration draws."""
+
+    kind: Literal["uniform", "difficulty"] = Field("uniform", description="every prompt equally often, or by reward")
+    target: float = Field(0.5, description="mean group reward that teaches most; prompts near it are drawn more often")
+    width: PositiveFloat = Field(0.25, description="how far from the target a prompt's mean still counts")
+    floor: float = Field(0.1, gt=0, le=1, description="weight of the least wanted prompt against the most wanted")
+    window: PositiveInt = Field(20, description="iterations back that count")
+
+
+class DataSection(PromptsSection):
+    """Prompts, and the images they should give."""
+
+    curriculum: CurriculumSection = CurriculumSection()
+
+
+class EvaluateSection(PromptsSection):
+    """Held-out prompts, sampled with fixed seeds before, during and after training."""
+
+    every: NonNegativeInt = Field(0, description="iterations between evaluations; 0: before and after only")
+    samples_per_prompt: PositiveInt = 4
+    seed: NonNegativeInt = Field(0, description="of the held-out samples; the same for every training seed")
+
+
+class _GroupsSection(Section):
+    prompts_per_iteration: PositiveInt = 8
+    group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
+    prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
+
+
+class ImageRolloutSection(_GroupsSection, GlmImageSettings):
+    """How groups of images are sampled."""
+
+    shared_noise: bool = Field(True, description="siblings share the decoder's noise, so that they differ by tokens")
+
+
+class TextRolloutSection(_GroupsSection, CausalLMSettings):
+    """How groups of texts are sampled."""
+
+
+class StagePlacement(Section):
+    """Where one stage runs."""
+
+    pool: Name | None = Field(None, description="a work pool of the Prefect server; null: in this process")
+    timeout: PositiveFloat | None = Field(
+        None, description="seconds after which the stage is stopped; it then runs in its own process"
+    )
+
+
+class ShardedStagePlacement(StagePlacement):
+    """Where a stage runs that can be cut into shards of whole groups."""
+
+    shards: PositiveInt = Field(1, description="parts that the workers of the pool run in parallel, joined in order")
+
+
+class RetrySection(Section):
+    """How often a stage is tried again after errors that may pass, each kind counted separately.
+
+    No other error is ever tried again, and each shard of a stage has its own tries.
+    """
+
+    storage: NonNegativeInt = Field(4, description="a bucket, a network disk or a connection failed")
+    service: NonNegativeInt = Field(4, description="a service did not answer, or said that it was busy")
+    lost: NonNegativeInt = Field(2, description="the process or the worker that ran the stage died")
+    timeout: NonNegativeInt = Field(1, description="the stage was stopped for taking too long")
+    delay: PositiveFloat = Field(2.0, description="seconds before the second try; doubled each time, with jitter")
+    max_delay: PositiveFloat = Field(60.0, description="seconds between tries, at most")
+
+
+class PlacementSection(Section):
+    """Where the work runs; it changes a result in the rounding of the last bits only."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    torch_threads: PositiveInt = Field(1, description="measure before raising: on a small shared machine 1 is fastest")
+    processes: PositiveInt = Field(1, description="of the update, started by accelerate on one machine")
+    sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="every process has all weights, or a share of them")
+    rollouts: ShardedStagePlacement = ShardedStagePlacement()
+    rewards: ShardedStagePlacement = ShardedStagePlacement()
+    advantages: StagePlacement = StagePlacement()
+    update: StagePlacement = StagePlacement()
+    retries: RetrySection = RetrySection()
+
+
+class StorageSection(Section):
+    """Where runs are kept."""
+
+    root: str = Field("runs", min_length=1, description="a folder or any fsspec URL")
+    cache_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="copies of what was read from a bucket, on every machine of the run; null, or not writable: the "
+        "user's cache folder",
+    )
+    cache_gib: PositiveFloat = Field(20.0, description="size of these copies, at most; the longest unread go first")

@@ -1,0 +1,64 @@
+"""The sections of a configuration that decide how scores become advantages, and those an update of the policy."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from configs.sections import Section
+from grpo_core.advantages import AdvantageSettings
+from grpo_core.losses import MismatchSettings
+from grpo_core.optimizer import OptimizerSettings
+from grpo_core.optimizer.schedule import ScheduleValue
+from grpo_core.parity import ParityTolerance
+from grpo_core.policies.trained import Reference
+from grpo_core.update import UpdateSettings
+
+
+class AdvantagesSection(Section, AdvantageSettings):
+    """How rewards become advantages."""
+
+    max_rounds: PositiveInt = Field(4, description="sampling rounds per iteration, at most, with redraw")
+
+
+class ParitySection(Section):
+    """Largest allowed difference of stored and recomputed log-probs, in nats.
+
+    Sampling with a cache and scoring in one pass round differently: by 7e-6 nats at most in fp32 on a tiny GLM-Image,
+    by 1.6e-2 at most and 2.7e-3 in the mean in bf16. Deeper models differ more, in single tokens far more.
+    """
+
+    max_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-3 in fp32 and 1.0 in 16 bits")
+    mean_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-4 in fp32 and 0.05 in 16 bits")
+
+    def tolerance(self, *, in_fp32: bool) -> ParityTolerance:
+        """The tolerance, with the defaults of the precision filled in."""
+        largest, mean = (1e-3, 1e-4) if in_fp32 else (1.0, 0.05)
+        return ParityTolerance(self.max_difference or largest, self.mean_difference or mean)
+
+
+class MismatchSection(Section, MismatchSettings):
+    """Correction by exp(old - rollout) where the sampler is not the policy that is trained (TIS, IcePop)."""
+
+
+class ReferenceSection(Section):
+    """The policy that the KL is measured against."""
+
+    placement: Literal["auto"] | Reference = Field(
+        "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
+    )
+    refresh_every: NonNegativeInt = Field(0, description="iterations between refreshes; 0: never")
+    mix: float = Field(0.6, gt=0, le=1, description="share of the policy in a refreshed reference; the rest stays")
+
+
+class UpdateSection(Section, UpdateSettings, OptimizerSettings):
+    """How stored rollouts change the policy."""
+
+    learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
+    lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)
+    mismatch: MismatchSection = MismatchSection()
+    parity: ParitySection = ParitySection()
+    reference: ReferenceSection = ReferenceSection()
+
+    def __post_init__(self) -> None:
+        # The schedule is checked with the run, which gives it its length.
+        UpdateSettings.__post_init__(self)

@@ -1,0 +1,47 @@
+"""Checks the fields of settings against their annotations.
+
+The ranges and choices of a setting stand in the annotation of its field and nowhere else. Pydantic reads them where a
+configuration embeds the settings; `check_fields` reads them where Python code builds the settings itself.
+"""
+
+import dataclasses
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from grpo_core.errors import InputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+"""Unknown keys and wrong types are refused; numbers are never read from strings, and NaN and infinity are none."""
+
+
+def check_fields(settings: "DataclassInstance", place: str) -> None:
+    """Refuse the first field whose value its annotation does not allow.
+
+    Args:
+        settings: a dataclass; the annotations of its fields may carry pydantic's constraints.
+        place: section of the configuration that the settings belong to.
+
+    Raises:
+        InputError: `place` is ``<place>.<field>``.
+    """
+    if isinstance(settings, BaseModel):
+        return  # a section of a configuration: pydantic has checked it
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    try:
+        _model(type(settings)).model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in (place, *first["loc"]))
+        raise InputError(where, first["input"], f"{first['msg']}.") from None
+
+
+@cache
+def _model(settings: "type[DataclassInstance]") -> type[BaseModel]:
+    annotations = get_type_hints(settings, include_extras=True)
+    fields: dict[str, Any] = {field.name: (annotations[field.name], ...) for field in dataclasses.fields(settings)}
+    return create_model(settings.__name__, __config__=STRICT, **fields)
