@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
-from configs.scoring import RewardSection
 from prefect import Task, get_run_logger
 from prefect.context import SyncClientContext
 from prefect.futures import wait
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import UpdateSection
 from flows.pipeline.run import Run

@@ -4,7 +4,6 @@ import posixpath
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from configs.scoring import RewardSection
 
 from configs.checks import pools_of
 from configs.schema import RunConfig

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.scoring import RewardSection
-
 from tasks.rewards.stored import choose_scores
 from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
 from tasks.runs.reader import RunReader

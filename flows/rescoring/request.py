@@ -7,7 +7,6 @@ from pathlib import Path
 
 import polars as pl
 import pyarrow.parquet as pq
-from configs.scoring import RewardSection
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, computed_field
 
 from configs.checks import reward_contradictions

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from configs.scoring import RewardSection
 from pydantic import BaseModel
 
 from configs.schema import RewardsFile, RunConfig

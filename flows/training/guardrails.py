@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 
 from configs.scoring import WatchSection
-
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import log
 from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT

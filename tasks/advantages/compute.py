@@ -11,10 +11,10 @@ from typing import Any
 
 import polars as pl
 import torch
-from configs.scoring import RewardSection
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics

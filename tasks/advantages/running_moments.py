@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from configs.scoring import RewardSection
-
 from grpo_core.rewards.mix.running import RunningMoments
 from tasks.metrics.names import RUNNING
 from tasks.storage.artifacts.reference import ArtifactRef

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.runs.layout import SCORES_FILE

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_module

@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 
 import pyarrow.parquet as pq
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import provenance_of
 from tasks.runs.layout import SCORES_FILE

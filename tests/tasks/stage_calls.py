@@ -6,8 +6,8 @@ from typing import Any
 
 import polars as pl
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection, UpdateSection
 from grpo_core.rewards.image_statistics.jpeg import JpegReward

@@ -7,10 +7,10 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from configs.scoring import RewardSection
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from configs.scoring import RewardSection
 from grpo_core.errors import FailedSamplesError, InputError
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.reward import Score

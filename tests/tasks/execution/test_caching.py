@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import ImageRolloutSection as Rollout
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection

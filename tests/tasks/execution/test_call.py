@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs.scoring import RewardSection
 from pydantic import ValidationError
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.errors import InputError

@@ -13,8 +13,8 @@ from typing import Any
 import polars as pl
 import psutil
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from grpo_core.errors import InputError
 from tasks.execution import child_process

@@ -6,8 +6,8 @@ from typing import Any
 
 import polars as pl
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection, ShardedStagePlacement
 from grpo_core.errors import FailedSamplesError
 from tasks.execution.dispatch import run_in_shards

@@ -9,8 +9,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
 from tasks.checkout import CHECKOUT
 from tasks.execution.fingerprint import PACKAGES, Symbol, code_fingerprint, reached_symbols

@@ -11,8 +11,8 @@ from typing import Any
 
 import polars as pl
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.errors import FailedSamplesError, InputError

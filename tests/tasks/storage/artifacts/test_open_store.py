@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from configs.scoring import RewardSection
 
+from configs.scoring import RewardSection
 from configs.sections import PlacementSection, StorageSection
 from tasks.execution.call import StageCall, call_of, carry_out, carry_out_in
 from tasks.execution.child_main import child_command
