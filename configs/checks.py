@@ -10,8 +10,8 @@ from grpo_core.advantages import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.schedule import WITH_LENGTH
 from grpo_core.policies.family import policy_family
-from grpo_core.rewards.reward import Reward
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import Reward
 
 MANIFEST_ENDING = ".manifest.json"
 """Of the file beside a stored table, whose folder has the reward's name."""
