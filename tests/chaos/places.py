@@ -9,7 +9,7 @@ _STAGES = (
     ("flows/pipeline/stages.py:score_rewards", "score rewards"),
     ("flows/pipeline/stages.py:compute_advantages", "compute advantages"),
     ("flows/pipeline/stages.py:update_policy", "update policy"),
-    ("flows/training/train.py:report", "report and metrics"),
+    ("flows/training/iteration_report.py:", "report and metrics"),
     ("flows/pipeline/run.py:open_run", "opening"),
     ("flows/preflight/inputs.py:", "opening"),
     ("flows/training/summary.py:", "summary"),
@@ -26,15 +26,15 @@ _STEPS = (
     (":clear_place", "commit: clear the place"),
     (":settle_folder", "commit: digests and fsync"),
     ("store.py:commit", "commit: digests and fsync"),
-    ("result_storage.py:write_path", "record"),
-    ("result_storage.py:read_path", "look-up"),
+    ("prefect_results.py:write_path", "record"),
+    ("prefect_results.py:read_path", "look-up"),
     (":restore_artifact", "look-up"),
     (":clear_abandoned", "clear what was left"),
     ("run_lock.py:", "lock"),
     (":_write_description", "config.yaml and run.json"),
     (":_move_other_lineage", "compare with the folder"),
-    ("record.py:write_metrics", "metrics.parquet"),
-    ("train.py:publish", "report in Prefect"),
+    ("metrics_table.py:write_metrics", "metrics.parquet"),
+    ("iteration_report.py:publish", "report in Prefect"),
     (":staging", "write the files"),
     ("tables/parquet.py:", "write the files"),
     (":save_weights", "write the files"),
@@ -80,7 +80,7 @@ def place_of(sight: Sight) -> Place:
     # What other threads do belongs to a stage alone.
     stacks = [main] if stage in _OTHERWISE else list(sight.stacks)
     step = _step(stacks, _OTHERWISE.get(stage, "Prefect, around it"))
-    evaluated = stage not in _OTHERWISE and any("flows/training/train.py:evaluate" in function for function in main)
+    evaluated = stage not in _OTHERWISE and any("flows/training/evaluation.py:evaluate" in function for function in main)
     return Place(f"evaluation: {stage}" if evaluated else stage, step)
 
 
