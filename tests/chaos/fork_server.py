@@ -29,7 +29,6 @@ _IMPORTED = (
     "grpo_core.policies.causal_lm.policy",
     "grpo_core.policies.glm_image.family",
     "grpo_core.policies.glm_image.policy",
-    "grpo_core.policies.glm_image.released",
     "pandas",
     "peft.tuners.lora.bnb",
     "prefect.concurrency.services",
