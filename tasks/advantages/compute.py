@@ -236,11 +236,6 @@ def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:
 def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
     metrics = reward_metrics(result)
     metrics["reward_std_within_groups"] = float(result.stds.double().mean())
-    given = result.advantages[~result.advantages.isnan()].double()
-    if len(given) > 0:
-        metrics["advantage/mean"] = float(given.mean())
-    if len(given) > 1:
-        metrics["advantage/std"] = float(given.std())
     advantages = result.advantages[result.advantages.isfinite()].double()
     if len(advantages) > 1:
         metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
