@@ -1,4 +1,4 @@
-"""A server that gives the project's own rewards to others, over the protocol of docs/remote_rewards.md."""
+"""Serve the project's rewards over the protocol of docs/remote_rewards.md."""
 
 import hashlib
 import hmac
@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class _Refused(Exception):
-    """A request that is not served.
+    """A request that the server refuses.
 
     Args:
         status: of the answer.
@@ -46,11 +46,11 @@ class _Refused(Exception):
 
 
 class RewardService:
-    """What the server does with a request.
+    """Answers the requests of a server.
 
     Args:
-        rewards: by the name that they are asked for.
-        token: that a request must bear; None to ask for none.
+        rewards: by their names in requests.
+        token: the bearer token of every request; None to require none.
         concurrency: batches scored at a time, each in a thread.
         max_requests: requests held at a time.
         max_body_bytes: largest body of a request.
@@ -93,7 +93,7 @@ class RewardService:
         try:
             self._check_token(request)
             body = await self._body(request)
-            # An answer that nobody waits for is not worth the room of its thread.
+            # An answer that no client waits for must not occupy a thread.
             content = await anyio.to_thread.run_sync(self._answer, body, limiter=self._threads, abandon_on_cancel=True)
             return JSONResponse(content)
         except _Refused as refused:
@@ -109,7 +109,7 @@ class RewardService:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
-            raise _Refused(401, "this server asks for a bearer token, and the request has none or another")
+            raise _Refused(401, "this server requires a bearer token, and the request has none or another")
 
     async def _body(self, request: Request) -> bytes:
         # A page in a browser can post plain text to any address, but JSON only with the server's consent.
@@ -147,7 +147,7 @@ class RewardService:
 
 
 def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
-    """What the server tells of a reward; the version follows from everything that its provenance names.
+    """Describe a reward; the version follows from everything in its provenance.
 
     Raises:
         InputError: a weight file is missing or not the right one.
@@ -200,10 +200,10 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; what is being scored then is finished, for up to ten seconds.
 
     Args:
-        rewards: by the name that they are asked for.
+        rewards: by their names in requests.
         host: to listen on; beyond this machine only with a token.
         port: 0 for any that is free.
-        token_env: environment variable that holds the token; None to ask for none.
+        token_env: environment variable with the token; None to require none.
         concurrency: batches scored at a time.
         report_progress: is called with one line, the server's address, when requests are accepted.
 

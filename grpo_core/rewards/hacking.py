@@ -1,4 +1,4 @@
-"""The hacking watch: the reward goes up while something goes down that no one trains on.
+"""Signs of reward hacking: the reward rises while a measure that is not trained on falls.
 
 A policy that learns to please its reward instead of doing better shows in measures that it is not trained on: a second
 engine reads less of the text, the images of a group grow alike, edges or colours vanish (Gao, Schulman and Hilton,
@@ -24,7 +24,7 @@ from grpo_core.errors import InputError
 from grpo_core.settings import check_fields
 
 MIN_DIFFERENCES = 3
-"""From how many differences between evaluations their noise can be told."""
+"""How many differences between evaluations an estimate of their noise needs."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HackingSign:
 
     Attributes:
         guardrail: its name.
-        first: its level before the fall: the highest since which the rule holds.
+        first: its level before the fall: the highest since which the rule applies.
         last: its level over the last evaluations, as many as the rule's patience.
         change: ``(last - first) / abs(first)``, below 0; a level of 0 has no share to fall by, and raises no sign.
         reward_first: the reward's level over the same evaluations as `first`.
@@ -90,7 +90,7 @@ def hacking_signs(
     guardrails: Mapping[str, Sequence[float | None]],
     rule: HackingRule,
 ) -> tuple[HackingSign, ...]:
-    """The guardrails that fell while the reward rose, as of the last evaluation, in the mapping's order.
+    """Find the guardrails that fell while the reward rose, as of the last evaluation, in the mapping's order.
 
     An evaluation without a finite reward or without a finite guardrail does not count for that guardrail; it ends no
     row either.
@@ -121,12 +121,12 @@ def hacking_signs(
 
 
 def noise_between(values: Sequence[float]) -> float | None:
-    """Standard deviation of one evaluation about its expectation, from successive differences; None from too few.
+    """Estimate the standard deviation of one evaluation from successive differences; None from too few.
 
     Half the mean square difference (von Neumann, Kent, Bellinson and Hart, 1941, "The Mean Square Successive
     Difference") is the variance whether the values drift or not. The largest difference is left out, for it may be the
     very fall that is looked for; as the largest of n squared normal values is about 2 ln n times their mean, the others
-    are divided by n - 2 ln n, and by n / 2 at least. A slope counts as noise, so the figure is rather too high.
+    are divided by n - 2 ln n, and by n / 2 at least. A slope counts as noise, so the estimate is rather too high.
     """
     squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))
     count = len(squares)
@@ -161,7 +161,7 @@ def _find_sign(
 
 
 def _noise(values: Sequence[float], rule: HackingRule) -> float:
-    """What the rule takes for noise in one evaluation, its factor included; infinite where it cannot be told."""
+    """Return the noise of one evaluation times the rule's factor; infinite where it cannot be estimated."""
     if rule.noise == 0:
         return 0.0
     noise = noise_between(values)

@@ -46,7 +46,7 @@ def _quarantined(store: ArtifactStore, table: str) -> tuple[str, str] | None:
     """Where the table was put last, and why; None where it alone never was."""
     for name in sorted(RunReader(store).names(QUARANTINE), reverse=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            told = json.loads(store.read_file(f"{QUARANTINE}/{name}/reason.json") or b"{}")
-            if table in told["paths"] or store.manifest_path(table) in told["paths"]:
-                return f"{QUARANTINE}/{name}", str(told["reason"])
+            reason = json.loads(store.read_file(f"{QUARANTINE}/{name}/reason.json") or b"{}")
+            if table in reason["paths"] or store.manifest_path(table) in reason["paths"]:
+                return f"{QUARANTINE}/{name}", str(reason["reason"])
     return None

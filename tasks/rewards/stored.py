@@ -1,4 +1,4 @@
-"""Which stored tables already hold the scores that are asked for."""
+"""Find stored tables that already have the requested scores."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 
 def provenance_json(section: RewardSection) -> str:
-    """What the scores of a section come from, and which samples it is meant for, as it stands beside each score.
+    """Describe where the scores of a section come from and which samples it scores, as stored with each score.
 
     Two tables of the same rollouts with the same text hold the same scores.
 
@@ -28,14 +28,14 @@ def provenance_json(section: RewardSection) -> str:
 
 
 def stored_provenance(store: ArtifactStore, reference: ArtifactRef) -> str | None:
-    """What the scores of a table come from; None of an empty one."""
+    """Return the provenance of a table's scores; None for an empty table."""
     with store.filesystem.open(f"{store.root}/{reference.uri}/{SCORES_FILE}") as file:
         column = pq.ParquetFile(file).read(columns=["provenance"])["provenance"]
     return str(column[0].as_py()) if len(column) else None
 
 
 def failed_scores(reference: ArtifactRef) -> int:
-    """How many samples of the table could not be scored."""
+    """Count the samples of the table that could not be scored."""
     label = reference.folder.rsplit("/", 1)[-1]
     return int(reference.metrics.get(f"rewards/{label}/failed", 0.0))
 
@@ -43,12 +43,12 @@ def failed_scores(reference: ArtifactRef) -> int:
 def choose_scores(
     store: ArtifactStore, candidates: Sequence[ArtifactRef], section: RewardSection
 ) -> tuple[ArtifactRef | None, tuple[ArtifactRef, ...]]:
-    """The whole table that holds a section's scores, if there is one; else those that hold some of them.
+    """Choose the complete table of a section's scores, if there is one; else the tables with some of them.
 
     Args:
         store: whose root they are under.
         candidates: tables of scores of the same rollouts, whatever made them.
-        section: the reward that is asked for.
+        section: the requested reward.
     """
     wanted = provenance_json(section)
     matching = [each for each in candidates if stored_provenance(store, each) == wanted]

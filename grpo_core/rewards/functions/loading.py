@@ -1,4 +1,4 @@
-"""A user's function: found by ``module:function``, and named by its file and line when something is wrong with it."""
+"""Load a user's function by ``module:function``; errors name its file and line."""
 
 import difflib
 import functools
@@ -23,12 +23,12 @@ REFERENCE = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
 """``package.module:function`` or ``path/to/file.py:function``."""
 
 SAMPLE_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What every reward function may be called with, beside the columns of the prompt file."""
+"""What every reward function may be called with, besides the columns of the prompt file."""
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function and where it stands.
+    """A function and its source.
 
     Attributes:
         call: the function itself.
@@ -51,11 +51,11 @@ class UserFunction:
 
     @property
     def short_place(self) -> str:
-        """The same without the folder, for what is stored."""
+        """The same without the folder, for stored values."""
         return f"{Path(self.file).name}:{self.line}"
 
     def raised_at(self, error: BaseException) -> str:
-        """File and line of the user's own statement out of which the error came."""
+        """Return file and line of the user's statement that caused the error."""
         return _origin(error, self.file)
 
     @property
@@ -64,12 +64,12 @@ class UserFunction:
         return _signature(functools.partial(self.call, **json.loads(self.arguments)))
 
     def run(self, keywords: Mapping[str, object]) -> object:
-        """What a call gives; `arguments` are made anew for each, so that what it does to them ends with it."""
+        """Call the function with a fresh copy of `arguments`."""
         return self.call(**{**json.loads(self.arguments), **keywords})
 
 
 def load_function(place: str, reference: str, arguments: str, factory: bool | None) -> UserFunction:
-    """The function, imported once a process for each state of its file.
+    """Import the function, once per process for each state of its file.
 
     Args:
         place: of the setting, for messages.
@@ -103,7 +103,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
             hint = f"Calling it raised {_shown(error)} at {where}. Set `arguments` to what it takes."
             raise InputError(place, reference, hint) from error
         if not callable(made):
-            hint = f"It gave {type(made).__name__} where a reward function was due. Set `factory: false`."
+            hint = f"It gave {type(made).__name__} instead of a reward function. Set `factory: false`."
             raise InputError(place, reference, hint)
         function, given = made, "{}"
     code = _code_of(place, reference, function)
@@ -112,7 +112,7 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
 
 
 def _running_digest(reference: str, file: str) -> str:
-    """sha256 of the source of the code that runs.
+    """Return the sha256 of the source of the code that runs.
 
     A file given by its path is imported again when it has changed; a module stays what it was at its first import.
     """
@@ -202,7 +202,7 @@ def _import_file(file: str, digest: str) -> ModuleType:
 
 
 def _code_of(place: str, reference: str, function: Callable[..., object]) -> CodeType:
-    """The code that a call runs: of a partial its function's, of an object or its class the method ``__call__``."""
+    """Return the code that a call runs: a partial's function, the method ``__call__`` of an object or a class."""
     inner: object = function
     while isinstance(inner, functools.partial):
         inner = inner.func

@@ -25,12 +25,12 @@ _LEFT_OUT = ("prompt", "completion", "completion_ids")
 
 
 def needed_columns(function: UserFunction) -> list[str]:
-    """Parameters without a default that no call gives by itself: columns of the prompt file."""
+    """List the parameters without a default that no call passes: columns of the prompt file."""
     return [name for name in _required(function) if name not in _GIVEN]
 
 
 def refused_keywords(function: UserFunction) -> list[str]:
-    """Keywords of every call that the function does not take."""
+    """List the keywords of every call that the function does not take."""
     parameters = [] if function.signature is None else [*function.signature.parameters.values()]
     if function.signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return []
@@ -39,7 +39,7 @@ def refused_keywords(function: UserFunction) -> list[str]:
 
 
 def takes_messages(function: UserFunction) -> bool:
-    """Whether the function annotates its completions with lists of lists: one list of messages a sample."""
+    """Say whether the function annotates its completions as lists of lists: one list of messages per sample."""
     parameter = function.signature.parameters.get("completions") if function.signature is not None else None
     if parameter is None or parameter.annotation is parameter.empty:
         return False
@@ -50,7 +50,7 @@ def takes_messages(function: UserFunction) -> bool:
 
 
 def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, targets: bool) -> dict[str, object]:
-    """The call's arguments; copies, so that a function which changes them changes nothing else.
+    """Build the call's arguments: copies, so that a function may change them.
 
     Args:
         function: what is called.
@@ -59,11 +59,11 @@ def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, t
         targets: whether target images go along.
 
     Raises:
-        InputError: a column that bears the name of an argument; token ids that the function needs are not known.
+        InputError: a column with the name of an argument; token ids that the function needs are not known.
     """
     for name in ("prompts", "completions"):
         if name in batch.columns:
-            hint = "The reward function gets something else by this name. Rename the column in the prompt file."
+            hint = "The reward function gets another value by this name. Rename the column in the prompt file."
             raise InputError(f"{function.place}, column of the prompt file", name, hint)
     if not batch.token_ids and "completion_ids" in _required(function):
         hint = "The function needs completion_ids, and these samples come without tokens. Let it do without."
@@ -86,26 +86,26 @@ def call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, t
 
 
 def call(function: UserFunction, keywords: Mapping[str, object]) -> object:
-    """What the function returns, or what the coroutine that it returns comes to; of an iterator what it yields."""
+    """Call the function, await a coroutine and read an iterator to its end."""
     answer = function.run(keywords)
     answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
     if not isinstance(answer, Iterator):
         return answer
-    # Here, where what it raises is reported with its place; one too many shows that there are too many.
+    # Here its errors are reported with their place; one item more shows that there are too many.
     return list(itertools.islice(answer, len(keywords["prompts"]) + 1))  # type: ignore[arg-type]
 
 
 def read_scores(function: UserFunction, returned: object, sample_ids: Sequence[str]) -> list[Score]:
-    """One score a number; None has nothing to say of its sample, NaN and infinity are failures.
+    """Read one score per number; None means not applicable, NaN and infinity are failures.
 
     Raises:
-        InputError: not one number or None a sample.
+        InputError: not one number or None per sample.
     """
     answers = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(answers, str | bytes | Mapping | AbstractSet) or not isinstance(answers, Iterable):
         kind, shown = type(returned).__name__, repr(returned)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        raise InputError(_place(function), f"{kind} {shown}", "Return a list with one number, or None, a sample.")
+        raise InputError(_place(function), f"{kind} {shown}", "Return a list with one number, or None, per sample.")
     listed = list(answers)
     if len(listed) != len(sample_ids):
         hint = f"It got {len(sample_ids)} samples. Return one number, or None, for each, in order."
@@ -115,19 +115,19 @@ def read_scores(function: UserFunction, returned: object, sample_ids: Sequence[s
 
 def _read_score(function: UserFunction, answer: object, sample_id: str) -> Score:
     try:
-        # Of several numbers there is no one item.
+        # Several numbers have no single item.
         plain = answer.item() if hasattr(answer, "item") else answer
     except (ValueError, RuntimeError):
         plain = answer
     if plain is None:
         return NOT_APPLICABLE
     if not isinstance(plain, numbers.Real):
-        hint = "Return a number, or None where the function has nothing to say."
+        hint = "Return a number, or None where the function does not apply."
         raise InputError(f"{_place(function)}, sample {sample_id}", answer, hint)
     try:
         value = float(plain)
     except OverflowError:
-        # Of whole numbers alone: every other real number has a float.
+        # Only integers overflow: every other real number has a float.
         value = math.inf if abs(plain) == plain else -math.inf
     if not math.isfinite(value):
         return Score.failed(f"{not_finite(value)} (the function at {function.short_place})")

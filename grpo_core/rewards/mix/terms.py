@@ -32,7 +32,7 @@ class RewardTerm:
         normalize: how the advantages see a reward that adds. none: as it is. range: by `range`. group: less the mean
             of the group, over its standard deviation. running: the same by the values of every call so far.
         range: of normalize: range: the values that become 0 and 1; others follow the line, beyond it as well unless
-            `clamp` holds them.
+            `clamp` limits them.
 
     Raises:
         InputError: a number is out of its range, or a field has no effect beside the others; `place` is

@@ -1,4 +1,4 @@
-"""What reads an image: lines of text from top to bottom, or an error that says why there are none."""
+"""The interface of OCR engines, and the reading order of lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Line:
 def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
     """Row by row from above, in each row from the left.
 
-    Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels that holds
+    Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels, this works
     for images of any size, and for rows that are not quite level.
     """
     rows: list[list[Line]] = []

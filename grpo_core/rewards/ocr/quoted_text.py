@@ -1,7 +1,7 @@
 """The texts that a prompt puts between quotation marks: what its image shall show.
 
-Double quotes are unmistakable but for inches; a single quote is more often an apostrophe, and is told from one by
-what stands on either side of it. Titles between 《 》 are named rather than shown, and are no quotes here.
+Double quotes are unmistakable but for inches; a single quote is more often an apostrophe, and is distinguished by
+the characters on either side of it. Titles between 《 》 are named rather than shown, and are no quotes here.
 """
 
 import re

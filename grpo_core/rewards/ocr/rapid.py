@@ -29,11 +29,11 @@ _MIN_TEXT_SCORE = 0.5
 
 @dataclass(frozen=True)
 class RapidEngine:
-    """Reads Chinese and English. Nothing is downloaded; one copy of the models a process and settings, one thread.
+    """Reads Chinese and English. Nothing is downloaded; one copy of the models per process and settings, one thread.
 
     Attributes:
-        turn_lines: whether lines that stand on their head are turned and read; otherwise they are passed over. Left as
-            they are, many of them would be read all the same.
+        turn_lines: whether upside-down lines are turned and read; otherwise they are ignored. Without a change, many
+            of them would be read.
         limit_side_len: an image with a smaller short side is enlarged to it for finding the lines.
         max_side_len: an image with a larger long side is shrunk to it before anything else.
     """
@@ -44,11 +44,11 @@ class RapidEngine:
 
     @property
     def version(self) -> str:
-        """Both libraries': another ONNX Runtime computes other last digits."""
+        """Includes both libraries: another ONNX Runtime computes other last digits."""
         return "+".join(f"{name}-{metadata.version(name)}" for name in ("rapidocr", "onnxruntime"))
 
     def model_digests(self) -> Mapping[str, str]:
-        """Those of the models.
+        """Return the digests of the models.
 
         Raises:
             InputError: a file is missing, or not the one that was installed.
@@ -56,7 +56,7 @@ class RapidEngine:
         return {role: file_sha256(str(_find_model_file(name))) for role, name in MODELS.items()}
 
     def find_problems(self) -> Sequence[str]:
-        """Model files that are missing or changed."""
+        """Report model files that are missing or changed."""
         try:
             self.model_digests()
         except InputError as error:
@@ -64,7 +64,7 @@ class RapidEngine:
         return []
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """The lines of an RGB image, those read with a confidence of a half or more.
+        """Read the lines of an RGB image that have a confidence of a half or more.
 
         Raises:
             ReadingError: the library broke down.
@@ -93,9 +93,9 @@ _READ_BOTH_WAYS = frozenset("HINOSXZ18osxzl0|69MWmwdpbqnu ")
 
 
 def reads_both_ways(upright: str, turned: str) -> bool:
-    """Whether two readings are those of one writing and of the same turned by half: NOON and NOON, up and dn.
+    """Say whether two readings are of the same writing, upright and turned by half: NOON and NOON, up and dn.
 
-    Nothing but the writing's surroundings could tell which way it stands.
+    Only its surroundings could show which way it stands.
     """
     if not set(upright) <= _READ_BOTH_WAYS:
         return False
@@ -113,7 +113,7 @@ def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
     from rapidocr import RapidOCR
 
     class Reader(RapidOCR):
-        """Decides for itself which lines stand on their head, and what becomes of them."""
+        """Detects upside-down lines by reading both ways, and turns or blanks them."""
 
         def cls_and_rotate(self, img: list[Any]) -> tuple[list[Any], Any]:
             _, directions = super().cls_and_rotate(list(img))
@@ -122,7 +122,7 @@ def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
             return lines, directions
 
         def _right(self, line: Any) -> Any:
-            # The classifier alone takes blurred upright lines, too, for ones on their head.
+            # The classifier alone also takes blurred upright lines for upside-down ones.
             turned = np.ascontiguousarray(np.rot90(line, 2))
             read = self.recognize_txt([line, turned])
             upright_score, turned_score = read.scores
@@ -149,7 +149,7 @@ def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=len(MODELS))
 def _find_model_file(name: str) -> Path:
-    """A model file that has the digest with which the wheel lists it.
+    """Find a model file and compare its digest with the wheel's record.
 
     Raises:
         InputError: it is not there, or another.

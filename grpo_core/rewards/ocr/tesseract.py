@@ -1,4 +1,4 @@
-"""Reading with Tesseract: a second engine, to tell better writing from writing that suits the first."""
+"""Read with Tesseract: a second engine, to distinguish better writing from writing that suits the first."""
 
 import functools
 import re
@@ -28,7 +28,7 @@ _MIN_CONFIDENCE = 50
 
 @dataclass(frozen=True)
 class TesseractEngine:
-    """Reads the languages that are installed with it, each image in a process of its own.
+    """Reads the languages that are installed with it, each image in a separate process.
 
     Tesseract computes with as many threads as the environment variable OMP_THREAD_LIMIT allows.
 
@@ -40,7 +40,7 @@ class TesseractEngine:
 
     @property
     def version(self) -> str:
-        """The program's own.
+        """Return the version of the program.
 
         Raises:
             InputError: it is not installed.
@@ -48,7 +48,7 @@ class TesseractEngine:
         return f"tesseract-{_ask_version()}"
 
     def model_digests(self) -> Mapping[str, str]:
-        """Those of the languages' data.
+        """Return the digests of the languages' data.
 
         Raises:
             InputError: Tesseract or a language is not installed.
@@ -64,7 +64,7 @@ class TesseractEngine:
         return {language: file_sha256(str(folder / f"{language}.traineddata")) for language in self._languages()}
 
     def find_problems(self) -> Sequence[str]:
-        """The Python package, the program or a language that is not installed."""
+        """Report the Python package, the program or a language that is not installed."""
         problems = []
         if find_spec("pytesseract") is None:
             problems.append(
@@ -77,7 +77,7 @@ class TesseractEngine:
         return problems
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """The lines of an RGB image, of each the words read with a confidence of a half or more.
+        """Read the lines of an RGB image, of each the words with a confidence of a half or more.
 
         Raises:
             ReadingError: Tesseract broke down, or took longer than TIMEOUT_SECONDS.
@@ -139,7 +139,7 @@ def _ask_languages() -> tuple[Path, tuple[str, ...]]:
 
 
 def _ask(question: str) -> str:
-    """What the program prints.
+    """Return what the program prints.
 
     Raises:
         InputError: it is not installed, or fails.

@@ -1,4 +1,4 @@
-"""How near the text that was read is to the texts that were asked for, in three ways.
+"""Compare the text that was read with the wanted texts, in three ways.
 
 Each takes the texts and the lines read, top to bottom, and counts errors. Only ``ned`` is safe to optimise: the two
 published ways leave surplus text free, so that the wanted text written over and over has full marks.
@@ -53,7 +53,7 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     are never fewer.
 
     Args:
-        texts: what was asked for, at least one, none of white space only.
+        texts: the wanted ones, at least one, none of white space only.
         lines: what was read.
     """
     simplify = letters_and_digits if all(letters_and_digits(text) for text in texts) else _without_space
@@ -67,7 +67,7 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
 
 
 def match_flow_grpo(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
-    """1 - min(edits, length of the text) / length of the text, no edits where what was read holds the text.
+    """1 - min(edits, length of the text) / length of the text, no edits where the text is part of what was read.
 
     As Flow-GRPO scores its OCR task (Liu et al., 2025, arXiv:2505.05470): lower case, blanks taken out, lines joined.
     It knows one text a prompt; of several, each is compared with all that was read, and edits and lengths are summed.
@@ -122,7 +122,7 @@ def _count_words(parts: Sequence[str], simplify: Callable[[str], str]) -> Counte
 def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:
     """Edits that turn the words given to each text into it, every word being given to one.
 
-    Begins with the text that holds the most of each word and gives words to other texts while that saves edits, so it
+    Begins with the text that has the most of each word and gives words to other texts while that saves edits, so it
     finds a small number and not always the smallest.
     """
     owners = [max(range(len(texts)), key=lambda i: fuzz.partial_ratio(word, texts[i])) for word in words]

@@ -64,7 +64,7 @@ class Service:
         attempts: in all, the first included.
         backoff_s: pause before the second attempt; it doubles with each further one, up to MAX_PAUSE_S, and is cut by
             up to half at random. A longer ``Retry-After`` of the service counts instead.
-        token_env: environment variable that holds a bearer token; None to send none.
+        token_env: environment variable with a bearer token; None to send none.
     """
 
     reward: str
@@ -155,8 +155,8 @@ class Service:
 
     def _refused(self, url: str, status: int, content: bytes) -> InputError:
         hints = {
-            401: "Set `token_env` to the environment variable that holds a token that the service accepts.",
-            403: "Set `token_env` to the environment variable that holds a token with this permission.",
+            401: "Set `token_env` to the environment variable with a token that the service accepts.",
+            403: "Set `token_env` to the environment variable with a token that has this permission.",
             404: "Correct `url`, and the name that is requested there.",
             413: "Send less per request: a smaller `batch_size`.",
         }

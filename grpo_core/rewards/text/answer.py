@@ -18,7 +18,7 @@ class AnswerReward(Reward):
     White space at both ends does not count.
 
     Attributes:
-        column: the prompt file's column that holds the answer; a sample without one has no score.
+        column: the prompt file's column with the answer; a sample without one has no score.
         mode: ``similarity`` or ``exact``.
     """
 
@@ -31,7 +31,7 @@ class AnswerReward(Reward):
 
     @property
     def needs_column(self) -> str:
-        """The answer's."""
+        """The answer's column."""
         return self.column
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
