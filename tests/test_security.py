@@ -220,7 +220,7 @@ class TestImages:
 
     @pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a\1\0\1\0", b""])
     def test_a_stored_one_of_another_format_meets_no_other_decoder(self, content: bytes) -> None:
-        assert "not a whole PNG" in refusal(lambda: decode_stored(content, "s")).hint
+        assert "not a complete PNG" in refusal(lambda: decode_stored(content, "s")).hint
 
 
 def test_a_service_that_repeats_the_token_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_file_imports_its_neighbour(write: Callable[..., str]) -> None:
         ("{file}:narrow", r"does not take the keyword\(s\) prompts, completion_ids, trainer_state.*\*\*kwargs"),
         ("{file}:BUILT_IN", r"no Python source"),
         ("{file}:make", r"Calling it raised ValueError: no size at .*mine\.py:5"),
-        ("{file}:make_nothing", r"gave int where a reward function was due"),
+        ("{file}:make_nothing", r"gave int instead of a reward function"),
         ("{broken}:score", r"Importing it raised ZeroDivisionError: division by zero at .*broken\.py:2"),
         ("{misspelt}:score", r"Importing it raised SyntaxError.*misspelt\.py:1"),
         ("{lacking}:score", r"Importing it raised ModuleNotFoundError.*no_such_package.* at .*lacking\.py:1"),
