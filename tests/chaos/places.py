@@ -80,7 +80,8 @@ def place_of(sight: Sight) -> Place:
     # What other threads do belongs to a stage alone.
     stacks = [main] if stage in _OTHERWISE else list(sight.stacks)
     step = _step(stacks, _OTHERWISE.get(stage, "Prefect, around it"))
-    evaluated = stage not in _OTHERWISE and any("flows/training/evaluation.py:evaluate" in function for function in main)
+    in_evaluation = any("flows/training/evaluation.py:evaluate" in function for function in main)
+    evaluated = stage not in _OTHERWISE and in_evaluation
     return Place(f"evaluation: {stage}" if evaluated else stage, step)
 
 
