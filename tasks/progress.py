@@ -1,4 +1,4 @@
-"""How far a run is, for whoever listens: bars in a terminal, lines elsewhere, or nobody."""
+"""Report how far a run is: to bars in a terminal, to lines of a log, or to nobody."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -6,48 +6,56 @@ from typing import Protocol
 
 
 class ProgressReporter(Protocol):
-    """Hears of progress."""
+    """Shows progress to people."""
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        """So many of a stage's units are done; the first call comes with none, before the work."""
+        """Show that `done` of a stage's `total` samples are done; the first call comes with 0, before the work."""
 
     def log(self, line: str) -> None:
-        """Something that is over and that a person wants to read."""
+        """Show a line of text."""
 
 
 class _Nobody:
     def advance(self, stage: str, done: int, total: int) -> None:
-        """Drop the news."""
+        """Show nothing."""
 
     def log(self, line: str) -> None:
-        """Drop the news."""
+        """Show nothing."""
 
 
-_LISTENER: ContextVar[ProgressReporter] = ContextVar("progress_listener", default=_Nobody())  # noqa: B039  (it has no state)
+_REPORTER: ContextVar[ProgressReporter] = ContextVar("progress_reporter", default=_Nobody())  # noqa: B039  (stateless)
 
 
-def listen(listener: ProgressReporter) -> None:
-    """Hear of progress in the present context."""
-    _LISTENER.set(listener)
+def listen(reporter: ProgressReporter) -> None:
+    """Send the progress of this context to a reporter."""
+    _REPORTER.set(reporter)
 
 
 def has_listener() -> bool:
-    """Whether anybody listens in the present context."""
-    return not isinstance(_LISTENER.get(), _Nobody)
+    """Whether this context has a reporter."""
+    return not isinstance(_REPORTER.get(), _Nobody)
 
 
 def listener() -> ProgressReporter:
-    """Whoever hears of progress in the present context."""
-    return _LISTENER.get()
+    """Return the reporter of this context."""
+    return _REPORTER.get()
 
 
-def progress_of(stage: str, total: int) -> Callable[[int, int], None]:
-    """Begin a stage of `total` units; the returned function tells how many are done, and of how many."""
-    reporting_to = _LISTENER.get()
-    reporting_to.advance(stage, 0, total)
-    return lambda done, total: reporting_to.advance(stage, done, total)
+def progress_of(stage: str, total: int) -> Callable[[int], None]:
+    """Begin a stage.
+
+    Args:
+        stage: its title.
+        total: samples that it handles; the unit and the total stay the same until its end.
+
+    Returns:
+        A function to call with the number of samples that are done.
+    """
+    reporter = _REPORTER.get()
+    reporter.advance(stage, 0, total)
+    return lambda done: reporter.advance(stage, done, total)
 
 
 def log(line: str) -> None:
-    """Tell people a line."""
-    _LISTENER.get().log(line)
+    """Show a line of text to people."""
+    _REPORTER.get().log(line)

@@ -1,5 +1,6 @@
-"""What every command tells in the same way: an error as one message, and one JSON object at the end."""
+"""What all commands share: how errors are reported, and the option `--json`."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,24 +10,31 @@ import typer
 
 from grpo_core.errors import InputError, InputErrors
 
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on the last line")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 
 
 @contextmanager
-def handle_errors() -> Iterator[None]:
-    """Turn an error into one message on stderr and the exit code for its kind."""
+def handle_errors(as_json: bool = False) -> Iterator[None]:
+    """Turn an exception into messages on stderr and an exit code: 1 for a failure, 2 for wrong input.
+
+    Args:
+        as_json: also print the input errors as one JSON object on stdout, each with place, value and hint.
+    """
     try:
         yield
     except (InputError, InputErrors) as error:
         problems = error.errors if isinstance(error, InputErrors) else (error,)
         for problem in problems:
             typer.secho(f"error: {problem}", fg="red", err=True)
+        if as_json:
+            errors = [{"place": each.place, "value": each.value, "hint": each.hint} for each in problems]
+            typer.echo(json.dumps({"errors": errors}, default=str))
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
-        typer.secho("stopped; start it again with the same command and it goes on where it was", err=True)
+        typer.secho("stopped; start it again with the same command and it resumes where it was", err=True)
         raise typer.Exit(1) from None
     except BaseException as error:
-        # Prefect's own, in the place of what SIGTERM does elsewhere; by name, since it takes seconds to import.
+        # Prefect raises it instead of ending by SIGTERM; compared by name, since the import takes seconds.
         if type(error).__name__ == "TerminationSignal":
             typer.secho("ended by SIGTERM; start it again with the same command", err=True)
             raise typer.Exit(1) from None

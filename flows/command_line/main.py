@@ -1,4 +1,8 @@
-"""The program `grpo`: exit code 0 when done, 1 when it failed, 2 for wrong input."""
+"""The program `grpo`: exit code 0 for success, 1 for a failure, 2 for wrong input.
+
+Commands import what they need when they are called: `grpo --help` imports neither torch nor Prefect, and wrong input is
+reported before Prefect and the models' libraries are imported, which takes many seconds.
+"""
 
 import asyncio
 import json
@@ -10,16 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.command_line.errors import Json, handle_errors
+from flows.command_line.options import Config, Overrides, RunName, takes_request
 from flows.command_line.prune import prune
 from flows.command_line.rewards import commands as reward_commands
 from flows.command_line.worker import worker
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
+    from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 
 application = typer.Typer(
     name="grpo",
-    help="GRPO training for image generators as a staged pipeline.",
+    help="Train image generators and language models with rewards.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -29,28 +35,22 @@ application.add_typer(reward_commands)
 application.command()(worker)
 application.command()(prune)
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
-]
-RunName = Annotated[str | None, typer.Option("--run", help="name of the run; by default the configuration's")]
-
 
 def main() -> None:
-    """Entry point of the program."""
-    # Its warning about a fork would stand among the run's own lines.
+    """Run the program."""
+    # Its warning about a fork would interrupt the run's own lines.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     application()
 
 
 @application.callback()
 def program() -> None:
-    """GRPO training for image generators as a staged pipeline."""
+    """Train image generators and language models with rewards."""
 
 
 def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "RunConfig":
-    """The configuration with its overrides."""
-    # Checking rewards imports torch, which a command without a configuration need not wait for.
+    """Read the configuration with its overrides."""
+    # Checking rewards imports torch, which a command without a configuration does not need.
     from configs.loader import read_config
 
     named = [f"run.name={json.dumps(run)}"] if run is not None else []
@@ -58,150 +58,106 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "Run
 
 
 @application.command()
-def train(config: Config, run: RunName = None, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Run, or go on with, a training run."""
-    with handle_errors():
+def train(
+    config: Config,
+    run: RunName = None,
+    overrides: Overrides = None,
+    accept_code: Annotated[
+        bool, typer.Option("--accept-code", help="resume with stored results that other code made, and record it")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Start or resume a training run."""
+    with handle_errors(as_json):
         checked = resolved(config, run, overrides)
-        # Wrong input is told before Prefect and the models' libraries are imported, which takes many seconds.
-        from flows.preflight.inputs import require_inputs
+        from flows.preflight.inputs import check_inputs
 
-        require_inputs(checked)
+        check_inputs(checked)
         from flows.terminal.progress import training_progress
-        from flows.terminal.training import show_summary
+        from flows.terminal.summaries import show_training
         from flows.training.train import train as train_flow
 
         with training_progress():
-            summary = asyncio.run(train_flow(checked))
-        show_summary(summary)
+            summary = asyncio.run(train_flow(checked, accept_code=accept_code))
+        show_training(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
 
 
 @application.command()
-def replay(
-    source: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
-    advantages: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="stored, recomputed, or a name below rescored/; stored unless --set says so"),
-    ] = None,
-    iterations: Annotated[
-        str | None, typer.Option(metavar="A-B", help="of the source, one update each; by default all")
-    ] = None,
-    policy: Annotated[int, typer.Option(metavar="N", help="version of the source to start from; 0: the model")] = 0,
-    max_staleness: Annotated[
-        int, typer.Option(metavar="K", help="versions between a row's policy and the one that is trained, at most")
-    ] = 4,
-    run: Annotated[str | None, typer.Option("--run", help="name of the replay; by default RUN-replay")] = None,
-    overrides: Overrides = None,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
-    as_json: Json = False,
-) -> None:
-    """Train a policy from another run's stored rollouts, off-policy corrected; nothing is sampled to train on."""
-    with handle_errors():
-        from flows.preflight.inputs import require_inputs
-        from flows.replay.request import ReplayRequest, plan_replay
+@takes_request("ReplayRequest")
+def replay(request: "ReplayRequest", as_json: bool) -> None:
+    """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
+    _ = request.plan
+    from flows.replay.replay import replay as replay_flow
+    from flows.terminal.progress import training_progress
+    from flows.terminal.summaries import show_training
 
-        requested = ReplayRequest(
-            source, root, run, advantages, iterations, policy, max_staleness, tuple(overrides or ())
-        )
-        plan = plan_replay(requested)
-        require_inputs(plan.config)
-        from flows.replay.replay import replay as replay_flow
-        from flows.terminal.progress import training_progress
-        from flows.terminal.training import show_summary
-
-        with training_progress():
-            summary = asyncio.run(replay_flow(plan))
-        show_summary(summary)
-        if as_json:
-            typer.echo(summary.model_dump_json())
+    with training_progress():
+        summary = asyncio.run(replay_flow(request))
+    show_training(summary)
+    if as_json:
+        typer.echo(summary.model_dump_json())
 
 
 @application.command()
-def rescore(
-    sources: Annotated[list[str], typer.Argument(metavar="RUN...", help="runs under the storage root, or their paths")],
-    rewards: Annotated[Path, typer.Option(metavar="FILE", help="YAML with `rewards:`, and `advantages:` if wanted")],
-    name: Annotated[str, typer.Option(metavar="NAME", help="of the rescoring: a folder below rescored/ of each run")],
-    iterations: Annotated[str | None, typer.Option(metavar="A-B", help="which; by default all")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the report here too")] = None,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
-    as_json: Json = False,
-) -> None:
-    """Score stored rollouts with other rewards or weights, and tell what changed; only what is missing is computed."""
-    with handle_errors():
-        from flows.rescoring.request import RescoreRequest, plan_rescore
+@takes_request("RescoreRequest")
+def rescore(request: "RescoreRequest", as_json: bool) -> None:
+    """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
+    _ = request.plan
+    from flows.server.reachable import require_server
 
-        plan = plan_rescore(RescoreRequest(tuple(sources), rewards, name, root, iterations, html))
-        from flows.server.reachable import require_server
+    require_server()
+    from flows.rescoring.rescore import rescore as rescore_flow
+    from flows.terminal.progress import training_progress
+    from flows.terminal.rewards import show_rescoring
 
-        require_server()
-        from rich.console import Console
-
-        from flows.rescoring.rescore import rescore as rescore_flow
-        from flows.terminal.progress import training_progress
-        from flows.terminal.rescoring import show_comparison, show_computed
-
-        with training_progress():
-            done = asyncio.run(rescore_flow(plan))
-        console = Console(stderr=True)
-        show_comparison(done.comparison, done.moved, console)
-        show_computed(done.summary, console)
-        if as_json:
-            typer.echo(done.summary.model_dump_json())
+    with training_progress():
+        done = asyncio.run(rescore_flow(request))
+    show_rescoring(done)
+    if as_json:
+        typer.echo(done.summary.model_dump_json())
 
 
 @application.command()
-def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
-    policy: Annotated[
-        int | None, typer.Option(metavar="N", help="version; 0: the model; by default the last whole one")
-    ] = None,
-    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="in place of the run's held-out prompts")] = None,
-    overrides: Overrides = None,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
-    as_json: Json = False,
-) -> None:
-    """Held-out scores of a policy version, with fixed seeds; what is stored is not computed again."""
-    with handle_errors():
-        from flows.evaluation.request import read_request
+@takes_request("EvaluateRequest")
+def evaluate(request: "EvaluateRequest", as_json: bool) -> None:
+    """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
+    _ = request.plan
+    from flows.server.reachable import require_server
 
-        requested = {"run": run, "policy": policy, "prompts": prompts, "overrides": overrides or [], "root": root}
-        request = read_request(requested)
-        # Wrong input is told before Prefect starts a server, which takes many seconds.
-        _ = request.plan
-        from flows.server.reachable import require_server
+    require_server()
+    from flows.evaluation.evaluate import evaluate as evaluate_flow
+    from flows.terminal.progress import training_progress
+    from flows.terminal.summaries import show_evaluation
 
-        require_server()
-        from flows.evaluation.evaluate import evaluate as evaluate_flow
-        from flows.terminal.evaluation import show_evaluation
-        from flows.terminal.progress import training_progress
-
-        with training_progress():
-            summary = asyncio.run(evaluate_flow(request))
-        show_evaluation(summary)
-        if as_json:
-            typer.echo(summary.model_dump_json())
+    with training_progress():
+        summary = asyncio.run(evaluate_flow(request))
+    show_evaluation(summary)
+    if as_json:
+        typer.echo(summary.model_dump_json())
 
 
 @application.command()
 def deploy(
     config: Config,
     cron: Annotated[
-        str | None, typer.Option(metavar="EXPRESSION", help='when it trains, as "0 2 * * *"; "" ends the schedule')
+        str | None, typer.Option(metavar="EXPRESSION", help='when to train, such as "0 2 * * *"; "" ends the schedule')
     ] = None,
-    timezone: Annotated[str | None, typer.Option(metavar="TZ", help="of --cron; by default UTC")] = None,
+    timezone: Annotated[str | None, typer.Option(metavar="TZ", help="time zone of --cron; by default UTC")] = None,
     pool: Annotated[str, typer.Option(help="work pool whose workers run it")] = "training",
-    name: Annotated[str | None, typer.Option(help="of the deployments; by default the run's")] = None,
-    with_evaluation: Annotated[bool, typer.Option("--evaluate", help="evaluations of the run too")] = False,
+    name: Annotated[str | None, typer.Option(help="name of the deployments; by default the run's")] = None,
+    with_evaluation: Annotated[bool, typer.Option("--evaluate", help="also register evaluations of the run")] = False,
     rescorings: Annotated[
-        list[Path] | None, typer.Option("--rescore", metavar="FILE", help="and a rescoring with these rewards")
+        list[Path] | None,
+        typer.Option("--rescore", metavar="FILE", help="also register a rescoring with these rewards"),
     ] = None,
     run: RunName = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
-    with handle_errors():
+    with handle_errors(as_json):
         checked = resolved(config, run, overrides)
         from flows.deployment.deploy import DeployRequest, deploy_run
         from flows.terminal.deployment import show_deployed
@@ -215,11 +171,11 @@ def deploy(
 
 @application.command()
 def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Check a configuration, weights, memory, storage and server: each finding with its hint."""
-    with handle_errors():
+    """Check configuration, weights, memory, storage and server, and suggest a fix for every problem."""
+    with handle_errors(as_json):
         checked = resolved(config, None, overrides)
         from flows.preflight.doctor import examine
-        from flows.terminal.doctor import show_diagnosis
+        from flows.terminal.summaries import show_diagnosis
 
         diagnosis = examine(checked)
         show_diagnosis(diagnosis)
@@ -233,14 +189,16 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
 
 @application.command()
 def inspect(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
-    iteration: Annotated[int | None, typer.Option(help="which to show; by default the last with rewards")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or the path of its folder")],
+    iteration: Annotated[int | None, typer.Option(help="iteration to show; by default the last with rewards")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    root: Annotated[
+        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
+    ] = "runs",
     as_json: Json = False,
 ) -> None:
-    """Show a run: curves, best and worst images a prompt, reward breakdown; nothing is changed."""
-    with handle_errors():
+    """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
+    with handle_errors(as_json):
         from flows.inspection.inspect_run import inspect_run
         from flows.terminal.inspection import report
 
@@ -252,17 +210,18 @@ def inspect(
 
 @application.command()
 def ui(
-    port: Annotated[int, typer.Option(help="of the page and the API; 0 for a free one")] = 4200,
-    host: Annotated[str, typer.Option(help="address to listen on; others than this machine's own need --auth")] = (
+    port: Annotated[int, typer.Option(help="port of the page and the API; 0 for a free one")] = 4200,
+    host: Annotated[str, typer.Option(help="address to listen on; --auth is required beyond this machine")] = (
         "127.0.0.1"
     ),
-    url: Annotated[str | None, typer.Option(help="where others find it, such as a TLS proxy's https://...")] = None,
+    url: Annotated[str | None, typer.Option(help="address that others use, such as a TLS proxy's https://...")] = None,
     auth: Annotated[
-        bool, typer.Option("--auth", help="ask for the USER:PASSWORD in PREFECT_SERVER_API_AUTH_STRING")
+        bool, typer.Option("--auth", help="require the USER:PASSWORD in PREFECT_SERVER_API_AUTH_STRING")
     ] = False,
-    csrf: Annotated[bool, typer.Option("--csrf", help="protect against pages of others in the same browser")] = False,
+    csrf: Annotated[bool, typer.Option("--csrf", help="protect against cross-site requests in the browser")] = False,
     database: Annotated[
-        str | None, typer.Option(metavar="URL", help="without a password; or PREFECT_API_DATABASE_CONNECTION_URL")
+        str | None,
+        typer.Option(metavar="URL", help="database URL without a password; or set PREFECT_API_DATABASE_CONNECTION_URL"),
     ] = None,
 ) -> None:
     """Start Prefect's server with its UI: stages, reports and images of every run, schedules and work pools."""

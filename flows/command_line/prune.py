@@ -51,7 +51,7 @@ def prune(
         from rich.console import Console
 
         from flows.pruning.prune import prune as carry_out
-        from flows.terminal.pruning import show_pruned
+        from flows.terminal.summaries import show_pruned
 
         summary = carry_out(request)
         show_pruned(summary, Console(stderr=as_json))

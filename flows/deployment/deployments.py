@@ -12,9 +12,8 @@ from prefect import Flow
 from configs.loader import read_rewards_file
 from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate
-from flows.evaluation.request import EvaluateRequest
 from flows.pipeline.forms import form_schema
-from flows.rescoring.form import RescoreForm
+from flows.pipeline.requests import EvaluateRequest, RescoreRequest
 from flows.rescoring.rescore import rescore
 from flows.training.train import train
 from grpo_core.errors import InputError, InputErrors
@@ -92,15 +91,15 @@ def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
         InputErrors: the file is missing, or is not a rewards file.
     """
     read_rewards_file(file, "--rescore")
-    form = RescoreForm(
+    request = RescoreRequest(
         sources=(config.run.name,), rewards=_below_checkout(file), name=file.stem, root=config.storage.root
     )
     return Deployable(
         flow=rescore,
         entrypoint="flows.rescoring.rescore.rescore",
         name=f"{name}-{file.stem}",
-        parameters={"plan": form.model_dump(mode="json")},
-        schema=form_schema("plan", RescoreForm),
+        parameters={"request": request.model_dump(mode="json")},
+        schema=form_schema("request", RescoreRequest),
         description=f"Stored rollouts of the run {config.run.name}, scored as {file.stem}.",
         exclusive=False,
         scheduled=False,

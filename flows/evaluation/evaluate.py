@@ -1,33 +1,31 @@
-"""The evaluation flow: the held-out prompts drawn with one policy version and fixed seeds, apart from any training."""
+"""The evaluation flow: held-out samples of one policy version with fixed seeds, independent of any training."""
 
 import time
-from typing import Annotated
 
 from prefect import flow
 from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
-from flows.evaluation.request import EvaluatePlan, EvaluateRequest, read_request
-from flows.pipeline.forms import Form
+from flows.evaluation.plan import EvaluatePlan
+from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards
 from tasks.progress import log
+from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import GUARDRAILS, REWARDS
 from tasks.runs.records import SamplingRound, StoredEvaluation
-from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.locks.run_lock import locked
-
-EvaluateForm = Annotated[EvaluateRequest, Form(EvaluateRequest, read_request)]
 
 
 class RewardMetrics(BaseModel):
-    """What one reward gave.
+    """Statistics of one reward.
 
     Attributes:
-        mean: of the samples that it scored; None where it scored none.
-        std: of the same; None below two.
-        without: samples that it gives no value, for which it is not meant or which it could not score.
-        failed: those among them that it could not score.
+        mean: over the samples that have a score; None without any.
+        std: sample standard deviation of the same; None below two.
+        without: samples without a score: the reward does not apply to them or could not score them.
+        failed: samples that the reward could not score.
     """
 
     mean: float | None
@@ -37,20 +35,20 @@ class RewardMetrics(BaseModel):
 
 
 class EvaluateSummary(BaseModel):
-    """The end of an evaluation.
+    """The results of an evaluation.
 
     Attributes:
-        run: whose policy it is.
-        policy: version; 0 is the model as it was given.
-        policy_digest: of the weights.
-        prompts: file of the prompts; None for several.
-        heldout: mean reward; None where no sample has one.
+        run: name of the run.
+        policy: version; 0 is the initial model.
+        policy_digest: sha256 of the weights.
+        prompts: prompt file; None for several.
+        heldout: mean reward; None when no sample has one.
         rewards: by label.
         guardrails: by label; scored on the same samples, never trained on.
-        samples: that were drawn.
-        stored: everything was there already, and nothing was computed.
-        seconds: `total` of this start, and of each stage as measured when it ran.
-        folder: where the samples and their scores are.
+        samples: number of samples.
+        stored: whether everything was stored already, so that nothing was computed.
+        seconds: `total` for this start, and each stage as measured when it ran.
+        folder: where the samples and their scores are stored.
     """
 
     run: str
@@ -68,32 +66,42 @@ class EvaluateSummary(BaseModel):
 
 @flow(name="grpo evaluate", flow_run_name="{request.run}")
 async def evaluate(request: EvaluateForm) -> EvaluateSummary:
-    """Sample and score held-out prompts with a version of a run's policy; nothing else of the run is changed."""
+    """Sample and score held-out prompts with a version of a run's policy; nothing else in the run is changed."""
     started = time.perf_counter()
     plan = request.plan
     for note in plan.notes:
         log(note)
-    done = plan.stored or await draw(plan)
+    done = plan.stored or await compute(plan)
     summary = summarize(plan, done, time.perf_counter() - started)
     await publish(summary)
     return summary
 
 
-async def draw(plan: EvaluatePlan) -> StoredEvaluation:
-    """The first three stages, and the guardrails."""
-    config, rounds = plan.config, plan.rounds
-    with locked(plan.store, rounds.folder, setting="--policy", value=str(plan.policy.version)) as lock:
-        run = Run(config, plan.store, lock, plan.model, (), plan.heldout)
+async def compute(plan: EvaluatePlan) -> StoredEvaluation:
+    """Compute the evaluation while its folder is locked."""
+    with locked(plan.store, plan.rollouts.folder, setting="--policy", value=str(plan.policy.version)) as lock:
+        run = Run(plan.config, plan.store, lock, plan.model, (), plan.heldout)
         async with recording(run.store, lock):
-            rollouts = collect_rollouts(run, plan.policy, rounds)
-            rewards = score_rewards(run, rollouts, rounds, config.rewards, REWARDS)
-            advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), rounds.folder, rounds.title)
-            guardrails = score_rewards(run, rollouts, rounds, config.watch.guardrails, GUARDRAILS)
+            return evaluate_policy(run, plan.policy, plan.rollouts)
+
+
+def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
+    """Run the first three stages on held-out prompts, and score the guardrails on the same samples.
+
+    Args:
+        run: the run, locked and recording.
+        policy: the version to evaluate.
+        plan: the held-out groups with fixed seeds, and the folder.
+    """
+    rollouts = collect_rollouts(run, policy, plan)
+    rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
+    advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
+    guardrails = score_rewards(run, rollouts, plan, run.config.watch.guardrails, GUARDRAILS)
     return StoredEvaluation(rollouts, advantages, rewards, guardrails)
 
 
 def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> EvaluateSummary:
-    """Gather the figures."""
+    """Gather the summary of an evaluation that is stored."""
     rewards = {label: metrics_of(label, scores) for label, scores in done.rewards.items()}
     return EvaluateSummary(
         run=plan.store.run,
@@ -112,12 +120,12 @@ def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> Eva
             "rewards": max(scores.seconds for scores in done.rewards.values()),
             "advantages": done.advantages.seconds,
         },
-        folder=plan.store.path(plan.rounds.folder),
+        folder=plan.store.path(plan.rollouts.folder),
     )
 
 
 def metrics_of(label: str, scores: ArtifactRef) -> RewardMetrics:
-    """The figures that a table of scores holds."""
+    """Read the statistics of a table of scores."""
     metrics = scores.metrics
     return RewardMetrics(
         mean=metrics.get(f"rewards/{label}/mean"),
@@ -128,12 +136,12 @@ def metrics_of(label: str, scores: ArtifactRef) -> RewardMetrics:
 
 
 async def publish(summary: EvaluateSummary) -> None:
-    """Leave the rewards in Prefect's UI."""
+    """Show the rewards in Prefect's UI."""
     key = f"grpo-evaluate-{summary.run}".lower().replace(".", "-").replace("_", "-")
     rows = [
-        {"": kind, "reward": label, **figures.model_dump()}
+        {"": kind, "reward": label, **metrics.model_dump()}
         for kind, group in (("reward", summary.rewards), ("guardrail", summary.guardrails))
-        for label, figures in group.items()
+        for label, metrics in group.items()
     ]
     description = f"{summary.run}, policy {summary.policy}: held-out reward {summary.heldout}"
     await acreate_table_artifact(rows, key=key, description=description)

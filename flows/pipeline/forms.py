@@ -1,58 +1,58 @@
-"""What a flow run may be asked for: the form of Prefect's UI, and what it becomes in the flow.
+"""The forms of Prefect's UI: a flow's parameter as JSON schema, and how the flow reads the submitted values.
 
-The server refuses unknown keys and wrong types when a flow run is created, by the JSON schema of the form. The flow
-reads the same values again with the project's own checks, which tell every mistake at once, each with its hint.
+The server checks submitted values against the JSON schema of the form. The flow reads the same values with the
+project's own checks, which report every mistake at once, each with a hint.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from prefect.utilities.callables import generate_parameter_schema
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from configs.loader import check_config
+from configs.loader import check_config, validated
 from configs.schema import RunConfig
+from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 
 
 @dataclass(frozen=True)
 class Form:
-    """An annotation: people fill in the form, the flow is given the record.
+    """An annotation of a flow's parameter: people submit plain values, the flow gets the model.
 
     Attributes:
-        asked: a model, or a union of models; its JSON schema is the form.
-        read: the values of a form -> the record; raises InputError or InputErrors for what cannot be used.
+        read: turns plain values into the model; raises InputError or InputErrors for unusable values.
     """
 
-    requested: Any
-    read: Callable[[Mapping[str, Any]], object]
+    read: Callable[[Mapping[str, Any]], BaseModel]
 
-    def __get_pydantic_core_schema__(self, source: type[object], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The form as JSON schema; in Python the record itself, or the values that it is read from."""
+    def __get_pydantic_core_schema__(self, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Pydantic's hook: the model's JSON schema for the server; in Python the model, or values to read it from."""
         return core_schema.json_or_python_schema(
-            json_schema=handler.generate_schema(self.requested),
+            json_schema=handler.generate_schema(source),
             python_schema=core_schema.no_info_before_validator_function(
-                self._as_record, core_schema.is_instance_schema(source)
+                lambda value: self.read(value) if isinstance(value, Mapping) else value,
+                core_schema.is_instance_schema(source),
             ),
         )
 
-    def _as_record(self, value: object) -> object:
-        return self.read(value) if isinstance(value, Mapping) else value
+
+TrainConfig = Annotated[RunConfig, Form(check_config)]
+EvaluateForm = Annotated[EvaluateRequest, Form(partial(validated, EvaluateRequest))]
+RescoreForm = Annotated[RescoreRequest, Form(partial(validated, RescoreRequest))]
+ReplayForm = Annotated[ReplayRequest, Form(partial(validated, ReplayRequest))]
 
 
-TrainConfig = Annotated[RunConfig, Form(RunConfig, check_config)]
-"""The resolved configuration, section by section."""
-
-
-def form_schema(parameter: str, requested: type[BaseModel]) -> dict[str, Any]:
-    """The schema of a flow with one parameter, for a deployment whose form is narrower than the flow's own.
+def form_schema(parameter: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The parameter schema of a deployment whose flow takes one model.
 
     Args:
-        parameter: its name.
-        asked: what it holds.
+        parameter: name of the flow's parameter.
+        model: its type, which may be a subclass of the flow's own.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=requested)])
+    signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=model)])
     return generate_parameter_schema(signature, {}).model_dump()

@@ -15,12 +15,11 @@ from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
 from configs.training import UpdateSection
 from flows.pipeline.lineage import ACCEPTED, CODE, changed_stages, recorded_code, settle_code, stage_code
-from flows.preflight.inputs import read_prompt_sets, require_inputs
+from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
 from tasks.execution.pool import clear_calls
 from tasks.execution.versions import changed_versions, library_versions
-from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
@@ -28,7 +27,6 @@ from tasks.rewards.stored import provenance_json
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS, is_result
 from tasks.runs.lookup import require_schema
-from tasks.storage.artifacts.open_store import open_store
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.run_description import CONFIG_FILE, RUN_FILE, read_description, write_description
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
@@ -74,26 +72,26 @@ class Run:
     def plan(
         self,
         iteration: int,
-        draw: int,
+        sampling_round: int,
         count: int,
         statistics: PromptStatistics | None = None,
         earlier: Sequence[RolloutPlan] = (),
     ) -> RolloutPlan:
-        """What a draw of a training iteration samples.
+        """Plan a sampling round of a training iteration.
 
         Args:
             iteration: from 1.
-            draw: from 1; later ones replace groups that taught nothing.
-            count: prompts.
-            statistics: of earlier iterations, where the curriculum asks for them.
-            earlier: draws of this iteration, whose prompts are avoided while there are others.
+            sampling_round: from 1; later rounds replace groups that taught nothing.
+            count: number of prompts.
+            statistics: rewards of earlier iterations; None with a uniform curriculum.
+            earlier: previous rounds of this iteration, whose prompts are avoided while there are others.
         """
         config = self.config
         drawn = draw_prompts(
             self.training,
             seed=config.run.seed,
             iteration=iteration,
-            draw=draw,
+            sampling_round=sampling_round,
             count=count,
             curriculum=config.data.curriculum,
             statistics=statistics,
@@ -103,7 +101,7 @@ class Run:
             drawn,
             seed=config.run.seed,
             iteration=iteration,
-            draw=draw,
+            sampling_round=sampling_round,
             group_size=config.rollout.group_size,
             shared_noise=_shares_noise(config),
         )
@@ -146,22 +144,17 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         InputErrors: everything that is wrong with the inputs, before anything is written.
         InputError: another process writes the run.
     """
-    require_inputs(config)
-    store = open_store(config.storage, config.run.name)
-    training = read_prompt_sets(config, config.data, "data")
-    heldout = read_prompt_sets(config, config.evaluate, "evaluate")
+    inputs = check_inputs(config)
+    store = inputs.store
     model = ModelSpec(
         section=config.policy,
-        digest=model_digest(config.policy.model),
+        digest=inputs.model_digest,
         adapter_seed=derive_seed(config.run.seed, "adapter"),
         reference=config.reference_placement,
     )
-    prompts = [prompt.text for each in (*training, *heldout) for prompt in each.prompts]
-    family = model.family
-    family.refuse_prompts(config.policy.model, config.rollout, prompts)
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
-        run = Run(config, store, lock, model, training, heldout)
+        run = Run(config, store, lock, model, inputs.training, inputs.heldout)
         store.clear_abandoned()
         previous = _described(store) or {}
         accepted = settle_code(stage_code(config, model), previous, accept=accept_code)

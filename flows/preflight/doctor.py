@@ -1,8 +1,8 @@
-"""Looks a configuration over before it costs anything: inputs, weights, memory, storage, server, each with its hint."""
+"""Check a configuration before it costs anything: inputs, weights, memory, disk, server; each problem has a hint."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from PIL import features
 from configs.checks import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
-from flows.preflight.inputs import input_problems
+from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload
@@ -24,28 +24,28 @@ from tasks.storage.filesystem.files import is_local
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        subject: what.
+        subject: what was checked.
         healthy: whether a run would get past it.
-        said: what was found.
-        hint: what to do when it is not healthy.
+        message: what was found.
+        hint: what to do about a problem; empty when healthy.
     """
 
     subject: str
     healthy: bool
-    said: str
+    message: str
     hint: str = ""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was found.
+    """The results of all checks.
 
     Attributes:
-        findings: in the order they were looked at.
-        memory: the estimate, where the model's configuration could be read.
+        findings: in the order of the checks.
+        memory: the estimate; None when the model's configuration cannot be read.
     """
 
     findings: tuple[Finding, ...]
@@ -53,39 +53,53 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing stands in the way."""
+        """Whether a run could start."""
         return all(finding.healthy for finding in self.findings)
 
 
 def examine(config: RunConfig) -> Diagnosis:
-    """Look everything over; nothing is loaded, drawn or changed."""
-    findings = [*_inputs(config)]
+    """Run every check of a training run and estimate what it needs; nothing is loaded, sampled or changed."""
+    prompts = read_prompt_files(config)
+    findings: list[Finding] = []
+    for subject, check in CHECKS.items():
+        findings += _problems(subject, check(config, prompts)) or [
+            Finding(subject, True, _ready(subject, config, prompts))
+        ]
     memory: MemoryEstimate | None = None
     checkpoint = 0
     try:
         choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        estimate = model_estimate(config, choice)
+        estimate = _estimate(config, choice)
         memory, checkpoint = estimate.memory, estimate.checkpoint
         findings += [_weights(config, estimate.counted), _memory(config, memory)]
     except InputError as error:
-        if not any(finding.said.startswith(error.place) for finding in findings):
-            findings.append(Finding("model", False, f"{error.place}: {error.value!r}", error.hint))
-    findings += [_storage(config, checkpoint), _fonts(), *_server(config)]
+        (finding,) = _problems("model", [error])
+        findings += [finding] if finding not in findings else []
+    if all(finding.healthy for finding in findings if finding.subject == "storage"):
+        findings.append(_disk(config, checkpoint))
+    findings += [_fonts(), *_server(config)]
     return Diagnosis(tuple(findings), memory)
 
 
-def _inputs(config: RunConfig) -> Iterator[Finding]:
-    problems = list(input_problems(config))
-    for problem in problems:
-        yield Finding("inputs", False, f"{problem.place}: got {problem.value!r}", problem.hint)
-    if not problems:
-        labels = ", ".join(reward.label for reward in config.rewards)
-        yield Finding("inputs", True, f"prompts, targets and image size are usable; rewards ready: {labels}")
+def _problems(subject: str, errors: Iterable[InputError]) -> list[Finding]:
+    return [Finding(subject, False, f"{error.place}: got {error.value!r}", error.hint) for error in errors]
 
 
-def model_estimate(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
-    """What the configuration needs of one GPU and of the disk."""
+def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
+    """Describe what a check found when nothing is wrong."""
+    counts = [sum(len(each.prompts) for each in prompts.usable(section)) for section in ("data", "evaluate")]
+    return {
+        "prompts": f"{counts[0]} for training and {counts[1]} held out, with their targets",
+        "model": f"{config.policy.model} can sample with these settings",
+        "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
+        "device": f"{config.placement.device}, optimizer {config.update.optimizer}",
+        "storage": config.storage.root,
+    }[subject]
+
+
+def _estimate(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
+    """Estimate the memory of one GPU and the size of a checkpoint."""
     family, rollout = policy_family(config.policy.kind), config.rollout
     workload = Workload(
         dtype=config.policy.dtype,
@@ -123,42 +137,38 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     needed = memory.needed / GIB
     if config.placement.device == "cpu" or not torch.cuda.is_available():
         wanted = config.placement.device == "cuda"
-        said = f"no GPU here; the run would need about {needed:.3g} GiB"
+        message = f"there is no GPU; the run would need about {needed:.3g} GiB"
         hint = "Set placement.device: auto, or run on a machine with a GPU." if wanted else ""
-        return Finding("memory", not wanted, said, hint)
+        return Finding("memory", not wanted, message, hint)
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    said = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in all) on {name}"
+    message = f"about {needed:.3g} GiB of {free / GIB:.3g} free ({total / GIB:.3g} in total) on {name}"
     hint = "Lower rollout.prompts_per_batch, decode_batch_size or micro_batch_size, or set gradient_checkpointing."
-    return Finding("memory", needed * GIB <= free, said, "" if needed * GIB <= free else hint)
+    return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
 
 
-def _storage(config: RunConfig, checkpoint: int) -> Finding:
-    try:
-        store = open_store(config.storage, config.run.name)
-    except InputError as error:
-        return Finding("storage", False, f"{error.place}: got {error.value!r}", error.hint)
+def _disk(config: RunConfig, checkpoint: int) -> Finding:
+    store = open_store(config.storage, config.run.name)
     if not is_local(store.filesystem):
-        return Finding("storage", True, f"{config.storage.root} (not tried: looking changes nothing)")
+        return Finding("disk", True, f"{config.storage.root} (not tried: a check writes nothing)")
     nearest = next(place for place in (Path(store.path()), *Path(store.path()).parents) if place.exists())
     if not os.access(nearest, os.W_OK):
-        return Finding("storage", False, f"{nearest} cannot be written", "Set storage.root to a folder that can.")
+        return Finding("disk", False, f"{nearest} cannot be written", "Set storage.root to a folder that can.")
     free = shutil.disk_usage(nearest).free / GIB
     samples = config.rows_per_iteration * config.run.iterations
     rollout = config.rollout
-    said = ""
-    drawn = 0.0
+    message, images = "", 0.0
     if isinstance(rollout, ImageRolloutSection):
         # Uncompressed, so that a PNG of noise is covered too.
-        drawn = samples * rollout.height * rollout.width * 3 / GIB
-        said = f"{samples} images take at most {drawn:.2g} GiB, "
+        images = samples * rollout.height * rollout.width * 3 / GIB
+        message = f"{samples} images take at most {images:.2g} GiB, "
     policies = config.run.iterations * checkpoint / GIB
-    said = (
-        f"{config.storage.root}: {free:.3g} GiB free; {said}"
+    message = (
+        f"{config.storage.root}: {free:.3g} GiB free; {message}"
         f"{config.run.iterations} policies with their optimizer state {policies:.2g} GiB"
     )
-    enough = free > drawn + policies
-    return Finding("storage", enough, said, "" if enough else "Free some space, or set storage.root to a larger disk.")
+    enough = free > images + policies
+    return Finding("disk", enough, message, "" if enough else "Free some space, or set storage.root to a larger disk.")
 
 
 def _fonts() -> Finding:
@@ -172,19 +182,14 @@ def _server(config: RunConfig) -> Iterator[Finding]:
     try:
         require_pools(pools)
         require_server()
-    except InputErrors as errors:
-        yield from (
-            Finding("server", False, f"{error.place}: got {error.value!r}", error.hint) for error in errors.errors
-        )
-        return
-    except InputError as error:
-        yield Finding("server", False, f"{error.place}: got {error.value!r}", error.hint)
+    except (InputError, InputErrors) as error:
+        yield from _problems("server", error.errors if isinstance(error, InputErrors) else [error])
         return
     if url is None:
-        yield Finding("server", True, "none configured: a run starts a temporary one of its own")
+        yield Finding("server", True, "none is configured: each run starts a temporary one")
         return
     yield Finding("server", True, f"{url} answers")
     for pool in sorted({pool for _, pool in pools}):
         online = workers_online(pool)
         hint = "" if online else f"Start one with `grpo worker {pool}`; until then its stages wait."
-        yield Finding("workers", online > 0, f"{online} of pool {pool} heard of lately", hint)
+        yield Finding("workers", online > 0, f"pool {pool} has {online} online", hint)

@@ -1,7 +1,13 @@
-"""What a configuration points at, read and checked before a model loads, a server starts or a file is written."""
+"""Checks of everything that a configuration points to, before a model loads, a server starts or a file is written.
+
+`CHECKS` only look, without importing Prefect: `grpo doctor` shows what they find, a run refuses to start because of it.
+"""
 
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -20,57 +26,190 @@ from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.read import read_prompts
 from tasks.prompts.targets import pair_targets
 from tasks.storage.artifacts.open_store import open_store
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.job import refuse_unusable_placement
 
+SECTIONS = ("data", "evaluate")
+"""Sections with prompts: training and held-out."""
 
-def read_prompt_sets(config: RunConfig, section: PromptsSection, place: str) -> tuple[PromptSet, ...]:
-    """The prompts of one section, set by set, with their targets: a later rescoring may ask for those.
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The checked inputs of a run.
+
+    Attributes:
+        config: the configuration that names them.
+        store: the run's folder; nothing in it has been changed.
+        model_digest: sha256 of the initial model's files.
+        training: the training prompts.
+        heldout: the prompts of the evaluation; empty without an evaluation.
+    """
+
+    config: RunConfig
+    store: ArtifactStore
+    model_digest: str
+    training: tuple[PromptSet, ...]
+    heldout: tuple[PromptSet, ...]
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The prompt files of a configuration, each read once.
+
+    Attributes:
+        sets: by section, one entry per dataset; None where its file or a target cannot be used.
+        problems: why.
+    """
+
+    sets: Mapping[str, tuple[PromptSet | None, ...]]
+    problems: tuple[InputError, ...]
+
+    def usable(self, section: str) -> tuple[PromptSet, ...]:
+        """The sets of a section that could be read."""
+        return tuple(each for each in self.sets[section] if each is not None)
+
+
+_CHECKED: ContextVar[RunInputs | None] = ContextVar("checked_inputs", default=None)
+
+
+def check_inputs(config: RunConfig) -> RunInputs:
+    """Check all inputs of a run, once per configuration: the flow gets what the command line has checked before it.
+
+    A model named by a hub id may be downloaded, and a probe is written to the storage root.
 
     Raises:
-        InputError: a file or image that is missing or cannot be used; `place` names the section.
+        InputErrors: with one entry per problem; an unreachable server and missing pools are reported when nothing
+            else is wrong.
     """
-    return tuple(_read_prompt_set(config, dataset, place) for dataset in section.sets)
+    known = _CHECKED.get()
+    if known is not None and known.config is config:
+        return known
+    prompts = run_checks(config)
+    try:
+        require_pools(pools_of(config))
+        # A hub name may be downloaded here, so everything else has been checked.
+        digest = model_digest(config.policy.model)
+        # What was downloaded can be read, and it is not loaded yet.
+        _require_usable_settings(config)
+        refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
+        choice = config.policy.training_choice(reference="none", seed=0)
+        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
+        store = open_store(config.storage, config.run.name)
+        store.require_writable()
+        if config.storage.cache_dir is not None and store.files.cache is not None:
+            store.files.cache.require_usable()
+        # Last, since it imports Prefect, which takes seconds.
+        require_server()
+    except InputError as error:
+        raise InputErrors([error]) from error
+    inputs = RunInputs(config, store, digest, prompts.usable("data"), prompts.usable("evaluate"))
+    _CHECKED.set(inputs)
+    return inputs
 
 
-def _read_prompt_set(config: RunConfig, section: DatasetSection, place: str) -> PromptSet:
+def run_checks(config: RunConfig) -> PromptFiles:
+    """Run all `CHECKS` and return the prompts that they read.
+
+    Raises:
+        InputErrors: with one entry per problem.
+    """
+    prompts = read_prompt_files(config)
+    problems = [problem for check in CHECKS.values() for problem in check(config, prompts)]
+    if problems:
+        raise InputErrors(problems)
+    return prompts
+
+
+def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:
+    """Raise InputError when the model cannot read one of the prompts; only its tokenizer is loaded."""
+    family = policy_family(config.policy.kind)
+    texts = [prompt.text for each in sets for prompt in each.prompts]
+    family.refuse_prompts(config.policy.model, config.rollout, texts)
+
+
+def read_prompt_files(config: RunConfig) -> PromptFiles:
+    """Read the training and held-out prompts with their targets; a later rescoring may need those."""
+    sets: dict[str, tuple[PromptSet | None, ...]] = {}
+    problems: list[InputError] = []
+    for name in SECTIONS:
+        section: PromptsSection = getattr(config, name)
+        read: list[PromptSet | None] = []
+        for index, dataset in enumerate(section.sets):
+            try:
+                read.append(_read_prompt_set(config, dataset))
+            except InputError as error:
+                own = f"{name}.datasets.{index}." if section.datasets else f"{name}."
+                problems.append(InputError(error.place.replace("data.", own, 1), error.value, error.hint))
+                read.append(None)
+        sets[name] = tuple(read)
+    return PromptFiles(sets, tuple(problems))
+
+
+def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> PromptSet:
     rollout = config.rollout
     size = (rollout.width, rollout.height) if isinstance(rollout, ImageRolloutSection) else None
-    try:
-        # Images of a folder pair with the whole file, so the limit comes last.
-        prompts = read_prompts(section.prompts, column=section.prompt_column)
-        base = posixpath.dirname(section.prompts)
-        targets = pair_targets(prompts, folder=section.targets, column=section.target_column, base=base, size=size)
-    except InputError as error:
-        raise InputError(error.place.replace("data.", f"{place}.", 1), error.value, error.hint) from error
-    return PromptSet(section.name, section.weight, prompts[: section.limit], targets[: section.limit])
+    prompts = read_prompts(dataset.prompts, column=dataset.prompt_column)
+    base = posixpath.dirname(dataset.prompts)
+    # Images of a folder pair with the whole file, so the limit comes last.
+    targets = pair_targets(prompts, folder=dataset.targets, column=dataset.target_column, base=base, size=size)
+    return PromptSet(dataset.name, dataset.weight, prompts[: dataset.limit], targets[: dataset.limit])
 
 
-def input_problems(config: RunConfig) -> Iterator[InputError]:
-    """Everything that can be known to be wrong without loading a model or writing a file."""
-    yield from _prompt_problems(config)
+def _prompt_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    yield from prompts.problems
+
+
+def _model_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     try:
         policy_family(config.policy.kind).refuse_missing(config.policy.model)
         _require_usable_settings(config)
     except InputError as error:
         yield error
-    yield from _reward_problems(config)
-    yield from _device_problems(config)
-    try:
-        open_store(config.storage, config.run.name)
-    except InputError as error:
-        yield error
 
 
-def _device_problems(config: RunConfig) -> Iterator[InputError]:
+def _require_usable_settings(config: RunConfig) -> None:
+    policy_family(config.policy.kind).refuse_unusable(config.policy.model, config.rollout)
+
+
+def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    """Rewards score training and held-out samples, guardrails only the latter."""
+    scored: list[tuple[str, RewardSection, Sequence[str]]] = [
+        *((f"rewards.{index}", each, SECTIONS) for index, each in enumerate(config.rewards)),
+        *((f"watch.guardrails.{index}", each, ("evaluate",)) for index, each in enumerate(config.watch.guardrails)),
+    ]
+    for place, section, parts in scored:
+        reward = build_reward(section.reward, section.settings)
+        columns = {*filter(None, [reward.needs_column]), *(section.where or {})}
+        for column in sorted(columns):
+            yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
+        for problem in reward.preflight():
+            yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
+
+
+def _column_problems(
+    config: RunConfig, prompts: PromptFiles, section: RewardSection, place: str, column: str, parts: Sequence[str]
+) -> Iterator[InputError]:
+    """Report a column that no prompt has, in a dataset that the reward scores."""
+    for part in parts:
+        for dataset, known in zip(getattr(config, part).sets, prompts.sets[part], strict=True):
+            if known is None or not section.scores(dataset.name):
+                continue
+            found = sorted({name for prompt in known.prompts for name in prompt.columns})
+            if column not in found:
+                hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
+                yield InputError(place, column, hint)
+
+
+def _device_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     device, placement = config.placement.device, config.placement
     if placement.rollouts.pool and placement.update.pool:
-        # The device is that of the workers; they say so when it is not there.
+        # The device is that of the workers, which report when it is missing.
         return
     if device == "cuda" and not torch.cuda.is_available():
         yield InputError("placement.device", "cuda", "PyTorch finds no CUDA device here. Set it to auto or cpu.")
         return
     if placement.update.pool:
-        # What follows is asked of the worker's machine, which answers for itself.
+        # The rest depends on the worker's machine.
         return
     checks: tuple[Callable[[], None], ...] = (
         lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
@@ -83,79 +222,22 @@ def _device_problems(config: RunConfig) -> Iterator[InputError]:
             yield error
 
 
-def _require_usable_settings(config: RunConfig) -> None:
-    policy_family(config.policy.kind).refuse_unusable(config.policy.model, config.rollout)
-
-
-def _prompt_problems(config: RunConfig) -> Iterator[InputError]:
-    sections: tuple[tuple[PromptsSection, str], ...] = ((config.data, "data"), (config.evaluate, "evaluate"))
-    for section, place in sections:
-        for index, dataset in enumerate(section.sets):
-            try:
-                where = f"{place}.datasets.{index}" if section.datasets else place
-                _read_prompt_set(config, dataset, where)
-            except InputError as error:
-                yield error
-
-
-def _reward_problems(config: RunConfig) -> Iterator[InputError]:
-    for place, section in _scored_by(config):
-        reward = build_reward(section.reward, section.settings)
-        columns = {reward.needs_column, *(section.where or {})} - {None}
-        for column in sorted(column for column in columns if column is not None):
-            parts = ("evaluate",) if place.startswith("watch.") else ("data", "evaluate")
-            yield from _column_problems(config, section, f"{place}.{section.label}", column, parts)
-        for problem in reward.preflight():
-            yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
-
-
-def _scored_by(config: RunConfig) -> Iterator[tuple[str, RewardSection]]:
-    """Every reward and guardrail, with its place."""
-    for part, sections in (("rewards", config.rewards), ("watch.guardrails", config.watch.guardrails)):
-        for index, section in enumerate(sections):
-            yield f"{part}.{index}", section
-
-
-def _column_problems(
-    config: RunConfig, section: RewardSection, place: str, column: str, parts: Sequence[str]
-) -> Iterator[InputError]:
-    """A column that no prompt has, in a dataset that the reward is meant for."""
-    for part, data in ((part, getattr(config, part)) for part in parts):
-        for dataset in data.sets:
-            if not section.scores(dataset.name):
-                continue
-            try:
-                prompts = read_prompts(dataset.prompts, column=dataset.prompt_column)
-            except InputError:
-                continue  # told with the prompts
-            found = sorted({name for prompt in prompts for name in prompt.columns})
-            if column not in found:
-                hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
-                yield InputError(place, column, hint)
-
-
-def require_inputs(config: RunConfig) -> None:
-    """Raise everything that is wrong at once; when all is well, make sure that the run's folder can be written.
-
-    Raises:
-        InputErrors: with one entry a problem; a server that cannot be reached and pools that it does not have too.
-    """
-    problems = list(input_problems(config))
-    if problems:
-        raise InputErrors(problems)
+def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     try:
-        require_pools(pools_of(config))
-        # A hub name may be downloaded here, so everything else is known to be well by now.
-        model_digest(config.policy.model)
-        # What was downloaded can be read now, and it is not loaded yet.
-        _require_usable_settings(config)
-        choice = config.policy.training_choice(reference="none", seed=0)
-        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        store = open_store(config.storage, config.run.name)
-        store.require_writable()
-        if config.storage.cache_dir is not None and store.files.cache is not None:
-            store.files.cache.require_usable()
-        # Last, since it imports Prefect, which takes seconds.
-        require_server()
+        open_store(config.storage, config.run.name)
     except InputError as error:
-        raise InputErrors([error]) from error
+        yield error
+
+
+Check = Callable[[RunConfig, PromptFiles], Iterator[InputError]]
+
+CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        "prompts": _prompt_problems,
+        "model": _model_problems,
+        "rewards": _reward_problems,
+        "device": _device_problems,
+        "storage": _storage_problems,
+    }
+)
+"""What can be known to be wrong without loading a model, writing a file or importing Prefect, by subject."""

@@ -65,7 +65,7 @@ def find_needs(
         elif each.flow == EVALUATE:
             _add_evaluation(needs, store, given.get("request", {}), each.name)
         elif each.flow == RESCORE:
-            _add_rescoring(needs, store, given.get("plan", {}), each.name)
+            _add_rescoring(needs, store, given.get("request", {}), each.name)
     return needs
 
 

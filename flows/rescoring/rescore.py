@@ -1,11 +1,11 @@
-"""The rescoring flow: stored rollouts meet other rewards or weights; nothing is sampled, and no policy changes."""
+"""The rescoring flow: stored rollouts are scored with other rewards; nothing is sampled, and no policy changes."""
 
 import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import polars as pl
 from PIL import Image
@@ -14,10 +14,9 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from configs.schema import RewardsFile
-from flows.pipeline.forms import Form
+from flows.pipeline.forms import RescoreForm
 from flows.pipeline.stages import named, recording, score_concurrently
-from flows.rescoring.form import RescoreForm, read_form
-from flows.rescoring.request import RescoredRun, RescorePlan
+from flows.rescoring.plan import RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.pages import write_page
@@ -43,17 +42,17 @@ from tasks.storage.locks.run_lock import locked
 
 
 class RescoreSummary(BaseModel):
-    """The end of a rescoring.
+    """The results of a rescoring.
 
     Attributes:
         name: of the rescoring.
-        runs: that were scored again.
-        iterations: of all runs.
-        samples: of these.
-        computed: samples that each reward was computed for; a reward whose scores were all stored has 0.
-        failed: samples that a reward could not score.
+        runs: names of the runs.
+        iterations: number over all runs.
+        samples: number over all runs.
+        computed: number of samples that each reward was computed for; 0 when all its scores were stored.
+        failed: number of samples that each reward could not score.
         seconds: `total`, `scores`, `advantages` and `report`.
-        report: the pages, one a run, and where else one was asked for.
+        report: paths of the pages, one per run and the requested one.
         comparison: what changed.
     """
 
@@ -70,10 +69,10 @@ class RescoreSummary(BaseModel):
 
 @dataclass(frozen=True)
 class Rescoring:
-    """What a rescoring found.
+    """The results of a rescoring, and the tables behind them.
 
     Attributes:
-        summary: of what was done.
+        summary: what was done.
         comparison: what changed.
         moved: the samples whose rank moved most.
     """
@@ -83,15 +82,16 @@ class Rescoring:
     moved: pl.DataFrame
 
 
-@flow(name="grpo rescore", flow_run_name="{plan.name}")
-async def rescore(plan: Annotated[RescorePlan, Form(RescoreForm, read_form)]) -> Rescoring:
-    """Score stored rollouts, compute their advantages anew, and tell what changed."""
+@flow(name="grpo rescore", flow_run_name="{request.name}")
+async def rescore(request: RescoreForm) -> Rescoring:
+    """Score stored rollouts, compute their advantages again, and report what changed."""
     started = time.perf_counter()
+    plan = request.plan
     spent: dict[str, float] = {"scores": 0.0, "advantages": 0.0}
     done: dict[str, list[RescoredIteration]] = {}
-    with ExitStack() as held:
-        place = rescoring_folder(plan.name)
-        locks = [held.enter_context(locked(run.store, place, setting="--name", value=plan.name)) for run in plan.runs]
+    with ExitStack() as stack:
+        folder = rescoring_folder(plan.name)
+        locks = [stack.enter_context(locked(run.store, folder, setting="--name", value=plan.name)) for run in plan.runs]
         for run, lock in zip(plan.runs, locks, strict=True):
             async with recording(run.store, lock):
                 done[run.store.run] = rescore_run(plan.name, run, spent)
@@ -103,8 +103,8 @@ async def rescore(plan: Annotated[RescorePlan, Form(RescoreForm, read_form)]) ->
 
 
 def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[RescoredIteration]:
-    """Every iteration of one run, in order: running moments go from one to the next."""
-    open_place(name, run)
+    """Score every iteration of one run, in order: running moments carry over from one to the next."""
+    open_folder(name, run)
     done: list[RescoredIteration] = []
     for stored in run.iterations:
         begun = time.perf_counter()
@@ -118,46 +118,43 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[Re
     return done
 
 
-def open_place(name: str, run: RescoredRun) -> None:
-    """Say what the scores are of; advantages that other rewards made under the same name are moved to `previous/`."""
+def open_folder(name: str, run: RescoredRun) -> None:
+    """Store the rewards of the rescoring; advantages that other rewards made under the same name are moved to `previous/`."""
     store, place = run.store, rescoring_folder(name)
     requested = RewardsFile(rewards=run.rewards, advantages=run.advantages)
     content = requested.model_dump_json(indent=1).encode()
     if store.read_file(f"{place}/{REWARDS_FILE}") == content:
         return
     reader = RunReader(store)
-    held = {each: reader.names(f"{place}/{each}") for each in reader.names(place) if parse_iteration(each)}
-    # The manifest first: without it the table counts for nothing.
+    stored = {each: reader.names(f"{place}/{each}") for each in reader.names(place) if parse_iteration(each)}
+    # The manifest first: without it the table is invalid.
     parts = (store.manifest_path(ADVANTAGES), ADVANTAGES)
-    stale = [f"{place}/{each}/{part}" for each, names in held.items() for part in parts if part in names]
+    stale = [f"{place}/{each}/{part}" for each, names in stored.items() for part in parts if part in names]
     if stale:
         store.move_to_previous(stale, reason=f"the rewards of the rescoring {name} changed")
     store.write_file(f"{place}/{REWARDS_FILE}", content)
 
 
 def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: int) -> SamplingRound:
-    """A draw with the scores that are asked for: stored ones where they are, else computed, side by side."""
-    draw, needed = stored.rounds[index], run.needed[stored.number][index]
-    place = stage_folder(draw.rollouts.folder)
+    """Return a sampling round with the requested scores; the missing ones are computed side by side."""
+    rollouts, needed = stored.rounds[index].rollouts, run.needed[stored.number][index]
     missing = [each for each in needed if each.stored is None]
     computed = score_concurrently(
-        draw.rollouts,
+        rollouts,
         [each.section for each in missing],
-        rescoring_folder(name, f"{place}/{REWARDS}"),
-        f"iteration {stored.number}" if index == 0 else f"iteration {stored.number}, draw {index + 1}",
+        rescoring_folder(name, f"{stage_folder(rollouts.folder)}/{REWARDS}"),
+        f"iteration {stored.number}" if index == 0 else f"iteration {stored.number}, round {index + 1}",
         run.config.placement,
         earlier={each.section.label: each.earlier for each in missing},
     )
-    known = {each.section.label: each.stored for each in needed if each.stored is not None}
-    return SamplingRound(
-        draw.rollouts, {each.section.label: {**known, **computed}[each.section.label] for each in needed}
-    )
+    scores = {each.section.label: each.stored or computed[each.section.label] for each in needed}
+    return SamplingRound(rollouts, scores)
 
 
 def compute_advantages(
     name: str, run: RescoredRun, stored: StoredIteration, rounds: tuple[SamplingRound, ...], earlier: ArtifactRef | None
 ) -> ArtifactRef:
-    """One table over the samples of all draws of an iteration."""
+    """Compute one table of advantages over the samples of all rounds of an iteration."""
     title = f"iteration {stored.number}"
     stage = named(compute_advantages_task, title, run.config.placement)
     folder = rescoring_folder(name, iteration_folder(stored.number))
@@ -167,7 +164,7 @@ def compute_advantages(
 def report(
     plan: RescorePlan, done: Mapping[str, list[RescoredIteration]]
 ) -> tuple[RescoringComparison, pl.DataFrame, list[str]]:
-    """What changed, over all runs together; kept beside the scores of each, and where else it was asked for."""
+    """Compare all runs together; store the page in each of them, and in the requested file."""
     stores = {run.store.run: run.store for run in plan.runs}
     samples = pl.concat([read_rescored(stores[name], each) for name, each in done.items()], how="diagonal")
     comparison, moved = compare(samples), moved_most(samples)
@@ -189,7 +186,7 @@ def report(
 
 
 async def publish(name: str, comparison: RescoringComparison) -> None:
-    """Leave the comparison in Prefect's UI."""
+    """Show the comparison in Prefect's UI."""
     rows = [dict(zip(HEADINGS, row, strict=True)) for row in reward_rows(comparison)]
     key = f"grpo-rescore-{name}".lower().replace(".", "-").replace("_", "-")
     await acreate_table_artifact(rows, key=key, description=f"{', '.join(comparison.runs)}: scored again as {name}")
@@ -202,16 +199,16 @@ def summarize(
     pages: list[str],
     comparison: RescoringComparison,
 ) -> RescoreSummary:
-    """Gather the figures."""
+    """Gather the summary."""
     labels = [section.label for section in plan.runs[0].rewards]
     computed, failed = dict.fromkeys(labels, 0), dict.fromkeys(labels, 0)
     for run in plan.runs:
         for each in done[run.store.run]:
-            for draw, needed in zip(each.rounds, run.needed[each.iteration], strict=True):
+            for sampling_round, needed in zip(each.rounds, run.needed[each.iteration], strict=True):
                 for one in needed:
-                    scores = draw.rewards[one.section.label]
-                    standing = max((each.rows - failed_scores(each) for each in one.earlier), default=0)
-                    computed[one.section.label] += 0 if one.stored else scores.rows - standing
+                    scores = sampling_round.rewards[one.section.label]
+                    reused = max((known.rows - failed_scores(known) for known in one.earlier), default=0)
+                    computed[one.section.label] += 0 if one.stored else scores.rows - reused
                     failed[one.section.label] += failed_scores(scores)
     return RescoreSummary(
         name=plan.name,

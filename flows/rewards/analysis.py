@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
-from flows.rescoring.needed_scores import needed_scores
+from flows.rescoring.plan import needed_scores
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from grpo_core.rewards.registry import build_reward

@@ -1,1 +1,9 @@
-"""What the commands print: progress bars, tables, plain text."""
+"""What the commands print.
+
+progress     how far each stage is: bars in a terminal, lines elsewhere
+tables       helpers that all tables share
+summaries    the end of train, replay, evaluate and prune; the findings of doctor
+rewards      rewards, their analysis, and what a rescoring changed
+inspection   a run with its curves and samples
+deployment   what `grpo deploy` registered
+"""

@@ -1,4 +1,4 @@
-"""A run in the terminal: tables, sparklines, texts, and small images where the terminal has the colours for them."""
+"""A run in the terminal: tables, sparklines, texts, and small images if the terminal has enough colors."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.inspection.inspect_run import Inspection, heading
-from flows.terminal.text import plain
+from flows.terminal.tables import key_values, plain, relative, table_of
 from tasks.reports.images import PRUNED
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, reward_means
 from tasks.reports.run_page import progress, stage_shares
@@ -39,7 +39,7 @@ LETTERS = 400
 
 
 def report(inspection: Inspection, html: Path | None, *, to_stderr: bool) -> None:
-    """Show a run on the console; of one that was written as a page, the summary and where the page is."""
+    """Show a run on the console; if it was written as a page, only the summary and the path of the page."""
     console = Console(stderr=to_stderr)
     if html is None:
         show_inspection(inspection, console)
@@ -50,7 +50,7 @@ def report(inspection: Inspection, html: Path | None, *, to_stderr: bool) -> Non
 
 
 def show_inspection(inspection: Inspection, console: Console) -> None:
-    """Print everything: summary, curves, samples, figures, what was moved away."""
+    """Print everything: summary, curves, samples, metrics, what was moved away."""
     run = inspection.run
     show_warnings(inspection.warnings, console)
     show_heading(inspection, console)
@@ -62,32 +62,24 @@ def show_inspection(inspection: Inspection, console: Console) -> None:
     if run.shown is not None:
         console.print(_metrics(inspection))
     if run.moved:
-        table = Table(title="Quarantined and previous", title_justify="left", box=box.SIMPLE_HEAD)
-        for name in ("why", "what", "where"):
-            table.add_column(name, overflow="fold")
-        for moved in run.moved:
-            table.add_row(plain(moved.reason), plain(", ".join(moved.paths)), plain(moved.place))
-        console.print(table)
+        rows = [(moved.reason, ", ".join(moved.paths), moved.place) for moved in run.moved]
+        console.print(table_of("Quarantined and previous", ("why", "what", "where"), rows))
     console.print(_configuration(inspection))
 
 
 def show_warnings(warnings: Sequence[str], console: Console) -> None:
-    """What is damaged or missing, where it cannot be overlooked."""
+    """Print what is damaged or missing in a panel."""
     if warnings:
         text = Text("\n").join(plain(warning) for warning in warnings)
         console.print(Panel(text, title="warning: not everything could be shown", border_style="yellow"))
 
 
 def show_heading(inspection: Inspection, console: Console) -> None:
-    """How far the run is, its figures, and its time by stage."""
+    """Print how far the run is, its rewards, and its time by stage."""
     run = inspection.run
-    table = Table(title=plain(f"{run.name}: {progress(run)}"), show_header=False, title_justify="left", box=box.SIMPLE)
-    for name, value in heading(inspection.summary(None)):
-        table.add_row(name, plain(value))
-    for stage, seconds, share in stage_shares(run):
-        table.add_row(f"seconds, {stage}", f"{seconds:.1f} ({share:.0%})")
-    table.add_row("kept in", plain(run.folder))
-    console.print(table)
+    rows = [*heading(inspection.summary(None))]
+    rows += [(f"seconds, {stage}", f"{seconds:.1f} ({share:.0%})") for stage, seconds, share in stage_shares(run)]
+    console.print(key_values(f"{run.name}: {progress(run)}", [*rows, ("stored in", relative(run.folder))]))
 
 
 def _curves(inspection: Inspection, console: Console) -> Table:
@@ -139,7 +131,7 @@ def _groups(inspection: Inspection, console: Console) -> Table:
     groups, shown = inspection.groups, inspection.run.shown
     assert shown is not None
     table = Table(
-        title=f"Iteration {shown.iteration}: best and worst {inspection.run.noun} a prompt",
+        title=f"Iteration {shown.iteration}: best and worst {inspection.run.noun} per prompt",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
@@ -196,13 +188,10 @@ def _left_out(read: int, total: int) -> str | None:
 def _metrics(inspection: Inspection) -> Table:
     shown = inspection.run.shown
     assert shown is not None
-    table = Table(title=f"Iteration {shown.iteration}: all metrics", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("metric", overflow="fold")
-    table.add_column("name in metrics.parquet", overflow="fold", style="dim")
-    table.add_column("value", justify="right", no_wrap=True)
-    for title, _, name, value in metric_rows(shown.metrics, inspection.run.noun):
-        table.add_row(plain(title), plain(name), f"{value:.6g}")
-    return table
+    metrics = metric_rows(shown.metrics, inspection.run.noun)
+    rows = [(title, name, f"{value:.6g}") for title, _, name, value in metrics]
+    headings = ("metric", "name in metrics.parquet", "value")
+    return table_of(f"Iteration {shown.iteration}: every metric", headings, rows, right=(2,))
 
 
 def _configuration(inspection: Inspection) -> RenderableType:

@@ -1,4 +1,4 @@
-"""What a person sees of a training run in the terminal: bars on the way, a summary at the end."""
+"""How far each stage is, in the terminal: bars, or lines in a log."""
 
 import sys
 import threading
@@ -20,13 +20,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from flows.terminal.tables import stderr
 from tasks.progress import listen
-
-console = Console(stderr=True)
 
 
 class _Rate(ProgressColumn):
-    """Units a second."""
+    """Samples per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -34,8 +33,13 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def training_progress() -> Iterator[None]:
-    """Show how far each stage is: a bar in a terminal, a line when a stage ends elsewhere."""
+def training_progress(console: Console | None = None) -> Iterator[None]:
+    """Show how far each stage is: a bar in a terminal; elsewhere one line when it ends.
+
+    Args:
+        console: where; by default stderr.
+    """
+    console = console or stderr()
     if not console.is_terminal:
         listen(_Lines())
         yield
@@ -54,16 +58,16 @@ def training_progress() -> Iterator[None]:
 
 
 class _Bars:
-    """A bar for each stage that is at work; those that are done make room when another begins."""
+    """A bar for each running stage; finished ones are removed when another begins."""
 
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
         self.tasks: dict[str, TaskID] = {}
-        # Rewards that are scored side by side tell from threads of their own.
-        self.telling = threading.Lock()
+        # Rewards that are scored side by side report from their own threads.
+        self.lock = threading.Lock()
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        with self.telling:
+        with self.lock:
             if stage not in self.tasks:
                 ended = {task.id for task in self.bars.tasks if task.finished}
                 for name in [name for name, task in self.tasks.items() if task in ended]:

@@ -1,27 +1,44 @@
-"""Which rewards there are and what each is worth, in the terminal."""
+"""Rewards in the terminal: the list of them, what stored scores are worth, and what a rescoring changed."""
 
 import inspect
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from rich import box
+import polars as pl
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from flows.rewards.analysis import AnalysisSummary
-from flows.terminal.reward_table import reward_table
-from flows.terminal.text import plain
+from flows.terminal.tables import key_values, plain, relative, reward_table, stderr, table_of
 from grpo_core.rewards.reward import Reward
+from tasks.reports import rescoring
 from tasks.reports.reward_analysis import RewardAnalysis
 from tasks.reports.reward_page import HEADINGS, PAIR_HEADINGS, agreement_rows, findings, reward_rows
-from tasks.reports.text import counted
+from tasks.reports.text import counted, number, one_line
+
+if TYPE_CHECKING:
+    from flows.rescoring.rescore import RescoreSummary, Rescoring
+    from flows.rewards.analysis import AnalysisSummary
 
 MAX_PAIRS = 12
+PROMPT_LETTERS = 60
+
+
+def show_rewards(rewards: Mapping[str, type[Reward]], console: Console) -> None:
+    """Print each reward with what its value means, and its settings with their defaults."""
+    rows = []
+    for name, kind in rewards.items():
+        settings = [f"{each.name}={each.default!r}" for each in inspect.signature(kind).parameters.values()]
+        meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
+        rows.append((name, meaning, ", ".join(settings)))
+    table = table_of("Rewards", ("reward", "value", "settings"), rows)
+    table.show_lines = True
+    console.print(table)
 
 
 def show_analysis(analysis: RewardAnalysis, console: Console) -> None:
-    """Print what stands out, each reward's metrics, and how far the rewards agree."""
+    """Print what stands out, the metrics of each reward, and how far the rewards agree."""
     found = findings(analysis)
     if found:
         lines = Text("\n").join(plain(f"{finding.subject} {finding.text}") for finding in found)
@@ -36,24 +53,53 @@ def show_analysis(analysis: RewardAnalysis, console: Console) -> None:
         console.print(table)
 
 
-def show_notes(summary: AnalysisSummary, console: Console) -> None:
-    """Print what the watch says, what could not be asked again, and where the page and the plots are."""
-    table = Table(show_header=False, box=box.SIMPLE)
-    for sign in summary.watch:
-        table.add_row("watch", plain(sign))
-    for label, reason in summary.not_repeated.items():
-        table.add_row(plain(label), plain(f"was not asked again: {reason}"))
-    table.add_row("page and plots", plain(summary.folder))
-    console.print(table)
+def show_notes(summary: "AnalysisSummary", console: Console) -> None:
+    """Print the watch's signs, which rewards could not be scored again, and where the page and the plots are."""
+    rows = [
+        *(("watch", sign) for sign in summary.watch),
+        *((label, f"was not scored again: {reason}") for label, reason in summary.not_repeated.items()),
+        ("page and plots", relative(summary.folder)),
+    ]
+    console.print(key_values("", rows))
 
 
-def show_rewards(rewards: Mapping[str, type[Reward]], console: Console) -> None:
-    """Print each reward with what its value means, and its settings with their defaults."""
-    table = Table(title="Rewards", title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
-    for heading in ("reward", "value", "settings"):
-        table.add_column(heading, overflow="fold")
-    for name, kind in rewards.items():
-        settings = [f"{each.name}={each.default!r}" for each in inspect.signature(kind).parameters.values()]
-        meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-        table.add_row(name, plain(meaning), plain(", ".join(settings)))
-    console.print(table)
+def show_rescoring(done: "Rescoring") -> None:
+    """Print what a rescoring changed, and what was computed for it."""
+    console = stderr()
+    show_comparison(done.comparison, done.moved, console)
+    show_computed(done.summary, console)
+
+
+def show_comparison(comparison: rescoring.RescoringComparison, moved: pl.DataFrame, console: Console) -> None:
+    """Print means, spread, order, advantages, and the samples whose rank moved most."""
+    size = f"{counted(comparison.samples, 'sample')} in {counted(comparison.groups, 'group')}"
+    rows = list(rescoring.reward_rows(comparison))
+    console.print(reward_table(f"Rewards before → after, {size}", rescoring.HEADINGS, rows, console))
+    console.print(key_values("Advantages", rescoring.advantage_rows(comparison.advantages)))
+    console.print(_moved(moved) if moved.height else "No sample's rank moved.", highlight=False)
+
+
+def show_computed(summary: "RescoreSummary", console: Console) -> None:
+    """Print what was computed, how long it took, and where the page is."""
+    rows = []
+    for label, count in summary.computed.items():
+        failed = summary.failed[label]
+        computed = counted(count, "sample") if count else "nothing: every score was stored"
+        rows.append((label, f"{computed}; {failed:,} could not be scored" if failed else computed))
+    rows += [(f"seconds, {name}", f"{seconds:.1f}") for name, seconds in summary.seconds.items()]
+    rows += [("page", relative(page)) for page in summary.report]
+    console.print(key_values(f"Computed for {summary.name}", rows))
+
+
+def _moved(moved: pl.DataFrame) -> Table:
+    several = moved["run"].n_unique() > 1
+    rows = [
+        (
+            f"{row['rank_before']:g} → {row['rank_after']:g} of {row['siblings']}",
+            f"{number(row['reward_before'])} → {number(row['reward_after'])}",
+            f"{row['run']} {row['sample_id']}" if several else row["sample_id"],
+            one_line(row["prompt"], PROMPT_LETTERS),
+        )
+        for row in moved.iter_rows(named=True)
+    ]
+    return table_of("Samples whose rank moved most", ("rank in group", "reward", "sample", "prompt"), rows)

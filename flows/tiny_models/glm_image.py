@@ -40,14 +40,14 @@ TEMPERATURES = (1.0, 0.7)
 def train_token_model(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> AutoregressiveMetrics:
     """Cross-entropy on the tokens of captioned images; changes the pipeline in place."""
     report_progress = progress_of("train token model", recipe.autoregressive_steps)
-    return train_autoregressive(pipeline, recipe, lambda step, steps, loss: report_progress(step, steps))
+    return train_autoregressive(pipeline, recipe, lambda step, steps, loss: report_progress(step))
 
 
 @task(name="train decoder", cache_policy=NO_CACHE)
 def train_image_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
     """Flow matching from tokens to pixels; changes the pipeline in place."""
     report_progress = progress_of("train decoder", recipe.decoder_steps)
-    return train_decoder(pipeline, recipe, lambda step, steps, loss: report_progress(step, steps))
+    return train_decoder(pipeline, recipe, lambda step, steps, loss: report_progress(step))
 
 
 @task(name="measure and save", cache_policy=NO_CACHE)

@@ -41,7 +41,7 @@ def train_text_model(
 ) -> TrainingMetrics:
     """Cross-entropy on imperfect answers; changes the model in place."""
     report_progress = progress_of("train text model", recipe.steps)
-    return train_model(model, tokenizer, recipe, lambda step, steps, loss: report_progress(step, steps))
+    return train_model(model, tokenizer, recipe, lambda step, steps, loss: report_progress(step))
 
 
 @task(name="measure and save", cache_policy=NO_CACHE)

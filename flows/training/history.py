@@ -1,46 +1,107 @@
-"""What a flow that trains has seen so far."""
+"""What a training flow has seen so far, and the report of each iteration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+
 from configs.schema import RunConfig
 from flows.pipeline.run import Run
 from grpo_core.rewards.hacking import HackingSign
+from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
-from tasks.reports.iteration import IterationRecord
-from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
+from tasks.runs.records import SamplingRound
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+
+LOGGED_METRICS = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
 
 
 @dataclass
 class TrainingHistory:
-    """What the flow has seen so far.
+    """What a training flow has seen so far.
 
     Attributes:
-        iterations: one record an iteration.
-        drawn: advantages of the iterations that have been drawn, which may be ahead of those that are over.
-        heldout: held-out advantages artifact by policy version.
+        iterations: one record per finished iteration.
+        sampled: advantages of the sampled iterations, which may be ahead of the finished ones.
+        heldout: held-out advantages by policy version.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
-    drawn: list[ArtifactRef] = field(default_factory=list)
+    sampled: list[ArtifactRef] = field(default_factory=list)
     heldout: dict[int, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
 
     @property
-    def advantages(self) -> ArtifactRef | None:
-        """Of the iteration that was drawn last; None before the first."""
-        return self.drawn[-1] if self.drawn else None
+    def last_advantages(self) -> ArtifactRef | None:
+        """Advantages of the iteration that was sampled last; None before the first."""
+        return self.sampled[-1] if self.sampled else None
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
-        """Whether the watch ends a run at this policy version that would go on otherwise."""
+        """Whether the watch ends the run at this policy version, before its last iteration."""
         return bool(self.signs) and config.watch.stop and version < config.run.iterations
 
     def statistics(self, run: Run) -> PromptStatistics | None:
-        """How hard the prompts of the curriculum's window were; None where it does not ask."""
+        """Rewards of the prompts within the curriculum's window; None when the curriculum is uniform."""
         curriculum = run.config.data.curriculum
         if curriculum.kind == "uniform":
             return None
-        return read_statistics(run.store, self.drawn[-curriculum.window :])
+        return read_statistics(run.store, self.sampled[-curriculum.window :])
+
+
+async def report_iteration(
+    run: Run,
+    history: TrainingHistory,
+    policy: PolicyRef,
+    rounds: tuple[SamplingRound, ...],
+    advantages: ArtifactRef,
+    *,
+    replayed: bool = False,
+) -> None:
+    """Gather the metrics of an iteration, log one line, show them once in Prefect's UI, and store them.
+
+    Args:
+        run: the open run.
+        history: extended by the iteration.
+        policy: the version that the iteration made.
+        rounds: rollouts and rewards.
+        advantages: of all rounds.
+        replayed: whether another run sampled the rounds and counts their metrics.
+    """
+    assert policy.checkpoint is not None
+    iteration, iterations = policy.version, run.config.run.iterations
+    heldout, guardrails = history.heldout.get(iteration), history.guardrails.get(iteration)
+    metrics = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails)
+    record = IterationRecord(
+        iteration=iteration,
+        rounds=rounds,
+        advantages=advantages,
+        metrics=metrics,
+        heldout=heldout.metrics.get("reward") if heldout else None,
+    )
+    history.iterations.append(record)
+    log(format_progress_line(record, iterations))
+    # A run that resumes passes its previous iterations, which have been reported.
+    if not has_metrics(run.store, iteration) or iteration == iterations:
+        await publish(run, history)
+    write_metrics(run.store, iteration, metrics)
+
+
+def format_progress_line(record: IterationRecord, iterations: int) -> str:
+    """Format an iteration as one line of the log."""
+    parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
+
+
+async def publish(run: Run, history: TrainingHistory) -> None:
+    """Show the last iteration's report and table in Prefect's UI."""
+    name, record = run.config.run.name, history.iterations[-1]
+    key = f"grpo-{name}".lower().replace(".", "-").replace("_", "-")
+    title = f"{name}, iteration {record.iteration}"
+    markdown = iteration_markdown(run.store, name, history.iterations)
+    await acreate_markdown_artifact(markdown, key=f"{key}-report", description=title)
+    await acreate_table_artifact(iteration_table(record), key=f"{key}-metrics", description=title)

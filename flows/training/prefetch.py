@@ -1,17 +1,13 @@
-"""The first three stages of every iteration, in turn with the updates or ahead of them."""
+"""Scored rollouts for every iteration: sampled when an update needs them, or ahead of it on a thread."""
 
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from flows.pipeline.run import Run
-from flows.pipeline.stages import collect_rollouts, compute_advantages, score_rewards
-from flows.training.history import TrainingHistory
+from configs.sections import RunSection
 from tasks.execution.cancellation import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
-from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import REWARDS
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
@@ -21,9 +17,9 @@ class ScoredRollouts:
     """What an iteration learns from.
 
     Attributes:
-        policy: that sampled it.
-        draws: rollouts and rewards.
-        advantages: of all draws.
+        policy: the version that sampled it.
+        rounds: rollouts and rewards of each sampling round.
+        advantages: one table over all rounds.
     """
 
     policy: PolicyRef
@@ -33,90 +29,70 @@ class ScoredRollouts:
 
 @dataclass
 class RolloutPrefetcher:
-    """Draws iteration after iteration, each with the policy that is `run.staleness` versions older than it might be.
+    """Samples iteration after iteration, each with the policy that is `run.staleness` versions behind the newest.
 
-    Which policy samples an iteration is settled by its number, not by who is faster; so a run that is done again, or in
-    another place, is the same.
+    The iteration's number decides which policy samples it, not which thread is faster; so a run that is repeated, or
+    runs elsewhere, is the same.
 
     Attributes:
-        run: that is trained.
-        history: of the run.
-        thread: draws ahead; None where drawing and updating take turns.
-        policies: that are known, by version.
-        ahead: iterations that the thread has been given.
+        section: iterations and staleness of the run.
+        sample: runs stages 1 to 3 with a policy for an iteration.
+        thread: samples ahead; None when sampling and updates alternate.
+        policies: the published policies by version.
+        ahead: iterations that were submitted to the thread.
     """
 
-    run: Run
-    history: TrainingHistory
+    section: RunSection
+    sample: Callable[[PolicyRef, int], ScoredRollouts]
     thread: ThreadPoolExecutor | None
     policies: dict[int, PolicyRef] = field(default_factory=dict)
     ahead: dict[int, Future[ScoredRollouts]] = field(default_factory=dict)
 
     def publish_policy(self, policy: PolicyRef) -> None:
-        """There is another version; the thread may draw the iterations that wait for it."""
+        """Make a new version available; the thread samples the iterations that waited for it."""
         self.policies[policy.version] = policy
         if self.thread is None:
             return
         first = max(self.ahead, default=0) + 1
-        last = min(policy.version + 1 + self.run.config.run.staleness, self.run.config.run.iterations)
+        last = min(policy.version + 1 + self.section.staleness, self.section.iterations)
         for iteration in range(first, last + 1):
-            self.ahead[iteration] = self.thread.submit(contextvars.copy_context().run, self._draw, iteration)
+            self.ahead[iteration] = self.thread.submit(contextvars.copy_context().run, self._sample, iteration)
 
-    def take(self, iteration: int) -> ScoredRollouts:
-        """What the iteration learns from, once it is there.
+    def next_batch(self, iteration: int) -> ScoredRollouts:
+        """Return what the iteration learns from, when it is ready.
 
         Raises:
-            Exception: as one of its stages raised it.
+            Exception: whatever one of its stages raised.
         """
         if self.thread is None:
-            return self._draw(iteration)
+            return self._sample(iteration)
         with stages_cancelled_on_interrupt():
             return self.ahead[iteration].result()
 
-    def _draw(self, iteration: int) -> ScoredRollouts:
-        policy = self.policies[max(0, iteration - 1 - self.run.config.run.staleness)]
-        rounds, advantages = sample_groups(self.run, policy, iteration, self.history)
-        self.history.drawn.append(advantages)
-        return ScoredRollouts(policy, rounds, advantages)
+    def _sample(self, iteration: int) -> ScoredRollouts:
+        return self.sample(self.policies[max(0, iteration - 1 - self.section.staleness)], iteration)
 
 
 @contextmanager
-def prefetching(run: Run, history: TrainingHistory, policy: PolicyRef) -> Iterator[RolloutPrefetcher]:
-    """Draw for a run that begins with this policy.
+def prefetching(
+    section: RunSection, policy: PolicyRef, sample: Callable[[PolicyRef, int], ScoredRollouts]
+) -> Iterator[RolloutPrefetcher]:
+    """Sample for a run; at the end, wait for the iteration that is being sampled and drop those that have not begun.
 
-    What is still being drawn when it ends is waited for; what has not begun, or lies untaken on a pool, is left.
+    Args:
+        section: iterations and staleness of the run.
+        policy: the first version.
+        sample: runs stages 1 to 3 with a policy for an iteration.
     """
-    if run.config.run.staleness == 0:
-        yield RolloutPrefetcher(run, history, None, {policy.version: policy})
+    thread = ThreadPoolExecutor(1, thread_name_prefix="prefetching") if section.staleness else None
+    prefetcher = RolloutPrefetcher(section, sample, thread)
+    if thread is None:
+        prefetcher.publish_policy(policy)
+        yield prefetcher
         return
-    thread = ThreadPoolExecutor(1, thread_name_prefix="prefetching")
     try:
-        groups = RolloutPrefetcher(run, history, thread)
-        groups.publish_policy(policy)
+        prefetcher.publish_policy(policy)
         with stages_cancelled_on_interrupt(), stages_withdrawn_on_failure():
-            yield groups
+            yield prefetcher
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
-
-
-def sample_groups(
-    run: Run, policy: PolicyRef, iteration: int, history: TrainingHistory
-) -> tuple[tuple[SamplingRound, ...], ArtifactRef]:
-    """The first three stages; where asked, groups that teach nothing are replaced by others, a bounded number of times.
-
-    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.2, dynamic sampling.
-    """
-    section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
-    rounds: tuple[SamplingRound, ...] = ()
-    plans: tuple[RolloutPlan, ...] = ()
-    count, statistics = wanted, history.statistics(run)
-    for draw in range(1, section.max_rounds + 1):
-        plan = run.plan(iteration, draw, count, statistics, plans)
-        rollouts = collect_rollouts(run, policy, plan)
-        rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
-        rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
-        advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.advantages)
-        count = wanted - int(advantages.metrics["groups_kept"])
-        if section.constant_groups != "redraw" or count <= 0:
-            break
-    return rounds, advantages

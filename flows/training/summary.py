@@ -1,9 +1,9 @@
-"""What a finished run tells: rewards first and last, time by stage, where to look."""
+"""The summary of a training run: first and last rewards, time by stage, where to look."""
 
 from configs.sections import TextRolloutSection
 from flows.pipeline.run import Run
 from flows.pipeline.run_summary import RunSummary
-from flows.training.guardrails import write_watch_plot
+from flows.training.evaluation import write_watch_plot
 from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.storage.artifacts.reference import PolicyRef
@@ -11,14 +11,14 @@ from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 
 
 class TrainSummary(RunSummary):
-    """The end of a run; `seconds.total` is this start's wall time, the stages' are as measured when each ran.
+    """The results of a training run; `seconds.total` is the wall time of this start, the stages' are as measured.
 
     Attributes:
-        contact_sheet: image of the held-out prompts before and after, where the policy draws and there are any.
-        heldout_texts: page of the same, where it writes.
-        watch: image of the held-out reward beside its guardrails, where there are any.
+        contact_sheet: image of the held-out samples before and after; None for text and without held-out prompts.
+        heldout_texts: page of the held-out completions before and after; None for images.
+        watch: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
-        stopped_early: the watch ended the run.
+        stopped_early: whether the watch ended the run.
         quarantined: damaged files that this start moved to `quarantine/`, and why.
         previous: what this start moved to `previous/`, made by an older configuration, and why.
     """
@@ -33,7 +33,14 @@ class TrainSummary(RunSummary):
 
 
 def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: float) -> TrainSummary:
-    """Gather the figures, and keep the held-out samples of before and after."""
+    """Gather the summary, and store the held-out samples before and after.
+
+    Args:
+        run: the open run.
+        policy: the last version.
+        history: all iterations and evaluations.
+        seconds: wall time of this start.
+    """
     iterations, heldout = history.iterations, history.heldout
     rewards = [record.metrics["reward"] for record in iterations if "reward" in record.metrics]
     by_stage = {"total": seconds}

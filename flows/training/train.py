@@ -1,55 +1,103 @@
-"""The training flow: rollouts, rewards, advantages, update; again and again, each stage kept."""
+"""The training loop.
+
+One iteration, with the record that each stage passes on:
+
+    policy v ---PolicyRef---> collect rollouts ---ArtifactRef---> score rewards ---{label: ArtifactRef}---+
+                              (RolloutPlan)                       (one task per reward, side by side)     |
+                                                                                                          v
+    policy v+1 <---PolicyRef--- update policy <---ScoredRollouts--- compute advantages <---SamplingRound--+
+
+Each stage is one Prefect task. It reads artifacts, makes one call into grpo_core, writes one artifact and returns a
+reference to it, never a tensor. A stage whose inputs and settings are unchanged is not run again: its stored artifact
+is used, so a run that was interrupted resumes at the stage that it had reached.
+"""
 
 import time
+from functools import partial
 
 from prefect import flow
 
 from configs.schema import CORRECTION, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
-from flows.pipeline.stages import recording, update_policy
+from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.training.evaluation import evaluate, is_evaluated
-from flows.training.history import TrainingHistory
-from flows.training.iteration_report import report
-from flows.training.prefetch import RolloutPrefetcher, ScoredRollouts, prefetching
+from flows.training.history import TrainingHistory, report_iteration
+from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, summarize
 from tasks.progress import log
+from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import REWARDS
+from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import PolicyRef
 
 
 @flow(name="grpo train", flow_run_name="{config.run.name}")
-async def train(config: TrainConfig) -> TrainSummary:
-    """Run, or go on with, one training run."""
+async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
+    """Start or resume a training run.
+
+    Args:
+        config: the configuration.
+        accept_code: resume with stored results that other code made, and record it.
+    """
     started = time.perf_counter()
-    with open_run(config) as run:
+    with open_run(config, accept_code=accept_code) as run:
         history, policy = TrainingHistory(), run.base_policy
         async with recording(run.store, run.lock):
-            with prefetching(run, history, policy) as groups:
+            with prefetching(config.run, policy, partial(sample_rollouts, run, history)) as prefetcher:
                 evaluate(run, policy, history)
                 for iteration in range(1, config.run.iterations + 1):
-                    policy = await train_iteration(run, policy, iteration, groups, history)
+                    batch = prefetcher.next_batch(iteration)
+                    policy = train_policy(run, policy, batch, iteration)
+                    prefetcher.publish_policy(policy)
+                    if is_evaluated(config, iteration):
+                        evaluate(run, policy, history)
+                    await report_iteration(run, history, policy, batch.rounds, batch.advantages)
                     if history.stopped_by(config, policy.version):
-                        log(f"stopped after iteration {iteration}, as watch.stop asks")
+                        log(f"stopped after iteration {iteration}, because watch.stop is set")
                         break
         return summarize(run, policy, history, time.perf_counter() - started)
 
 
-async def train_iteration(
-    run: Run, policy: PolicyRef, iteration: int, groups: RolloutPrefetcher, history: TrainingHistory
-) -> PolicyRef:
-    """Four stages from one policy version to the next, and what people see of them."""
-    drawn = groups.take(iteration)
-    policy = train_policy(run, policy, drawn, iteration)
-    groups.publish_policy(policy)
-    if is_evaluated(run.config, iteration):
-        evaluate(run, policy, history)
-    await report(run, history, iteration, policy, drawn)
-    return policy
+def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, iteration: int) -> ScoredRollouts:
+    """Stages 1 to 3: sample groups, score them, and compare siblings.
+
+    With `advantages.constant_groups: redraw`, groups without a difference in reward are replaced in further sampling
+    rounds, up to `advantages.max_rounds` (Yu et al., 2025, DAPO, arXiv:2503.14476, section 3.2, dynamic sampling).
+
+    Args:
+        run: the open run.
+        history: advantages of earlier iterations, which the curriculum and running moments need; extended.
+        policy: the version that samples.
+        iteration: from 1.
+    """
+    section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
+    rounds: tuple[SamplingRound, ...] = ()
+    plans: tuple[RolloutPlan, ...] = ()
+    count, statistics = wanted, history.statistics(run)
+    for sampling_round in range(1, section.max_rounds + 1):
+        plan = run.plan(iteration, sampling_round, count, statistics, plans)
+        rollouts = collect_rollouts(run, policy, plan)
+        rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
+        rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
+        advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.last_advantages)
+        count = wanted - int(advantages.metrics["groups_kept"])
+        if section.constant_groups != "redraw" or count <= 0:
+            break
+    history.sampled.append(advantages)
+    return ScoredRollouts(policy, rounds, advantages)
 
 
-def train_policy(run: Run, policy: PolicyRef, drawn: ScoredRollouts, iteration: int) -> PolicyRef:
-    """Update the policy; rows that an older version sampled count by their importance weights."""
-    rollouts = tuple(draw.rollouts for draw in drawn.rounds)
-    stale = policy.version - drawn.policy.version
-    update = corrected(run.update, CORRECTION) if stale else run.update
-    return update_policy(run, policy, rollouts, drawn.advantages, update, stale, f"iteration {iteration}")
+def train_policy(run: Run, policy: PolicyRef, batch: ScoredRollouts, iteration: int) -> PolicyRef:
+    """Stage 4: one update; rows that an older version sampled count by their importance weights.
+
+    Args:
+        run: the open run.
+        policy: the version to train.
+        batch: rollouts and advantages of the iteration.
+        iteration: from 1.
+    """
+    staleness = policy.version - batch.policy.version
+    update = corrected(run.update, CORRECTION) if staleness else run.update
+    rollouts = tuple(each.rollouts for each in batch.rounds)
+    return update_policy(run, policy, rollouts, batch.advantages, update, staleness, f"iteration {iteration}")

@@ -87,7 +87,7 @@ def compute_advantages_task(
             running=running_moments(earlier, mix),
         )
         digest = write_table(staged / layout.ADVANTAGES_FILE, ADVANTAGES, _columns(samples, result, mix))
-        report_progress(rows, rows)
+        report_progress(rows)
         return store.commit(
             staged,
             f"{folder}/{layout.ADVANTAGES}",

@@ -116,56 +116,57 @@ def draw_prompts(
     *,
     seed: int,
     iteration: int,
-    draw: int,
+    sampling_round: int,
     count: int,
     curriculum: CurriculumSection,
     statistics: PromptStatistics | None,
     avoided: Collection[PromptKey] = (),
 ) -> tuple[DrawnPrompt, ...]:
-    """The prompts of one draw of an iteration; several sets share its places by their weights.
+    """Draw the prompts of one sampling round; several sets share its places by their weights.
 
-    The first draw, uniform: an endless stream goes through each set again and again, each pass in its own shuffled
+    The first round, uniform: an endless stream goes through each set again and again, each pass in its own shuffled
     order; so every prompt of a set is drawn equally often, to within one, after any number of iterations, an iteration
     needs nothing of the ones before it, and another count cuts the same stream. By difficulty: sampled by
-    :func:`difficulty_weight` without replacement. A later draw is sampled likewise, by weight 1 when uniform, with
+    :func:`difficulty_weight` without replacement. A later round is sampled likewise, by weight 1 when uniform, with
     seeds of its own.
 
     Args:
         sets: with at least one prompt each; their order matters, and that of their prompts.
         seed: the run's seed.
         iteration: from 1.
-        draw: from 1; later ones replace groups that taught nothing.
+        sampling_round: from 1; later rounds replace groups that taught nothing.
         count: prompts wanted; may exceed the number of prompts.
         curriculum: uniform or by difficulty.
         statistics: how hard prompts have proved to be; without them all count as never seen.
-        avoided: prompts that come last, where they can: those that the iteration has drawn before.
+        avoided: prompts that come last, where they can: those of earlier rounds of the iteration.
 
     Raises:
-        ValueError: no prompts, or iteration, draw or count below 1.
+        ValueError: no prompts, or iteration, sampling_round or count below 1.
     """
-    _require_something(sets, iteration, draw, count)
+    _require_something(sets, iteration, sampling_round, count)
     shares = [each.weight for each in sets]
-    if draw == 1:
+    if sampling_round == 1:
         places = scheduled_sets(shares, first=(iteration - 1) * count, count=count)
     else:
-        places = sampled_sets(shares, count=count, seed=derive_seed(seed, "redraw", iteration, draw))
-    if draw == 1 and curriculum.kind == "uniform":
+        places = sampled_sets(shares, count=count, seed=derive_seed(seed, "redraw", iteration, sampling_round))
+    if sampling_round == 1 and curriculum.kind == "uniform":
         return _in_passes(sets, places, seed)
     drawn = []
     for index, each in enumerate(sets):
         wanted = sum(chosen == index for chosen, _ in places)
         weights = [_weight(each, prompt, curriculum, statistics) for prompt in each.prompts]
         late = [(each.name, prompt.prompt_id) in avoided for prompt in each.prompts]
-        place = derive_seed(seed, "curriculum", each.name, iteration, draw)
+        place = derive_seed(seed, "curriculum", each.name, iteration, sampling_round)
         drawn.append(iter(_sampled(weights, late, wanted, place)))
     return tuple(_drawn(sets[index], next(drawn[index])) for index, _ in places)
 
 
-def _require_something(sets: Sequence[PromptSet], iteration: int, draw: int, count: int) -> None:
+def _require_something(sets: Sequence[PromptSet], iteration: int, sampling_round: int, count: int) -> None:
     if not sets or not all(each.prompts for each in sets):
         raise ValueError("draw_prompts: got a set without prompts, or no set. Read at least one prompt before drawing.")
-    if iteration < 1 or draw < 1 or count < 1:
-        raise ValueError(f"draw_prompts: got iteration={iteration}, draw={draw}, count={count}. All start at 1.")
+    if iteration < 1 or sampling_round < 1 or count < 1:
+        got = f"iteration={iteration}, sampling_round={sampling_round}, count={count}"
+        raise ValueError(f"draw_prompts: got {got}. All start at 1.")
 
 
 def _drawn(source: PromptSet, index: int) -> DrawnPrompt:

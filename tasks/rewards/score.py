@@ -198,7 +198,7 @@ def _score(
     source: Path,
     wanted: frozenset[str],
     meant: int,
-    report_progress: Callable[[int, int], None],
+    report_progress: Callable[[int], None],
 ) -> dict[str, ScoredRow]:
     """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
 
@@ -218,7 +218,7 @@ def _score(
         failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
         if len(failed) > section.max_failures * meant:
             raise FailedSamplesError(section.label, failed, meant, section.max_failures)
-        report_progress(len(scored), len(wanted))
+        report_progress(len(scored))
     return scored
 
 

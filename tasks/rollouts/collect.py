@@ -152,7 +152,7 @@ def _collect(
             writer.write(rollout_columns(group, planned, policy, rollout, sampler.max_length))
             lengths += group.tokens.loss_mask.sum(-1).tolist()
             cut += int((~group.finished).sum())
-            report_progress(done * plan.group_size, len(requests) * plan.group_size)
+            report_progress(done * plan.group_size)
         digest = writer.close()
         return store.commit(
             staged,

@@ -1,4 +1,4 @@
-"""Which prompts are drawn, with which names and seeds: for an iteration of training, or for an evaluation."""
+"""Plan what a sampling round or an evaluation samples: prompts, sample ids and seeds."""
 
 from collections.abc import Sequence
 
@@ -35,14 +35,14 @@ class GroupPlan(BaseModel):
 
 
 class RolloutPlan(BaseModel):
-    """Everything that one collection of rollouts draws.
+    """Everything that one sampling round, or one evaluation, samples.
 
     Attributes:
-        folder: where in the run its stages are kept.
-        title: what people call it.
-        seed: every sample's seed is derived from it and the sample's place.
-        group_size: siblings a group.
-        shared_noise: siblings share the decoder's noise.
+        folder: folder of its stages in the run.
+        title: its name in logs and in Prefect's UI.
+        seed: every sample's seed is derived from it and from the group id and the sibling's index.
+        group_size: samples per group.
+        shared_noise: whether siblings share the decoder's noise.
         groups: in order.
     """
 
@@ -56,7 +56,7 @@ class RolloutPlan(BaseModel):
     groups: tuple[GroupPlan, ...]
 
     def request(self, group: GroupPlan) -> GroupRequest:
-        """Names and seeds of a group's samples."""
+        """Return the ids and seeds of a group's samples."""
         siblings = range(self.group_size)
         noise = [0 if self.shared_noise else sibling for sibling in siblings]
         return GroupRequest(
@@ -81,20 +81,35 @@ def _group(group_id: str, drawn: DrawnPrompt) -> GroupPlan:
 
 
 def plan_round(
-    drawn: Sequence[DrawnPrompt], *, seed: int, iteration: int, draw: int, group_size: int, shared_noise: bool
+    prompts: Sequence[DrawnPrompt],
+    *,
+    seed: int,
+    iteration: int,
+    sampling_round: int,
+    group_size: int,
+    shared_noise: bool,
 ) -> RolloutPlan:
-    """The groups of one draw of a training iteration; a later draw replaces groups that taught nothing."""
-    first = draw == 1
+    """Plan one sampling round of a training iteration; later rounds replace groups that taught nothing.
+
+    Args:
+        prompts: one per group.
+        seed: the run's seed.
+        iteration: from 1.
+        sampling_round: from 1.
+        group_size: samples per group.
+        shared_noise: whether siblings share the decoder's noise.
+    """
+    first = sampling_round == 1
     name = f"i{iteration:06d}"
     return RolloutPlan(
-        folder=round_folder(iteration, draw),
-        title=f"iteration {iteration}" if first else f"iteration {iteration}, draw {draw}",
+        folder=round_folder(iteration, sampling_round),
+        title=f"iteration {iteration}" if first else f"iteration {iteration}, round {sampling_round}",
         seed=seed,
         group_size=group_size,
         shared_noise=shared_noise,
         groups=tuple(
-            _group(f"{name}.p{place:04d}" if first else f"{name}.d{draw:02d}.p{place:04d}", prompt)
-            for place, prompt in enumerate(drawn)
+            _group(f"{name}.p{place:04d}" if first else f"{name}.d{sampling_round:02d}.p{place:04d}", prompt)
+            for place, prompt in enumerate(prompts)
         ),
     )
 
@@ -102,7 +117,7 @@ def plan_round(
 def plan_evaluation(
     prompts: Sequence[DrawnPrompt], *, seed: int, version: int, samples_per_prompt: int, shared_noise: bool
 ) -> RolloutPlan:
-    """The held-out groups: the same names and seeds for every policy version, so that samples pair up."""
+    """Plan the held-out groups: sample ids and seeds are the same for every policy version, so that samples pair up."""
     return RolloutPlan(
         folder=evaluation_folder(version),
         title=f"evaluation of policy {version}",

@@ -84,8 +84,11 @@ def update_policy_task(
 def _update(job: UpdateJob, title: str) -> PolicyRef:
     started = time.perf_counter()
     store = current_store()
+    rows = job.advantages.rows
+    report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
-        outcome = _carry_out(job, store, staged, progress_of(f"{title}: {STAGE}", job.advantages.rows))
+        # The update counts passes over microbatches, several for each sample.
+        outcome = _carry_out(job, store, staged, lambda done, passes: report_progress(done * rows // passes))
         checkpoint = store.commit(
             staged,
             policy_folder(job.version),

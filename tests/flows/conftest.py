@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import gc
+import hashlib
 import itertools
 import json
 import shutil
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import polars as pl
 import pytest
@@ -19,7 +20,10 @@ from prefect.testing.utilities import prefect_test_harness
 
 from configs.loader import read_config
 from flows.training.summary import TrainSummary
+from grpo_core.errors import InputError, InputErrors
 from tasks.progress import listen
+
+R = TypeVar("R")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "configs" / "tiny.yaml"
@@ -66,6 +70,37 @@ class Heard:
         self.lines.append(line)
 
 
+def heard_of(body: Callable[[], R]) -> tuple[R, Heard]:
+    """Call a function in a context of its own: its result, and what was heard of it."""
+    heard = Heard([], [])
+
+    def listening() -> R:
+        listen(heard)
+        return body()
+
+    return contextvars.copy_context().run(listening), heard
+
+
+def refused(body: Callable[[], object]) -> tuple[InputError, ...]:
+    """The input errors of something that must not begin."""
+    with pytest.raises((InputError, InputErrors)) as caught:
+        body()
+    return caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
+
+
+def sha256_of(folder: Path, *without: str) -> dict[str, str]:
+    """sha256 of every file of a folder, those below folders of these names left out."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not {*without} & set(path.parts))
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def by_name(stages: Sequence[str]) -> tuple[str, ...]:
     """The stages in order, neighbours that score the same samples by name."""
     runs = itertools.groupby(stages, lambda stage: stage.partition(": score ")[0])
@@ -100,14 +135,8 @@ class Runs:
     def _train(self, file: Path, overrides: list[str]) -> Start:
         from flows.training.train import train
 
-        config = read_config(file, overrides)
-        heard = Heard([], [])
-
-        def body() -> TrainSummary:
-            listen(heard)
-            return asyncio.run(train(config))
-
-        return Start(contextvars.copy_context().run(body), by_name(heard.stages))
+        summary, heard = heard_of(lambda: asyncio.run(train(read_config(file, overrides))))
+        return Start(summary, by_name(heard.stages))
 
     def path(self, *parts: str, run: str = "run") -> Path:
         """A place in a run."""

@@ -1,55 +1,34 @@
 """Replays of a run, and what came of them."""
 
 import asyncio
-import contextvars
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
+from configs.loader import validated
+from flows.pipeline.requests import ReplayRequest
 from flows.replay.replay import ReplaySummary, replay
-from flows.replay.request import ReplayRequest, plan_replay
-from grpo_core.errors import InputError, InputErrors
-from tasks.progress import listen
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import Heard, Runs
+from tests.flows.conftest import Heard, Runs, heard_of, sha256_of
 
 UPDATES = ("iteration 1: update policy", "iteration 2: update policy")
 ADVANTAGES = ("iteration 1: compute advantages", "iteration 2: compute advantages")
 
 
+def request_replay(runs: Runs, *overrides: str, **options: Any) -> ReplayRequest:
+    values = {"source": "run", "root": str(runs.root), "overrides": list(overrides), **options}
+    return validated(ReplayRequest, values)
+
+
 def run_replay(runs: Runs, *overrides: str, **options: Any) -> tuple[ReplaySummary, Heard]:
     """Replay the run in this process: its summary, and what was heard of it."""
-    plan = plan_replay(ReplayRequest(source="run", root=str(runs.root), overrides=overrides, **options))
-    heard = Heard([], [])
-
-    def body() -> ReplaySummary:
-        listen(heard)
-        return asyncio.run(replay(plan))
-
-    return contextvars.copy_context().run(body), heard
-
-
-def refused(runs: Runs, *overrides: str, **options: Any) -> tuple[InputError, ...]:
-    """The problems of a replay that must not begin."""
-    request = ReplayRequest(**{"source": "run", "root": str(runs.root), **options}, overrides=overrides)
-    with pytest.raises((InputError, InputErrors)) as caught:
-        plan_replay(request)
-    assert not runs.path(run="run-replay").exists()
-    return caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
-
-
-def content(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return heard_of(lambda: asyncio.run(replay(request_replay(runs, *overrides, **options))))
 
 
 def metrics(runs: Runs, iteration: int, run: str = "run-replay") -> dict[str, float]:
@@ -79,7 +58,7 @@ def rewrite(
             table = change(pl.DataFrame(pl.from_arrow(pq.read_table(path)))).to_arrow()
             columns = [table[name].combine_chunks().cast(schema.field(name).type) for name in schema.names]
             pq.write_table(pa.table(columns, schema=schema), staged / path.name)
-        digest = hashlib.sha256(f"{previous.digest} {to} {content(staged)}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{previous.digest} {to} {sha256_of(staged)}".encode()).hexdigest()
         fields = previous.model_dump(exclude={"uri", "sha256", "digest"})
         return store.commit(staged, to or folder, digest=digest, **fields)
 

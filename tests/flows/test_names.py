@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.replay.request import ReplayRequest, plan_replay
-from flows.rescoring.request import RescoreRequest, plan_rescore
-from grpo_core.errors import InputError, InputErrors
-from tests.flows.conftest import Runs
+from configs.loader import validated
+from flows.pipeline.requests import RescoreRequest
+from tests.flows.conftest import Runs, refused
+from tests.flows.replays import request_replay
 from tests.flows.rescoring.test_rescore import SSIM, rewards_file
 
 OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")
@@ -19,17 +19,11 @@ def everything(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_of_replays_and_rescorings(finished: Runs, name: str) -> None:
-    root, file = str(finished.root), rewards_file(finished, SSIM)
+    file = str(rewards_file(finished, SSIM))
+    values = {"sources": ["run"], "rewards": file, "name": name, "root": str(finished.root)}
     before = everything(finished.root.parent)
-    attempts = {
-        "a replay": lambda: plan_replay(ReplayRequest("run", root=root, name=name)),
-        "advantages": lambda: plan_replay(ReplayRequest("run", root=root, advantages=name)),
-        "a rescoring": lambda: plan_rescore(RescoreRequest(("run",), file, name, root=root)),
-    }
-    if not name:
-        # The default then.
-        del attempts["a replay"], attempts["advantages"]
-    for attempt in attempts.values():
-        with pytest.raises((InputError, InputErrors)):
-            attempt()
+    refused(lambda: request_replay(finished, name=name).plan)
+    refused(lambda: validated(RescoreRequest, values).plan)
+    if name:
+        refused(lambda: request_replay(finished, advantages=name).plan)
     assert everything(finished.root.parent) == before

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.evaluation.request import EvaluateRequest
+from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError
 from tests.flows import pruned_runs

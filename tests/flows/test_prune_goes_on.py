@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from flows.pipeline.requests import ReplayRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.replay.replay import replay
-from flows.replay.request import ReplayRequest, plan_replay
 from tasks.progress import listen
 from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
@@ -37,8 +37,8 @@ class TestTheSameAsIfNothingHadGone:
 
     def test_a_replay_of_it(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
         pruned(runs, policies_last=1, images_older_than="0i")
-        plan = plan_replay(ReplayRequest(RUN, str(runs.root)))
-        assert asyncio.run(replay(plan)).policy_digest == trained[1].summary.policy_digest
+        request = ReplayRequest(source=RUN, root=str(runs.root))
+        assert asyncio.run(replay(request)).policy_digest == trained[1].summary.policy_digest
 
     def test_another_run_that_shares_its_stages(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
         pruned(runs, policies_last=1, images_older_than="0i", evaluations=True)

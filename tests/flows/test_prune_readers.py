@@ -16,13 +16,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.evaluation.request import EvaluateRequest
 from flows.inspection.inspect_run import inspect_run
+from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.pruning.plan import IMAGES, VERSIONS
 from flows.pruning.request import PruneRequest
 from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
-from flows.replay.request import ReplayRequest, plan_replay
-from flows.rescoring.request import RescoreRequest, plan_rescore
 from flows.rescoring.rescore import rescore
 from flows.rewards.analysis import AnalysisRequest, analyse_rewards
 from grpo_core.errors import InputErrors
@@ -62,7 +60,7 @@ class TestReadersOfWhatIsGone:
         result = CliRunner().invoke(application, ["evaluate", RUN, "--policy", "1", "--root", str(gone.root)])
         assert (result.exit_code, result.stderr.strip()) == (2, f"error: {told}")
         with pytest.raises(InputErrors) as caught:
-            plan_replay(ReplayRequest(RUN, str(gone.root), policy=1))
+            _ = ReplayRequest(source=RUN, root=str(gone.root), policy=1).plan
         assert str(caught.value) == told
         assert EvaluateRequest(run=RUN, root=str(gone.root)).plan.policy.version == 4
 
@@ -102,8 +100,8 @@ class TestReadersOfWhatIsGone:
 def rescored(runs: Runs, *rewards: Mapping[str, object]) -> dict[str, int]:
     file = runs.root.parent / "rewards.yaml"
     file.write_text(yaml.safe_dump({"rewards": [dict(reward) for reward in rewards]}))
-    plan = plan_rescore(RescoreRequest((RUN,), file, "other", root=str(runs.root)))
-    return asyncio.run(rescore(plan)).summary.computed
+    request = RescoreRequest(sources=(RUN,), rewards=str(file), name="other", root=str(runs.root))
+    return asyncio.run(rescore(request)).summary.computed
 
 
 class TestScheduled:

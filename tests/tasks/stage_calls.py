@@ -54,7 +54,7 @@ def plan(
         DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
         for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
-    return plan_round(prompts, seed=11, iteration=iteration, draw=draw, group_size=2, shared_noise=True)
+    return plan_round(prompts, seed=11, iteration=iteration, sampling_round=draw, group_size=2, shared_noise=True)
 
 
 def collect(

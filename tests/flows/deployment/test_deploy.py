@@ -85,7 +85,7 @@ class TestRegistered:
 
     def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
         deployed(run="scored", rescorings=(MIX,))
-        requested = on_the_server("scored")["grpo rescore/scored-mix"].parameters["plan"]
+        requested = on_the_server("scored")["grpo rescore/scored-mix"].parameters["request"]
         assert (requested["sources"], requested["rewards"], requested["name"]) == (
             ["scored"],
             "configs/rewards/mix.yaml",

@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config, read_rewards_file, validated
 from flows.deployment.deploy import job_variables
-from flows.rescoring.form import RescoreForm
+from flows.pipeline.requests import RescoreRequest
 from tests.flows.conftest import REPOSITORY, TINY
 from tests.flows.deployment.deployed import on_the_server
 
@@ -43,7 +43,7 @@ def test_its_other_flows_ask_for_what_there_is() -> None:
     requested = described()["flows.evaluation.evaluate.evaluate"]["parameters"]
     request = flow_at("flows.evaluation.evaluate.evaluate").validate_parameters(requested)["request"]
     assert (request.run, request.policy) == ("tiny", None)
-    form = validated(RescoreForm, described()["flows.rescoring.rescore.rescore"]["parameters"]["plan"])
+    form = validated(RescoreRequest, described()["flows.rescoring.rescore.rescore"]["parameters"]["request"])
     assert read_rewards_file(form.rewards, "rewards").rewards
 
 

@@ -1,8 +1,6 @@
-"""Held-out scores of a policy version: what is drawn, what is taken as it is stored, and what is refused."""
+"""Held-out scores of a policy version: what is sampled, what is reused, and what is refused."""
 
 import asyncio
-import contextvars
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,15 +11,15 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from configs.loader import validated
 from flows.command_line.main import application
 from flows.evaluation.evaluate import EvaluateSummary, evaluate
-from flows.evaluation.request import EvaluateRequest
-from grpo_core.errors import InputError, InputErrors
-from tasks.progress import listen
+from flows.pipeline.requests import EvaluateRequest
+from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tasks.storage.locks.run_lock import locked
-from tests.flows.conftest import REPOSITORY, Heard, Runs, Start
+from tests.flows.conftest import REPOSITORY, Heard, Runs, Start, flip, heard_of, refused, sha256_of
 
 SMALL_TEXT = {
     "run__iterations": 2,
@@ -54,54 +52,40 @@ def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
 
 
 def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[EvaluateSummary, Heard]:
-    heard = Heard([], [])
-    request = EvaluateRequest(run=run, root=str(runs.root), **requested)  # type: ignore[arg-type]
-
-    def body() -> EvaluateSummary:
-        listen(heard)
-        return asyncio.run(evaluate(request))
-
-    return contextvars.copy_context().run(body), heard
+    request = validated(EvaluateRequest, {"run": run, "root": str(runs.root), **requested})
+    return heard_of(lambda: asyncio.run(evaluate(request)))
 
 
-def refused(runs: Runs, run: str = "text", **requested: object) -> list[str]:
+def problem(runs: Runs, run: str = "text", **requested: object) -> InputError:
+    """The one problem of a request; nothing is written."""
     before = content(runs)
-    with pytest.raises((InputError, InputErrors)) as caught:
-        _ = EvaluateRequest(run=run, root=str(runs.root), **requested).plan  # type: ignore[arg-type]
+    (error,) = refused(lambda: validated(EvaluateRequest, {"run": run, "root": str(runs.root), **requested}).plan)
     assert content(runs) == before
-    errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
-    return [str(error) for error in errors]
+    return error
 
 
-def content(runs: Runs, run: str = "text") -> dict[str, str]:
-    """Every file of the run that is no evaluation of its own, with its sha256."""
-    paths = [path for path in runs.path(run=run).rglob("*") if path.is_file()]
-    kept = [path for path in paths if not {"evaluations_of", ".stages", ".incoming"} & set(path.parts)]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
+def content(runs: Runs) -> dict[str, str]:
+    """Every file of the run except evaluations outside the training."""
+    return sha256_of(runs.path(run="text"), "evaluations_of", ".stages", ".incoming")
 
 
 def table(summary: EvaluateSummary, name: str) -> pl.DataFrame:
     return pl.read_parquet(f"{summary.folder}/{name}/**/*.parquet")
 
 
-def flip(path: Path) -> None:
-    damaged = bytearray(path.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    path.write_bytes(damaged)
-
-
 class TestStored:
-    def test_what_the_training_evaluated_is_taken_as_it_is(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
-        before, told = content(runs), trained[1].summary
-        for policy, expected in ((0, told.heldout_before), (2, told.heldout_after), (None, told.heldout_after)):
+    def test_what_the_training_evaluated_is_reused(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
+        before, training = content(runs), trained[1].summary
+        rewards = {0: training.heldout_before, 2: training.heldout_after, None: training.heldout_after}
+        for policy, expected in rewards.items():
             summary, heard = evaluated(runs, policy=policy)
             assert (summary.heldout, summary.stored, heard.stages) == (expected, True, [])
             assert summary.folder == str(runs.path("evaluations", f"{policy if policy == 0 else 2:06d}", run="text"))
-        assert summary.policy_digest == told.policy_digest
+        assert summary.policy_digest == training.policy_digest
         assert content(runs) == before
         assert not runs.path("evaluations_of", run="text").exists()
 
-    def test_what_is_damaged_is_drawn_again_elsewhere_and_comes_to_the_same(
+    def test_a_damaged_evaluation_is_computed_again_elsewhere_with_the_same_result(
         self, runs: Runs, trained: tuple[Runs, Start]
     ) -> None:
         flip(next(runs.path("evaluations", "000002", "advantages", run="text").glob("*.parquet")))
@@ -123,9 +107,9 @@ class TestStored:
 class TestOtherPrompts:
     FILE = "data/prompts/letters_train.jsonl"
 
-    def test_figures_are_those_of_the_tables_and_the_run_stays_as_it_is(self, runs: Runs) -> None:
+    def test_the_summary_agrees_with_the_tables_and_the_run_is_unchanged(self, runs: Runs) -> None:
         before = content(runs)
-        summary, _ = evaluated(runs, policy=1, prompts=self.FILE, overrides=("evaluate.limit=2",))
+        summary, _ = evaluated(runs, policy=1, prompts=self.FILE, overrides=["evaluate.limit=2"])
         assert content(runs) == before
         assert Path(summary.folder).parent.name.startswith("letters_train-")
         rollouts, scores = table(summary, "rollouts"), table(summary, "rewards")
@@ -139,24 +123,24 @@ class TestOtherPrompts:
         assert summary.rewards["answer"].std == pytest.approx(scores["value"].std())
         assert summary.rewards["answer"].without == summary.rewards["answer"].failed == 0
 
-    def test_versions_stand_side_by_side_and_draw_with_the_same_seeds(self, runs: Runs) -> None:
-        requested = {"prompts": self.FILE, "overrides": ("evaluate.limit=2",)}
+    def test_versions_share_a_folder_and_their_seeds(self, runs: Runs) -> None:
+        requested = {"prompts": self.FILE, "overrides": ["evaluate.limit=2"]}
         folders = [Path(evaluated(runs, policy=version, **requested)[0].folder) for version in (0, 1)]
         assert folders[0].parent == folders[1].parent
         first, second = (pl.read_parquet(folder / "rollouts" / "*.parquet") for folder in folders)
         assert first.select("sample_id", "seed", "prompt").equals(second.select("sample_id", "seed", "prompt"))
 
-    def test_other_sampling_or_rewards_have_a_place_of_their_own(self, runs: Runs) -> None:
-        hotter, _ = evaluated(runs, overrides=("rollout.temperature=3.0",))
-        shorter, _ = evaluated(runs, overrides=('rewards=[{reward: format, settings: {pattern: "^[a-z]+$"}}]',))
+    def test_other_sampling_or_rewards_have_their_own_folder(self, runs: Runs) -> None:
+        hotter, _ = evaluated(runs, overrides=["rollout.temperature=3.0"])
+        shorter, _ = evaluated(runs, overrides=['rewards=[{reward: format, settings: {pattern: "^[a-z]+$"}}]'])
         own, _ = evaluated(runs)
         assert len({hotter.folder, shorter.folder, own.folder}) == 3
         assert list(shorter.rewards) == ["format"]
         assert own.stored
 
 
-class TestWhileTheRunIsHeld:
-    def test_a_training_that_goes_on_is_no_obstacle(self, runs: Runs) -> None:
+class TestWhileTheRunIsLocked:
+    def test_a_training_in_progress_is_no_obstacle(self, runs: Runs) -> None:
         store = ArtifactStore(str(runs.root), "text")
         with locked(store, setting="run.name", value="text"):
             summary, _ = evaluated(runs, policy=1)
@@ -165,74 +149,78 @@ class TestWhileTheRunIsHeld:
     def test_the_same_evaluation_twice_at_once_is_refused(self, runs: Runs) -> None:
         request = EvaluateRequest(run="text", policy=1, root=str(runs.root))
         store = ArtifactStore(str(runs.root), "text")
-        with (
-            locked(store, request.plan.rounds.folder, setting="--policy", value="1"),
-            pytest.raises(InputError, match=r"--policy: got '1'\. It is being written by"),
-        ):
-            asyncio.run(evaluate(request))
+        with locked(store, request.plan.rollouts.folder, setting="--policy", value="1"):
+            (error,) = refused(lambda: asyncio.run(evaluate(request)))
+        assert (error.place, error.value) == ("--policy", "1")
 
 
 class TestRefused:
-    def test_a_version_that_is_not_there(self, runs: Runs) -> None:
-        (told,) = refused(runs, policy=7)
-        assert told.startswith("--policy: got 7.")
-        assert "1 to 2" in told
-
-    def test_a_damaged_version_is_refused_by_number_and_passed_over_by_default(self, runs: Runs) -> None:
+    def test_a_damaged_version_is_refused_by_number_and_skipped_by_default(self, runs: Runs) -> None:
         weights = next(runs.path("policies", "000002", run="text").rglob("*.safetensors"))
         flip(weights)
-        (told,) = refused(runs, policy=2)
-        assert "policies/000002/" in told
-        assert "has sha256" in told
+        error = problem(runs, policy=2)
+        assert (error.place, error.value) == ("--policy", 2)
+        assert weights.name in error.hint
         before = content(runs)
         summary, heard = evaluated(runs)
         assert summary.policy == 1
-        assert any("version 2" in line and weights.name in line for line in heard.lines)
+        assert any(weights.name in line for line in heard.lines)
         assert content(runs) == before
 
-    def test_a_run_that_is_not_there_or_of_a_newer_program(self, runs: Runs) -> None:
-        assert "Runs in" in refused(runs, run="txet")[0]
+    @pytest.mark.parametrize(
+        ("key", "value", "place"), [("schema_version", 99, "text/run.json"), ("model_digest", "0" * 64, "policy.model")]
+    )
+    def test_a_run_of_a_newer_program_or_another_model(self, runs: Runs, key: str, value: object, place: str) -> None:
         description = runs.path("run.json", run="text")
-        description.write_bytes(dump_checked({**load_checked(description.read_bytes()), "schema_version": 99}))
-        (told,) = refused(runs)
-        assert "got 'schema version 99'. This program reads version" in told
+        description.write_bytes(dump_checked({**load_checked(description.read_bytes()), key: value}))
+        assert problem(runs, policy=0).place == place
 
     @pytest.mark.parametrize(
-        ("requested", "words"),
+        ("requested", "place", "value", "word"),
         [
-            ({"overrides": ("update.learning_rate=1",)}, "An evaluation takes the policy as it was trained"),
-            ({"overrides": ("policy.model=elsewhere",)}, "An evaluation takes the policy as it was trained"),
-            ({"overrides": ("evaluate.samples_per_prompts=1",)}, "did you mean samples_per_prompt?"),
-            ({"overrides": ("evaluate.prompts=null",)}, "--prompts: got None. text has no held-out prompts"),
-            ({"prompts": "nowhere.jsonl"}, "evaluate.prompts"),
+            ({"policy": 7}, "--policy", 7, "1 to 2"),
+            ({"run": "txet"}, "RUN", "txet", "text"),
+            ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1", "evaluate"),
+            ({"overrides": ["policy.model=elsewhere"]}, "--set", "policy.model=elsewhere", "evaluate"),
+            (
+                {"overrides": ["evaluate.samples_per_prompts=1"]},
+                "evaluate.samples_per_prompts",
+                1,
+                "samples_per_prompt",
+            ),
+            ({"overrides": ["evaluate.prompts=null"]}, "--prompts", None, "held-out"),
+            ({"prompts": "nowhere.jsonl"}, "evaluate.prompts", "nowhere.jsonl", "no such file"),
+            ({"policy": "last"}, "policy", "last", "integer"),
+            ({"polcy": 2}, "polcy", 2, "policy"),
         ],
     )
-    def test_what_cannot_be_asked_for(self, runs: Runs, requested: dict[str, object], words: str) -> None:
-        assert words in refused(runs, **requested)[0]
+    def test_each_mistake_has_its_place_and_hint(
+        self, runs: Runs, requested: dict[str, object], place: str, value: object, word: str
+    ) -> None:
+        error = problem(runs, **requested)  # type: ignore[arg-type]
+        assert (error.place, error.value) == (place, value)
+        assert word in error.hint
 
-    def test_a_model_that_has_changed(self, runs: Runs) -> None:
-        description = runs.path("run.json", run="text")
-        description.write_bytes(dump_checked({**load_checked(description.read_bytes()), "model_digest": "0" * 64}))
-        assert "Its files have changed since text began (000000000000)" in refused(runs, policy=0)[0]
 
-
-def test_the_command_tells_the_table_and_one_json_object(runs: Runs, trained: tuple[Runs, Start]) -> None:
+def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, trained: tuple[Runs, Start]) -> None:
     arguments = ["evaluate", "text", "--root", str(runs.root), "--json"]
     ended = CliRunner().invoke(application, arguments)
     assert ended.exit_code == 0, ended.output
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["heldout"] == trained[1].summary.heldout_after
-    assert (told["run"], told["policy"], told["samples"]) == ("text", 2, 6)
-    assert "held-out reward" in ended.stderr
-    ended = CliRunner().invoke(application, [*arguments, "--policy", "9"])
+    summary = json.loads(ended.stdout.splitlines()[-1])
+    assert summary["heldout"] == trained[1].summary.heldout_after
+    assert (summary["run"], summary["policy"], summary["samples"]) == ("text", 2, 6)
+    assert f"{summary['heldout']:.3f}" in ended.stderr
+    ended = CliRunner().invoke(application, [*arguments, "--policy", "-1"])
     assert ended.exit_code == 2
-    assert ended.stderr.startswith("error: --policy: got 9.")
+    (error,) = json.loads(ended.stdout.splitlines()[-1])["errors"]
+    assert (error["place"], error["value"]) == ("--policy", -1)
+    assert error["hint"]
 
 
-def test_a_server_that_does_not_answer_is_told_before_any_work(runs: Runs) -> None:
+def test_an_unreachable_server_is_reported_before_any_work(runs: Runs) -> None:
     before = content(runs)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         ended = CliRunner().invoke(application, ["evaluate", "text", "--root", str(runs.root)])
     assert ended.exit_code == 2, ended.output
-    assert ended.stderr.startswith("error: PREFECT_API_URL: got 'http://127.0.0.1:9/api'. No server answers there")
+    assert ended.stderr.startswith("error: PREFECT_API_URL: got 'http://127.0.0.1:9/api'.")
     assert content(runs) == before

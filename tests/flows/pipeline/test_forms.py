@@ -67,7 +67,7 @@ class TestForm:
                 "'config.rollout.group_size'. Failure reason: '8' is not of type 'integer'",
             ),
             (("rollout", "max_completion_length"), 9, "('max_completion_length' was unexpected)"),
-            (("update", "loss"), "gppo", "'config.update.loss'. Failure reason: 'gppo' is not one of"),
+            (("advantages", "scale"), "grup", "'config.advantages.scale'. Failure reason: 'grup' is not one of"),
             (("run", "name"), "../elsewhere", "'config.run.name'. Failure reason: '../elsewhere' does not match"),
         ],
     )
@@ -88,13 +88,13 @@ class TestForm:
         found = on_the_server("others")
         evaluation, rescoring = found["grpo evaluate/others"], found["grpo rescore/others-mix"]
         unknown = "Additional properties are not allowed ('polcy' was unexpected)"
-        request, plan = evaluation.parameters["request"], rescoring.parameters["plan"]
+        request, mix = evaluation.parameters["request"], rescoring.parameters["request"]
         wrong = [{"request": {**request, **each}} for each in ({"polcy": 3}, {"policy": "last"}, {"policy": 3})]
         told = asked_for(evaluation, {"request": request}, *wrong)
         assert (told[0], told[3]) == (None, None)
         assert unknown in str(told[1])
         assert "'request.policy'" in str(told[2])
-        told = asked_for(rescoring, {"plan": plan}, {"plan": {**plan, "polcy": 3}})
+        told = asked_for(rescoring, {"request": mix}, {"request": {**mix, "polcy": 3}})
         assert told[0] is None
         assert unknown in str(told[1])
 
@@ -120,7 +120,7 @@ class TestForm:
         values = changed(read_config(TINY).model_dump(mode="json"), "update", "minibatch_size", value=97)
         assert "update.minibatch_size: got 97. An iteration has 96 rows" in unread(train, {"config": values})
         assert "overrides.0" in unread(evaluate, {"request": {"run": "tiny", "overrides": [3]}})
-        assert "There is no such key: did you mean sources?" in unread(rescore, {"plan": {"source": ["tiny"]}})
+        assert "There is no such key: did you mean sources?" in unread(rescore, {"request": {"source": ["tiny"]}})
 
 
 def unread(flow: Flow[..., Any], parameters: dict[str, Any]) -> str:

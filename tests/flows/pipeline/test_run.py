@@ -8,9 +8,6 @@ import pytest
 
 from configs.loader import read_config
 from flows.pipeline.run import open_run
-from grpo_core.errors import InputError
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
-from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import REPOSITORY, TINY
 
 
@@ -95,28 +92,6 @@ def test_evaluations_of_another_evaluate_section_go_aside(prompts: Path) -> None
     (reason,) = reasons(prompts, *heldout, "evaluate.seed=1")
     assert "seed changed" in reason
     assert not made.exists()
-
-
-def test_a_prompt_with_the_models_own_tags_is_refused_before_anything_is_written(prompts: Path) -> None:
-    prompts.write_text('{"prompt": "a red <sop> circle"}\n')
-    with pytest.raises(InputError, match="<sop>"):
-        reasons(prompts)
-    assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()
-
-
-@pytest.mark.parametrize("step", [-1, 1])
-@pytest.mark.parametrize("changed", [(), ("update.kl_coef=0.02",)])
-def test_a_run_of_another_schema_version_is_refused_and_left_alone(
-    prompts: Path, step: int, changed: tuple[str, ...]
-) -> None:
-    reasons(prompts)
-    place = prompts.parent / "runs" / "tiny" / "run.json"
-    content = dump_checked({**load_checked(place.read_bytes()), "schema_version": SCHEMA_VERSION + step})
-    place.write_bytes(content)
-    with pytest.raises(InputError) as caught:
-        reasons(prompts, *changed)
-    assert (caught.value.place, caught.value.value) == ("tiny/run.json", f"schema version {SCHEMA_VERSION + step}")
-    assert place.read_bytes() == content
 
 
 MALFORMED = {

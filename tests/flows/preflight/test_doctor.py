@@ -1,4 +1,4 @@
-"""`grpo doctor`: what it finds, the memory it prints for every shipped file, and that looking changes nothing."""
+"""`grpo doctor`: what it finds, the memory it estimates for shipped files, and that it changes nothing."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from configs.loader import read_config
 from flows.command_line.main import application
+from flows.preflight.doctor import Diagnosis, examine
+from flows.preflight.inputs import CHECKS
 from tests.flows.conftest import REPOSITORY, TINY
 
 
 @pytest.fixture(autouse=True)
-def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A large disk, but no GPU, no server and no downloaded model."""
     with_free_space(monkeypatch, 1000)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -24,49 +27,44 @@ def with_free_space(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=gib * 2**30))
 
 
-def examined(config: Path, *overrides: str) -> tuple[int, dict[str, object], dict[str, str]]:
-    """Exit code, the JSON line, and what to do about each finding that is not healthy, by subject."""
-    sets = [part for override in overrides for part in ("--set", override)]
-    result = CliRunner().invoke(application, ["doctor", str(config), *sets, "--json"])
-    told = json.loads(result.stdout.splitlines()[-1])
-    unhealthy = {finding["subject"]: finding["hint"] for finding in told["findings"] if not finding["healthy"]}
-    assert all(unhealthy.values()), "every finding that is not healthy has a hint"
-    return result.exit_code, told, unhealthy
+def examined(config: Path, *overrides: str) -> tuple[Diagnosis, dict[str, str]]:
+    """The diagnosis, and the hints of its problems by subject."""
+    diagnosis = examine(read_config(config, overrides))
+    hints = {finding.subject: finding.hint for finding in diagnosis.findings if not finding.healthy}
+    assert all(hints.values()), "every problem has a hint"
+    return diagnosis, hints
 
 
-def test_nothing_stands_in_the_way_of_the_tiny_model(tmp_path: Path) -> None:
-    code, told, unhealthy = examined(TINY, f"storage.root={tmp_path}/runs")
-    assert (code, told["healthy"], unhealthy) == (0, True, {})
+def test_nothing_is_wrong_with_the_tiny_model(tmp_path: Path) -> None:
+    result = CliRunner().invoke(application, ["doctor", str(TINY), "--set", f"storage.root={tmp_path}/runs", "--json"])
+    printed = json.loads(result.stdout.splitlines()[-1])
+    assert (result.exit_code, printed["healthy"]) == (0, True)
+    assert {finding["subject"] for finding in printed["findings"]} >= {*CHECKS, "weights", "memory", "disk", "server"}
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("name", "gib"), [("glm_image_80gb", (40, 80)), ("glm_image_141gb", (70, 131))])
-def test_memory_is_told_where_the_weights_are_not(tmp_path: Path, name: str, gib: tuple[int, int]) -> None:
-    code, told, unhealthy = examined(REPOSITORY / "configs" / f"{name}.yaml", f"storage.root={tmp_path}")
-    assert code == 2
-    assert "hf download zai-org/GLM-Image" in unhealthy.pop("weights")
-    assert unhealthy == {}
-    assert gib[0] < int(str(told["memory_bytes"])) / 2**30 < gib[1]
+def test_memory_is_estimated_without_the_weights(tmp_path: Path, name: str, gib: tuple[int, int]) -> None:
+    diagnosis, hints = examined(REPOSITORY / "configs" / f"{name}.yaml", f"storage.root={tmp_path}")
+    assert "hf download zai-org/GLM-Image" in hints.pop("weights")
+    assert hints == {}
+    assert diagnosis.memory is not None
+    assert gib[0] < diagnosis.memory.needed / 2**30 < gib[1]
 
 
 def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """95 M adapter parameters and two moments each, in fp32, are 1.1 GB an iteration; the images are 10 GB in all."""
     with_free_space(monkeypatch, 100)
     config = REPOSITORY / "configs" / "glm_image_80gb.yaml"
-    _, _, unhealthy = examined(config, f"storage.root={tmp_path}")
-    assert "storage" in unhealthy
-    _, _, unhealthy = examined(config, f"storage.root={tmp_path}", "run.iterations=50")
-    assert "storage" not in unhealthy
+    assert "disk" in examined(config, f"storage.root={tmp_path}")[1]
+    assert "disk" not in examined(config, f"storage.root={tmp_path}", "run.iterations=50")[1]
 
 
-def test_each_problem_is_told_with_its_mend(tmp_path: Path) -> None:
-    missing = "data.prompts=missing.txt"
-    code, _, unhealthy = examined(TINY, f"storage.root={tmp_path}", missing, "placement.device=cuda")
-    assert code == 2
-    assert unhealthy.keys() >= {"inputs", "memory"}
-
-
-def test_a_root_of_an_unknown_kind(tmp_path: Path) -> None:
-    code, _, unhealthy = examined(TINY, "storage.root=nosuch://runs")
-    assert code == 2
-    assert "URL of a known kind" in unhealthy["storage"]
+def test_each_problem_has_a_subject_and_a_hint(tmp_path: Path) -> None:
+    wrong = ["data.prompts=missing.txt", "placement.device=cuda", "storage.root=nosuch://runs"]
+    sets = [part for override in wrong for part in ("--set", override)]
+    result = CliRunner().invoke(application, ["doctor", str(TINY), *sets, "--json"])
+    assert result.exit_code == 2
+    findings = [each for each in json.loads(result.stdout.splitlines()[-1])["findings"] if not each["healthy"]]
+    assert {each["subject"] for each in findings} == {"prompts", "device", "storage", "memory"}
+    assert all(each["hint"] in " ".join(result.stderr.split()) for each in findings)

@@ -1,40 +1,43 @@
-"""Bad input through the command line: exit code 2, each problem once with place, value and hint, nothing written."""
+"""Bad input: every problem once, with place, value and hint, before anything is written or a model is imported."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from configs.loader import read_config
 from flows.command_line.main import application
+from flows.preflight.inputs import check_inputs
+from grpo_core.errors import InputError
+from tests.flows import conftest
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
 
-TARGETS = REPOSITORY / "data" / "targets"
+MODELS = REPOSITORY / "data" / "models"
+JPEG = ('rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null")
+NO_TARGETS = ("data.targets=null", "data.target_column=null", *JPEG)
 
 
-def refused(tmp_path: Path, *overrides: str, config: Path | str = TINY) -> list[str]:
-    """The messages of `grpo train`, which must refuse and leave nothing behind."""
-    sets = [part for override in (f"storage.root={tmp_path}/runs", *overrides) for part in ("--set", override)]
-    result = CliRunner().invoke(application, ["train", str(config), *sets])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
+def refused(tmp_path: Path, *overrides: str, config: Path | str = TINY) -> tuple[InputError, ...]:
+    """The problems of a training run, which must leave nothing behind."""
+    requested = [f"storage.root={tmp_path}/runs", *overrides]
+    errors = conftest.refused(lambda: check_inputs(read_config(config, requested)))
     assert not (tmp_path / "runs").exists()
-    messages = result.stderr.splitlines()
-    assert all(message.startswith("error: ") and ": got " in message for message in messages), result.stderr
-    assert "Traceback" not in result.stderr
-    return messages
+    assert all(error.hint for error in errors)
+    return errors
 
 
-def only(messages: list[str], place: str, value: str, hint: str) -> None:
-    (message,) = messages
-    assert message.startswith(f"error: {place}"), message
-    assert value in message
-    assert hint in message
+def only(errors: tuple[InputError, ...], place: str, value: object, word: str) -> None:
+    (error,) = errors
+    assert error.place.startswith(place)
+    assert str(value) in str(error.value)
+    assert word in error.hint
 
 
 def prompt_file(folder: Path, content: str, name: str = "prompts.txt") -> Path:
@@ -44,87 +47,84 @@ def prompt_file(folder: Path, content: str, name: str = "prompts.txt") -> Path:
 
 
 class TestPrompts:
-    @pytest.mark.parametrize("content", ["", "\n\n  \n"])
-    def test_empty_file(self, tmp_path: Path, content: str) -> None:
-        path = prompt_file(tmp_path, content)
-        messages = refused(tmp_path, f"data.prompts={path}", "data.targets=null", "data.target_column=null", *JPEG)
-        only(messages, "data.prompts", str(path), "Put at least one prompt into")
+    @pytest.mark.parametrize(
+        ("name", "content", "value", "word"),
+        [
+            ("prompts.txt", "", "an empty file", "at least one prompt"),
+            ("prompts.txt", "\n\n  \n", "no prompts", "at least one prompt"),
+            ("prompts.jsonl", '{"caption": "a cat"}\n', "columns caption", "None of them"),
+        ],
+    )
+    def test_a_file_that_cannot_be_used(self, tmp_path: Path, name: str, content: str, value: str, word: str) -> None:
+        path = prompt_file(tmp_path, content, name)
+        only(refused(tmp_path, f"data.prompts={path}", *NO_TARGETS), "data.prompts", value, word)
 
-    def test_missing_file(self, tmp_path: Path) -> None:
-        messages = refused(tmp_path, "data.prompts=data/prompts/shapes_trian.jsonl")
-        only(messages, "data.prompts", "shapes_trian.jsonl", "shapes_train.jsonl")
+    @pytest.mark.parametrize(
+        ("override", "value", "word"),
+        [
+            ("data.prompts=data/prompts/shapes_trian.jsonl", "shapes_trian.jsonl", "shapes_train.jsonl"),
+            ("evaluate.prompts=missing.txt", "missing.txt", "no such file"),
+        ],
+    )
+    def test_a_missing_file_is_named_with_its_section(
+        self, tmp_path: Path, override: str, value: str, word: str
+    ) -> None:
+        only(refused(tmp_path, override), override.partition("=")[0], value, word)
 
-    def test_no_prompt_column(self, tmp_path: Path) -> None:
-        path = prompt_file(tmp_path, '{"caption": "a cat"}\n', "prompts.jsonl")
-        messages = refused(tmp_path, f"data.prompts={path}", "data.targets=null", "data.target_column=null", *JPEG)
-        assert len(messages) == 1
-        assert "caption" in messages[0]
-
-    def test_heldout_prompts_are_named_as_such(self, tmp_path: Path) -> None:
-        messages = refused(tmp_path, "evaluate.prompts=missing.txt")
-        only(messages, "evaluate.prompts", "missing.txt", "There is no such file")
-
-
-JPEG = ('rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null")
+    def test_a_prompt_with_the_models_own_tags(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, "a red <sop> circle")
+        only(refused(tmp_path, f"data.prompts={path}", *NO_TARGETS), "prompt", "a red <sop> circle", "<sop>")
 
 
 class TestTargets:
-    def copied(self, tmp_path: Path) -> Path:
-        return Path(shutil.copytree(TARGETS, tmp_path / "targets"))
+    NAME = "purple-cross-center-black.png"
 
-    def test_not_a_image(self, tmp_path: Path) -> None:
-        folder = self.copied(tmp_path)
-        (folder / "purple-cross-center-black.png").write_text("I am no image")
-        messages = refused(tmp_path, f"data.targets={folder}")
-        only(messages, "data.targets", "purple-cross-center-black.png", "Give a PNG")
-
-    def test_truncated_image(self, tmp_path: Path) -> None:
-        folder = self.copied(tmp_path)
-        path = folder / "purple-cross-center-black.png"
-        path.write_bytes(path.read_bytes()[:60])
-        only(refused(tmp_path, f"data.targets={folder}"), "data.targets", path.name, "not a whole image")
-
-    def test_missing_image(self, tmp_path: Path) -> None:
-        folder = self.copied(tmp_path)
-        (folder / "purple-cross-center-black.png").unlink()
-        only(
-            refused(tmp_path, f"data.targets={folder}"), "data.targets", "purple-cross-center-black.png", "no such file"
-        )
+    @pytest.mark.parametrize(
+        ("damage", "word"),
+        [
+            (lambda path: path.write_text("I am no image"), "Give a PNG"),
+            (lambda path: path.write_bytes(path.read_bytes()[:60]), "not a whole image"),
+            (Path.unlink, "no such file"),
+        ],
+    )
+    def test_an_unusable_image(self, tmp_path: Path, damage: Callable[[Path], object], word: str) -> None:
+        folder = Path(shutil.copytree(REPOSITORY / "data" / "targets", tmp_path / "targets"))
+        damage(folder / self.NAME)
+        only(refused(tmp_path, f"data.targets={folder}"), "data.targets", self.NAME, word)
 
     def test_numbers_that_do_not_pair(self, tmp_path: Path) -> None:
         folder = tmp_path / "two"
         folder.mkdir()
         for name in ("1.png", "2.png"):
             Image.new("RGB", (8, 8)).save(folder / name)
-        messages = refused(tmp_path, f"data.targets={folder}", "data.target_column=null")
-        only(messages, "data.targets", "2 images", "exactly one a prompt")
+        errors = refused(tmp_path, f"data.targets={folder}", "data.target_column=null")
+        only(errors, "data.targets", "2 images", "exactly one")
 
     def test_another_aspect_ratio_than_the_images(self, tmp_path: Path) -> None:
         data, heldout = refused(tmp_path, "rollout.height=32")
-        for message, place in ((data, "data.targets"), (heldout, "evaluate.targets")):
-            only([message], place, "64x64", "64x32")
+        for error, place in ((data, "data.targets"), (heldout, "evaluate.targets")):
+            only((error,), place, "64x64", "64x32")
+
+
+FROZEN = 'policy={"model": "data/models/tiny-glm-image", "dtype": "float32", "lora": null, "frozen": "x"}'
+TWO_FILES = "data={datasets: [{name: a, prompts: one.txt}, {name: b, prompts: two.txt}]}"
 
 
 class TestSettings:
     @pytest.mark.parametrize(
-        ("override", "place", "value", "hint"),
+        ("override", "place", "value", "word"),
         [
-            # Near enough to the targets' aspect ratio, which would be told too.
+            # Near enough to the targets' aspect ratio, which would be reported too.
             ("rollout.height=63", "rollout.", "63", "8"),
             ("rollout.group_size=1", "rollout.group_size", "1", "greater than or equal to 2"),
             ("policy.model=data/models/missing", "policy.model", "data/models/missing", "no such folder"),
             ("policy.model=data", "policy.model", "data", "folder"),
-            ("rollout.grup_size=4", "rollout.grup_size", "4", "did you mean group_size?"),
-            ("update.learning_rate=fast", "update.learning_rate", "'fast'", "number"),
+            ("rollout.grup_size=4", "rollout.grup_size", "4", "group_size"),
+            ("update.learning_rate=fast", "update.learning_rate", "fast", "number"),
             ("update.learning_rate=.nan", "update.learning_rate", "nan", "finite"),
             ("policy.lora.targets=nothing_like_it", "policy.lora.targets", "nothing_like_it", "layer names"),
-            (
-                'policy={"model": "data/models/tiny-glm-image", "dtype": "float32", "lora": null, "frozen": "x"}',
-                "policy.frozen",
-                "'x'",
-                "matches no parameter",
-            ),
-            ("policy.lora.targets=(", "policy.lora.targets", "'('", "regular expression"),
+            (FROZEN, "policy.frozen", "x", "matches no parameter"),
+            ("policy.lora.targets=(", "policy.lora.targets", "(", "regular expression"),
             ("update.learning_rate=1e39", "update.learning_rate", "1e+39", "less than or equal to 1000"),
             ("update.micro_batch_size=0", "update.micro_batch_size", "0", "greater than or equal to 1"),
             ("placement.sharding=fsdp2", "placement.sharding", "fsdp2", "processes to 2"),
@@ -133,123 +133,135 @@ class TestSettings:
             ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
             ("nonsense", "--set", "nonsense", "section.key=value"),
             ("run.name.first=x", "--set", "run.name.first=x", "not a section"),
-            ("rewards.7.weight=1", "--set", "rewards.7.weight=1", "no index of a list of 2"),
+            ("rewards.7.weight=1", "--set", "rewards.7.weight=1", "no index"),
             ("run.name=../up", "run.name", "../up", "the first a letter or digit"),
             ("placement.rollouts.pool=a b", "placement.rollouts.pool", "a b", "Letters, digits"),
             ("storage.root=nosuch://runs", "storage.root", "nosuch://runs", "URL of a known kind"),
-            ("rewards.0.reward=sssim", "rewards.0", "sssim", "Did you mean ssim?"),
-            ("update.minibatch_size=1000", "update.minibatch_size", "1000", "rows (rollout.prompts_per_iteration x"),
+            ("rewards.0.reward=sssim", "rewards.0", "sssim", "ssim"),
+            ("update.minibatch_size=1000", "update.minibatch_size", "1000", "rows"),
         ],
     )
-    def test_one_message(self, tmp_path: Path, override: str, place: str, value: str, hint: str) -> None:
-        only(refused(tmp_path, override), place, value, hint)
+    def test_each_has_its_place_and_hint(
+        self, tmp_path: Path, override: str, place: str, value: str, word: str
+    ) -> None:
+        only(refused(tmp_path, override), place, value, word)
 
-    def test_gpu_that_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("override", "place", "value", "word"),
+        [
+            ("rewards.0.settings={column: nope}", "rewards.0.answer", "nope", "answer, word"),
+            ("rewards.0.settings={column: 3}", "rewards.0", "3", "name of a column"),
+            ("policy.model=data/prompts", "policy.model", "data/prompts", "config.json"),
+            ("rollout.max_completion_length=4000", "rollout.max_completion_length", "4000", "lower"),
+            ("rewards=[{reward: jpeg}]", "rewards.0.reward", "jpeg", "text"),
+        ],
+    )
+    def test_those_of_a_text_run(self, tmp_path: Path, override: str, place: str, value: str, word: str) -> None:
+        # Training and held-out prompts may both lack a column.
+        for error in refused(tmp_path, override, config=TINY_TEXT):
+            only((error,), place, value, word)
+
+    def test_a_gpu_that_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         only(refused(tmp_path, "placement.device=cuda"), "placement.device", "cuda", "auto or cpu")
 
-    def test_the_machine_of_a_placed_update_answers_for_itself(self, tmp_path: Path) -> None:
+    def test_the_machine_of_a_placed_update_is_not_checked_here(self, tmp_path: Path) -> None:
         placed = ("placement.update.pool=far", "update.optimizer=paged_adamw", "placement.processes=100000")
         only(refused(tmp_path, *placed), "placement.update.pool", "far", "grpo")
 
-    def test_damaged_model_folder(self, tmp_path: Path) -> None:
-        folder = tmp_path / "model"
-        shutil.copytree(REPOSITORY / "data" / "models" / "tiny-glm-image", folder)
+    def test_a_damaged_model_folder(self, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(MODELS / "tiny-glm-image", tmp_path / "model"))
         (folder / "vae" / "config.json").write_text('{"block_out_channels": ')
-        only(refused(tmp_path, f"policy.model={folder}"), "policy.model", str(folder), "config.json is damaged")
+        only(refused(tmp_path, f"policy.model={folder}"), "policy.model", str(folder), "config.json")
 
-    def test_size_that_a_cached_hub_model_cannot_draw(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_model_without_its_weights(self, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(MODELS / "tiny-text", tmp_path / "model"))
+        (folder / "model.safetensors").unlink()
+        only(
+            refused(tmp_path, f"policy.model={folder}", config=TINY_TEXT),
+            "policy.model",
+            str(folder),
+            "holds no weights",
+        )
+
+    def test_a_size_that_a_cached_hub_model_cannot_draw(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         snapshot = tmp_path / "hub" / "models--someone--model" / "snapshots" / "abc"
-        shutil.copytree(REPOSITORY / "data" / "models" / "tiny-glm-image", snapshot)
+        shutil.copytree(MODELS / "tiny-glm-image", snapshot)
         (snapshot.parents[1] / "refs").mkdir()
         (snapshot.parents[1] / "refs" / "main").write_text("abc")
         only(refused(tmp_path, "policy.model=someone/model", "rollout.height=63"), "rollout.", "63", "8")
 
     def test_lpips_without_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCH_HOME", str(tmp_path / "no-weights"))
-        messages = refused(tmp_path, "rewards.0.reward=lpips")
-        assert messages
-        assert all("rewards.0" in message and "lpips" in message for message in messages)
+        errors = refused(tmp_path, "rewards.0.reward=lpips")
+        assert {error.place for error in errors} == {"rewards.0.lpips"}
 
-    def test_wrong_key_in_the_file(self, tmp_path: Path) -> None:
-        config = prompt_file(tmp_path, TINY.read_text().replace("kl_coef:", "kl_coeff:"), "mine.yaml")
-        only(refused(tmp_path, config=config), "update.kl_coeff", "0.01", "did you mean kl_coef?")
-
-    def test_missing_config(self, tmp_path: Path) -> None:
-        only(
-            refused(tmp_path, config="configs/tyni.yaml"),
-            "CONFIG",
-            "configs/tyni.yaml",
-            "Did you mean configs/tiny.yaml",
-        )
-
-    def test_everything_wrong_is_told_at_once(self, tmp_path: Path) -> None:
+    def test_everything_wrong_is_reported_together(self, tmp_path: Path) -> None:
         in_the_file = refused(tmp_path, "rollout.group_size=1", "update.clip=1", "run.seed=-1")
         assert len(in_the_file) == 3
-        behind_the_file = refused(
-            tmp_path, "data.prompts=missing.txt", "policy.model=./missing", "evaluate.targets=nowhere"
-        )
-        assert len(behind_the_file) == 3
+        files = ("data.prompts=missing.txt", "policy.model=./missing", "evaluate.targets=nowhere")
+        assert len(refused(tmp_path, *files)) == 3
+        several = refused(tmp_path, TWO_FILES, config=TINY_TEXT)
+        assert [error.place for error in several] == ["data.datasets.0.prompts", "data.datasets.1.prompts"]
 
 
 @pytest.mark.parametrize("kind", ["below a file", "read-only"])
-def test_unwritable_root(tmp_path: Path, kind: str) -> None:
+def test_an_unwritable_root(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "runs" if kind == "below a file" else Path("/proc/grpo-runs")
-    result = CliRunner().invoke(application, ["train", str(TINY), "--set", f"storage.root={root}"])
-    assert result.exit_code == 2, result.output
-    only(result.stderr.splitlines(), "storage.root", str(root), "choose another")
+    only(refused(tmp_path, f"storage.root={root}"), "storage.root", str(root), "choose another")
 
 
-def test_told_before_a_model_or_a_server(tmp_path: Path) -> None:
-    script = (
-        "import sys\nfrom flows.command_line.main import main\n"
-        "try:\n    main()\nfinally:\n"
-        "    print([name for name in ('prefect', 'diffusers', 'peft') if name in sys.modules])\n"
+def test_each_prompt_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.pipeline.run import open_run
+    from flows.preflight import inputs
+
+    read: list[str] = []
+    real = inputs.read_prompts
+
+    def counted(file: str, **options: object) -> object:
+        read.append(file)
+        return real(file, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inputs, "read_prompts", counted)
+    config = read_config(TINY_TEXT, [f"storage.root={tmp_path}/runs"])
+    check_inputs(config)
+    with open_run(config):
+        pass
+    assert sorted(read) == sorted(filter(None, [config.data.prompts, config.evaluate.prompts]))
+
+
+class TestCommand:
+    @pytest.mark.parametrize(
+        ("config", "override", "place", "value", "word"),
+        [
+            ("configs/tyni.yaml", "run.seed=1", "CONFIG", "configs/tyni.yaml", "configs/tiny.yaml"),
+            ("configs/tiny.yaml", "update.kl_coeff=0.01", "update.kl_coeff", 0.01, "kl_coef"),
+        ],
     )
-    command = [sys.executable, "-c", script, "train", str(TINY), "--set", "data.prompts=missing.txt"]
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    begun = time.perf_counter()
-    child = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert child.returncode == 2, child.stderr
-    assert child.stdout.strip() == "[]"
-    assert child.stderr.count("error:") == 1
-    assert not (tmp_path / "home").exists()
-    # Libraries of the rewards are imported by now, which is most of it; a model or server would take several times it.
-    assert time.perf_counter() - begun < 120
+    def test_errors_are_messages_and_json(
+        self, config: str, override: str, place: str, value: object, word: str
+    ) -> None:
+        result = CliRunner().invoke(application, ["train", config, "--set", override, "--json"])
+        assert result.exit_code == 2
+        (error,) = json.loads(result.stdout)["errors"]
+        assert (error["place"], error["value"]) == (place, value)
+        assert word in error["hint"]
+        assert result.stderr.splitlines() == [f"error: {place}: got {value!r}. {error['hint']}"]
 
-
-@pytest.mark.parametrize(
-    ("override", "place", "hint"),
-    [
-        ("rewards.0.settings={column: nope}", "rewards.0.answer: got 'nope'", "it has answer, word"),
-        ("rewards.0.settings={column: 3}", "rewards.answer.column: got 3", "name of a column"),
-        ("policy.model=data/prompts", "policy.model: got 'data/prompts'", "config.json"),
-        ("rollout.max_completion_length=4000", "rollout.max_completion_length: got 4000", "set it lower"),
-        ("rewards=[{reward: jpeg}]", "rewards.0.reward: got 'jpeg'", "makes a text"),
-        (
-            "data={datasets: [{name: a, prompts: one.txt}, {name: b, prompts: two.txt}]}",
-            "data.datasets.1.prompts: got 'two.txt'",
-            "no such file",
-        ),
-    ],
-)
-def test_what_a_text_run_may_not_say(override: str, place: str, hint: str) -> None:
-    result = CliRunner().invoke(application, ["train", str(TINY_TEXT), "--set", override])
-    told = " ".join(result.output.split())
-    assert result.exit_code == 2
-    assert place in told
-    assert hint in told
-
-
-def test_a_model_without_its_weights_is_refused_before_the_run_is_touched(tmp_path: Path) -> None:
-    shutil.copytree(REPOSITORY / "data" / "models" / "tiny-text", tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    options = ["--set", f"policy.model={tmp_path / 'model'}", "--set", f"storage.root={tmp_path / 'runs'}"]
-    result = CliRunner().invoke(application, ["train", str(TINY_TEXT), *options])
-    assert result.exit_code == 2
-    assert "holds no weights" in " ".join(result.output.split())
-    assert not (tmp_path / "runs").exists()
+    def test_they_come_before_a_model_or_a_server(self, tmp_path: Path) -> None:
+        script = (
+            "import sys\nfrom flows.command_line.main import main\n"
+            "try:\n    main()\nfinally:\n"
+            "    print([name for name in ('prefect', 'diffusers', 'peft') if name in sys.modules])\n"
+        )
+        command = [sys.executable, "-c", script, "train", str(TINY), "--set", "data.prompts=missing.txt"]
+        environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+        child = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        assert child.returncode == 2, child.stderr
+        assert child.stdout.strip() == "[]"
+        assert child.stderr.count("error:") == 1
+        assert not (tmp_path / "home").exists()

@@ -1,11 +1,10 @@
-"""A replay as it is asked for: by the program, of any root, and refused where it cannot be done."""
+"""A replay as it is requested: by the program, from any root, and refused when it cannot be done."""
 
 import asyncio
-import inspect
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,124 +13,134 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from flows.command_line.main import replay as command
+from flows.pipeline.requests import ReplayRequest
+from flows.replay.plan import root_of
 from flows.replay.replay import replay
-from flows.replay.request import MAX_STALENESS, ReplayRequest, plan_replay, root_of
-from grpo_core.errors import InputErrors
+from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
-from tests.flows.conftest import REPOSITORY, Runs, Start
-from tests.flows.replays import content, policy_digest, refused, run_replay
+from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
+from tests.flows.replays import policy_digest, request_replay, run_replay
+
+
+def problem(runs: Runs, *overrides: str, **options: Any) -> InputError:
+    """The one problem of a replay that must not begin."""
+    (error,) = refused(lambda: request_replay(runs, *overrides, **options).plan)
+    assert not runs.path(run="run-replay").exists()
+    return error
+
+
+def without_rollouts(runs: Runs) -> None:
+    for name in ("iteration_000001", "iteration_000002"):
+        shutil.rmtree(runs.path(name))
+
+
+def truncated(runs: Runs) -> None:
+    path = runs.path("iteration_000002/rollouts/part-00000.parquet")
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def of_another_model(runs: Runs) -> None:
+    path = runs.path("run.json")
+    path.write_bytes(dump_checked({**load_checked(path.read_bytes()), "model_digest": "0" * 64}))
+
+
+def of_another_schema(runs: Runs) -> None:
+    path = runs.path("iteration_000001/rollouts.manifest.json")
+    path.write_bytes(dump_checked({**load_checked(path.read_bytes()), "schema_version": 1}))
 
 
 class TestBadInput:
-    def test_no_such_run(self, finished: Runs) -> None:
-        (error,) = refused(finished, source="rum")
-        assert error.place == "RUN"
-        assert "run" in error.hint
-
-    def test_no_stored_rollouts(self, finished: Runs) -> None:
-        for name in ("iteration_000001", "iteration_000002"):
-            shutil.rmtree(finished.path(name))
-        (error,) = refused(finished)
-        assert "no iteration with stored rollouts" in error.hint
+    @pytest.mark.parametrize(
+        ("damage", "place"),
+        [
+            (without_rollouts, "RUN"),
+            (truncated, "run/iteration_000002/rollouts"),
+            (of_another_model, "policy.model"),
+            (of_another_schema, "run/iteration_000001/rollouts"),
+            (lambda runs: runs.path("run.json").write_text("{"), "run/run.json"),
+        ],
+    )
+    def test_an_unusable_source_is_named_and_left_alone(
+        self, finished: Runs, damage: Callable[[Runs], object], place: str
+    ) -> None:
+        damage(finished)
+        before = sha256_of(finished.path())
+        assert problem(finished).place == place
+        assert sha256_of(finished.path()) == before
 
     def test_a_replay_has_nothing_to_replay(self, finished: Runs) -> None:
         run_replay(finished)
-        with pytest.raises(InputErrors, match=r"run-replay/iteration_000001/rollouts.*missing"):
-            plan_replay(ReplayRequest("run-replay", str(finished.root)))
+        first, *_ = refused(lambda: request_replay(finished, source="run-replay").plan)
+        assert first.place == "run-replay/iteration_000001/rollouts"
 
-    def test_a_damaged_iteration_is_named_and_left_alone(self, finished: Runs) -> None:
-        place = finished.path("iteration_000002/rollouts/part-00000.parquet")
-        place.write_bytes(place.read_bytes()[:-1])
-        before = content(finished.path())
-        (error,) = refused(finished)
-        assert error.place == "run/iteration_000002/rollouts"
-        assert content(finished.path()) == before
-
-    def test_an_unfinished_iteration_is_not_among_them(self, finished: Runs) -> None:
+    def test_an_unfinished_iteration_is_left_out(self, finished: Runs) -> None:
         finished.path("iteration_000002/advantages.manifest.json").unlink()
+        assert problem(finished, iterations="1-2").place == "--iterations"
         summary, _ = run_replay(finished)
         assert summary.source_iterations == [1]
-        with pytest.raises(InputErrors, match="no complete iteration 2"):
-            plan_replay(ReplayRequest("run", str(finished.root), iterations="1-2"))
 
     @pytest.mark.parametrize("text", ["0", "2-1", "a", "1-", "1,2", ""])
     def test_iterations_that_are_no_range(self, finished: Runs, text: str) -> None:
-        (error,) = refused(finished, iterations=text)
+        error = problem(finished, iterations=text)
         assert (error.place, error.value) == ("--iterations", text)
 
     @pytest.mark.parametrize(
-        ("overrides", "options", "place", "hint"),
+        ("overrides", "options", "place", "word"),
         [
-            ((), {"advantages": "storde"}, "--advantages", "Nearest: stored"),
+            ((), {"source": "rum"}, "RUN", "run"),
+            ((), {"advantages": "storde"}, "--advantages", "stored"),
             ((), {"policy": 9}, "--policy", "1 to 2"),
-            ((), {"policy": -1}, "--policy", "0 or more"),
-            ((), {"max_staleness": -1}, "--max-staleness", "0 or more"),
-            ((), {"iterations": "2-3"}, "--iterations", "no complete iteration 3"),
-            ((), {"name": "run"}, "--run", "never changed"),
+            ((), {"policy": -1}, "policy", "0"),
+            ((), {"max_staleness": -1}, "max_staleness", "0"),
+            ((), {"max_staleness": 0, "iterations": "2"}, "--max-staleness", "Allow 1"),
+            ((), {"max_staleness": 1, "iterations": "1", "policy": 2}, "--max-staleness", "Allow 2"),
+            ((), {"iterations": "2-3"}, "--iterations", "iteration 3"),
+            ((), {"name": "run"}, "--run", "source"),
+            ((), {"name": "../up"}, "name", "Letters"),
             (("data.limit=3",), {}, "--set", "stored rollouts"),
             (("storage.root=elsewhere",), {}, "--set", "--root"),
             (("run.iterations=3",), {}, "--set", "--iterations"),
             (("policy.model=other",), {}, "--set", "source's model"),
-            (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate or mask"),
+            (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate"),
             (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rate"),
-            (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "weights alone"),
-            (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", "no log-probs of the reference"),
+            (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "weights"),
+            (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", "reference"),
             (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "recomputed"),
             (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", "--policy 0"),
         ],
     )
-    def test_told_with_the_place_and_the_mend(
-        self, finished: Runs, overrides: tuple[str, ...], options: Mapping[str, Any], place: str, hint: str
+    def test_each_mistake_has_its_place_and_hint(
+        self, finished: Runs, overrides: tuple[str, ...], options: dict[str, Any], place: str, word: str
     ) -> None:
-        (error,) = refused(finished, *overrides, **options)
+        error = problem(finished, *overrides, **options)
         assert error.place == place
-        assert hint in error.hint
+        assert word in error.hint
 
-    def test_another_model_than_the_source_began_with(self, finished: Runs) -> None:
-        described = load_checked(finished.path("run.json").read_bytes())
-        finished.path("run.json").write_bytes(dump_checked({**described, "model_digest": "0" * 64}))
-        (error,) = refused(finished)
-        assert error.place == "policy.model"
-        assert "000000000000" in error.hint
-        finished.path("run.json").write_text("{")
-        (error,) = refused(finished)
-        assert error.place == "run/run.json"
-
-    def test_rollouts_of_another_schema_version(self, finished: Runs) -> None:
-        manifest = finished.path("iteration_000001/rollouts.manifest.json")
-        manifest.write_bytes(dump_checked(load_checked(manifest.read_bytes()) | {"schema_version": 1}))
-        (error,) = refused(finished)
-        assert (error.place, error.value) == ("run/iteration_000001/rollouts", "schema version 1")
-
-    def test_another_training_run_is_not_written_over(self, finished: Runs) -> None:
+    def test_another_training_run_is_not_overwritten(self, finished: Runs) -> None:
         shutil.copytree(finished.path(), finished.path(run="other"))
-        before = content(finished.path(run="other"))
-        (error,) = refused(finished, name="other")
+        before = sha256_of(finished.path(run="other"))
+        error = problem(finished, name="other")
         assert (error.place, error.value) == ("--run", "other")
-        assert content(finished.path(run="other")) == before
+        assert sha256_of(finished.path(run="other")) == before
 
 
-class TestCommand:
-    def test_its_default_bound_is_that_of_a_request(self) -> None:
-        assert inspect.signature(command).parameters["max_staleness"].default == MAX_STALENESS
+def test_the_command_prints_one_object_on_the_last_line(finished: Runs) -> None:
+    arguments = ["replay", "run", "--root", str(finished.root), "--iterations", "1-2", "--run", "again", "--json"]
+    result = CliRunner().invoke(application, arguments)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["policy_digest"] == policy_digest(finished, 2)
+    assert (summary["run"], summary["source"], summary["iterations"]) == ("again", "run", 2)
+    assert math.isfinite(summary["reward_last"])
+    assert summary["seconds"]["rollouts"] == 0.0
 
-    def test_one_object_on_the_last_line(self, finished: Runs) -> None:
-        arguments = ["replay", "run", "--root", str(finished.root), "--iterations", "1-2", "--run", "again", "--json"]
-        result = CliRunner().invoke(application, arguments)
-        assert result.exit_code == 0, result.output
-        told = json.loads(result.stdout.splitlines()[-1])
-        assert told["policy_digest"] == policy_digest(finished, 2)
-        assert (told["run"], told["source"], told["iterations"]) == ("again", "run", 2)
-        assert math.isfinite(told["reward_last"])
-        assert told["seconds"]["rollouts"] == 0.0
 
-    def test_wrong_input_ends_with_2(self, finished: Runs) -> None:
-        arguments = ["replay", "run", "--root", str(finished.root), "--max-staleness", "0", "--iterations", "2"]
-        result = CliRunner().invoke(application, arguments)
-        assert result.exit_code == 2
-        assert result.stderr.startswith("error: --max-staleness: got 0. No row would be left")
+@pytest.mark.parametrize(("option", "value"), [("--max-staleness", "-1"), ("--run", "../up")])
+def test_the_command_names_its_option_and_ends_with_2(finished: Runs, option: str, value: str) -> None:
+    result = CliRunner().invoke(application, ["replay", "run", "--root", str(finished.root), option, value])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {option}: got ")
 
 
 def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +150,7 @@ def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pyte
         assert root_of(source, "runs", ArtifactStore("runs", "run")) == "runs"
     config = finished.path("config.yaml")
     config.write_text(config.read_text().replace(str(finished.root), "runs"))
-    asyncio.run(replay(plan_replay(ReplayRequest("runs/run", iterations="1"))))
+    asyncio.run(replay(ReplayRequest(source="runs/run", iterations="1")))
     written = [path for path in finished.path(run="run-replay").rglob("*") if path.is_file()]
     assert len(written) > 8
     assert [path for path in written if str(finished.root.parent).encode() in path.read_bytes()] == []
@@ -152,9 +161,9 @@ def test_a_root_may_be_any_url(server: None, undisturbed: tuple[Runs, Start]) ->
     try:
         runs = Runs(Path("unused"))
         first = runs.start(storage__root="memory://bucket/runs", run__iterations=1)
-        plan = plan_replay(ReplayRequest("memory://bucket/runs/run"))
-        assert plan.config.storage.root == "memory://bucket/runs"
-        assert asyncio.run(replay(plan)).policy_digest == first.summary.policy_digest
+        request = ReplayRequest(source="memory://bucket/runs/run")
+        assert request.plan.config.storage.root == "memory://bucket/runs"
+        assert asyncio.run(replay(request)).policy_digest == first.summary.policy_digest
     finally:
         if memory.exists("/bucket"):
             memory.rm("/bucket", recursive=True)

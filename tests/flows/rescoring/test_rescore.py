@@ -1,8 +1,6 @@
-"""Stored rollouts scored again: what is computed, what is kept, what is told, and what is refused."""
+"""Stored rollouts scored again: what is computed, what is reused, what is reported, and what is refused."""
 
 import asyncio
-import contextvars
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -15,16 +13,14 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from configs.loader import validated
 from flows.command_line.main import application
-from flows.replay.replay import replay
-from flows.replay.request import ReplayRequest, plan_replay
-from flows.rescoring.request import RescoreRequest, plan_rescore
+from flows.pipeline.requests import RescoreRequest
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analysis import AnalysisRequest, analyse_rewards
-from grpo_core.errors import InputError, InputErrors
-from tasks.progress import listen
 from tasks.rewards import score as score_reward
-from tests.flows.conftest import Heard, Runs, Start
+from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
+from tests.flows.replays import request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
@@ -36,36 +32,25 @@ def rewards_file(runs: Runs, *rewards: Mapping[str, object], **others: object) -
     return path
 
 
-def scored_again(
+def request_rescore(
     runs: Runs, *rewards: Mapping[str, object], name: str = "other", sources: tuple[str, ...] = ("run",), **options: Any
-) -> tuple[RescoreSummary, Heard]:
+) -> RescoreRequest:
     others = {"advantages": options.pop("advantages")} if "advantages" in options else {}
-    file = rewards_file(runs, *rewards, **others)
-    plan = plan_rescore(RescoreRequest(sources, file, name, root=str(runs.root), **options))
-    heard = Heard([], [])
-
-    def body() -> RescoreSummary:
-        listen(heard)
-        return asyncio.run(rescore(plan)).summary
-
-    return contextvars.copy_context().run(body), heard
+    values = {"sources": list(sources), "rewards": str(rewards_file(runs, *rewards, **others)), "name": name}
+    return validated(RescoreRequest, {"root": str(runs.root), **values, **options})
 
 
-def refused(runs: Runs, *rewards: Mapping[str, object], **options: Any) -> list[str]:
-    """What is told of a rescoring that must not begin."""
-    before = content(runs)
-    with pytest.raises((InputError, InputErrors)) as caught:
-        scored_again(runs, *rewards, **options)
-    assert content(runs) == before
-    errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
-    return [str(error) for error in errors]
+def scored_again(runs: Runs, *rewards: Mapping[str, object], **options: Any) -> tuple[RescoreSummary, Heard]:
+    return heard_of(lambda: asyncio.run(rescore(request_rescore(runs, *rewards, **options))).summary)
 
 
-def content(runs: Runs, run: str = "run") -> dict[str, str]:
+def content(runs: Runs) -> dict[str, str]:
     """Every file of the run that is not a rescoring's, with its sha256."""
-    paths = [path for path in runs.path(run=run).rglob("*") if path.is_file()]
-    own = [path for path in paths if not {"rescored", "analysis", ".stages", ".incoming"} & set(path.parts)]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in own}
+    return sha256_of(runs.path(), "rescored", "analysis", ".stages", ".incoming")
+
+
+def replayed(runs: Runs, **options: Any) -> str | None:
+    return run_replay(runs, **options)[0].policy_digest
 
 
 def advantages(runs: Runs, *parts: str) -> pl.DataFrame:
@@ -89,8 +74,8 @@ def test_other_weights_cost_no_scoring_and_give_the_definition(finished: Runs, m
     }
     expected = 0.2 * scores["ssim"]["value"] + 0.8 * scores["psnr"]["value"]
     assert advantages(finished, "rescored", "other")["reward"].to_list() == pytest.approx(expected.to_list())
-    figures = summary.comparison["combined"]
-    assert figures["after"]["mean"] == pytest.approx(
+    combined = summary.comparison["combined"]
+    assert combined["after"]["mean"] == pytest.approx(
         pl.concat(
             [
                 pl.read_parquet(finished.path("rescored", "other", f"iteration_{n:06d}", "advantages", "*.parquet"))
@@ -106,12 +91,10 @@ def test_the_same_rewards_give_the_same_advantages_and_the_replay_of_them_the_sa
     summary, _ = scored_again(finished, SSIM, PSNR, name="same")
     assert advantages(finished, "rescored", "same").equals(advantages(finished))
     assert summary.comparison["advantages"]["turned"] == 0.0
-    plan = plan_replay(ReplayRequest("run", root=str(finished.root), advantages="same"))
-    assert asyncio.run(replay(plan)).policy_digest == undisturbed[1].summary.policy_digest
+    assert replayed(finished, advantages="same") == undisturbed[1].summary.policy_digest
     # Other weights push elsewhere.
     scored_again(finished, {**SSIM, "weight": -1.0}, name="against")
-    plan = plan_replay(ReplayRequest("run", root=str(finished.root), advantages="against", name="opposed"))
-    assert asyncio.run(replay(plan)).policy_digest != undisturbed[1].summary.policy_digest
+    assert replayed(finished, advantages="against", name="opposed") != undisturbed[1].summary.policy_digest
 
 
 def test_one_reward_more_computes_that_one_and_later_rescorings_take_it_from_there(finished: Runs) -> None:
@@ -130,7 +113,7 @@ def test_one_reward_more_computes_that_one_and_later_rescorings_take_it_from_the
     assert "://" not in page.replace("http://www.w3.org", "")
 
 
-def test_a_rescoring_changed_under_its_name_leaves_no_former_advantages(finished: Runs) -> None:
+def test_a_rescoring_changed_under_its_name_leaves_no_previous_advantages(finished: Runs) -> None:
     scored_again(finished, SSIM, name="one")
     whole = advantages(finished, "rescored", "one")
     scored_again(finished, PSNR, name="one", iterations="2")
@@ -138,14 +121,14 @@ def test_a_rescoring_changed_under_its_name_leaves_no_former_advantages(finished
     assert "the rewards of the rescoring one changed" in finished.reasons()[-1]
     (kept,) = finished.path("previous").rglob("one/iteration_000001/advantages/advantages.parquet")
     assert pl.read_parquet(kept).equals(whole)
-    with pytest.raises(InputErrors, match=r"iteration_000001/advantages"):
-        plan_replay(ReplayRequest("run", root=str(finished.root), advantages="one"))
+    (error,) = refused(lambda: request_replay(finished, advantages="one").plan)
+    assert "iteration_000001/advantages" in error.place
 
 
 def test_several_runs_are_compared_together_and_each_keeps_its_own(finished: Runs) -> None:
     finished.start("second", run__seed=5)
     html = finished.root.parent / "both.html"
-    summary, _ = scored_again(finished, SSIM, sources=("run", "second"), html=html)
+    summary, _ = scored_again(finished, SSIM, sources=("run", "second"), html=str(html))
     assert (summary.runs, summary.samples, summary.iterations) == (["run", "second"], 16, 4)
     for run in summary.runs:
         assert finished.path("rescored", "other", "iteration_000002", "advantages", run=run).is_dir()
@@ -168,43 +151,62 @@ def test_running_moments_go_from_iteration_to_iteration(finished: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "options", "told"),
+    ("rewards", "options", "place", "word"),
     [
-        (({"reward": "sim"},), {}, r"rewards.0: rewards: got 'sim'. There is no such reward. Did you mean ssim"),
-        (({"reward": "ssim", "weigth": 1.0},), {}, "There is no such key: did you mean weight"),
-        (({"reward": "answer"},), {}, "It scores texts, and policy.kind glm_image makes images"),
-        (({**SSIM, "weight": 0.0},), {}, "nothing would be learned"),
-        ((SSIM, SSIM), {}, "This name stands twice"),
-        (({"reward": "lpips"},), {}, "alexnet-owt-7be5be79.pth"),
-        ((JPEG, {**JPEG, "name": "signs", "where": {"kind": ["sign"]}}), {}, "No prompt of run has this column"),
-        ((SSIM,), {"name": "stored"}, "grpo replay has a meaning of its own"),
-        ((SSIM,), {"name": "../up"}, "It becomes a folder"),
-        ((SSIM,), {"sources": ("run", "run")}, "A run stands twice"),
-        ((SSIM,), {"sources": ("rum",)}, "rum"),
-        ((SSIM,), {"iterations": "2-9"}, "no complete iteration 3"),
-        ((SSIM,), {"iterations": "two"}, "Write the first and the last"),
-        ((SSIM,), {"advantages": {"kl_coef": 0.1}}, "hold no log-probs of the reference"),
-        ((SSIM,), {"html": Path("report.pdf")}, "ends in .html"),
+        (({"reward": "sim"},), {}, "rewards.0", "ssim"),
+        (({"reward": "ssim", "weigth": 1.0},), {}, "rewards.0.weigth", "weight"),
+        (({"reward": "answer"},), {}, "rewards.0.reward", "glm_image"),
+        (({**SSIM, "weight": 0.0},), {}, "rewards", "learned"),
+        ((SSIM, SSIM), {}, "rewards", "twice"),
+        (({"reward": "lpips"},), {}, "rewards", "alexnet-owt-7be5be79.pth"),
+        ((JPEG, {**JPEG, "name": "signs", "where": {"kind": ["sign"]}}), {}, "rewards.1.signs", "column"),
+        ((SSIM,), {"name": "stored"}, "--name", "replay"),
+        ((SSIM,), {"name": "../up"}, "name", "Letters"),
+        ((SSIM,), {"sources": ("run", "run")}, "RUN", "twice"),
+        ((SSIM,), {"sources": ("rum",)}, "RUN", "run"),
+        ((SSIM,), {"iterations": "2-9"}, "--iterations", "iteration 3"),
+        ((SSIM,), {"iterations": "two"}, "--iterations", "first"),
+        (({"reward": "ssim", "normalize": "running"},), {"iterations": "2"}, "--iterations", "ssim"),
+        ((SSIM,), {"advantages": {"kl_coef": 0.1}}, "advantages.kl_coef", "reference"),
+        ((SSIM,), {"html": "report.pdf"}, "--html", ".html"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    finished: Runs, rewards: tuple[dict[str, object], ...], options: dict[str, Any], told: str
+def test_each_mistake_has_its_place_and_hint_before_anything_is_written(
+    finished: Runs, rewards: tuple[dict[str, object], ...], options: dict[str, Any], place: str, word: str
 ) -> None:
-    assert any(told in message for message in refused(finished, *rewards, **options)), told
+    before = content(finished)
+    errors = refused(lambda: request_rescore(finished, *rewards, **options).plan)
+    assert [error for error in errors if error.place.startswith(place) and word in error.hint], errors
+    assert content(finished) == before
 
 
-def test_a_missing_file_of_rewards_is_told_by_the_program(finished: Runs) -> None:
-    arguments = ["rescore", "run", "--rewards", "nowhere.yaml", "--name", "x", "--root", str(finished.root)]
-    result = CliRunner().invoke(application, arguments)
-    assert result.exit_code == 2
-    assert "--rewards: got 'nowhere.yaml'" in result.output
+def test_runs_with_one_name_under_two_roots_are_refused(finished: Runs) -> None:
+    other = Runs(finished.root.parent / "elsewhere")
+    shutil.copytree(finished.root, other.root)
+    (error,) = refused(lambda: request_rescore(finished, SSIM, sources=("run", str(other.path()))).plan)
+    assert (error.place, error.value) == ("RUN", ["run"])
 
 
 def test_damaged_rollouts_are_refused_by_name(finished: Runs) -> None:
-    path = finished.path("iteration_000002", "rollouts", "part-00000.parquet")
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(InputErrors, match="iteration_000002/rollouts"):
-        scored_again(finished, SSIM)
+    flip(finished.path("iteration_000002", "rollouts", "part-00000.parquet"))
+    (error,) = refused(lambda: request_rescore(finished, SSIM).plan)
+    assert error.place == "run/iteration_000002/rollouts"
+
+
+@pytest.mark.parametrize(
+    ("file", "api", "place"),
+    [("nowhere.yaml", None, "--rewards"), (None, "http://127.0.0.1:9/api", "PREFECT_API_URL")],
+)
+def test_the_command_reports_a_missing_file_and_an_unreachable_server(
+    finished: Runs, file: str | None, api: str | None, place: str
+) -> None:
+    before = content(finished)
+    options = ["--rewards", file or str(rewards_file(finished, SSIM)), "--name", "x", "--root", str(finished.root)]
+    with temporary_settings({PREFECT_API_URL: api} if api else {}):
+        ended = CliRunner().invoke(application, ["rescore", "run", *options])
+    assert ended.exit_code == 2, ended.output
+    assert ended.stderr.startswith(f"error: {place}: got ")
+    assert content(finished) == before
 
 
 def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished: Runs) -> None:
@@ -221,8 +223,8 @@ def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished
     scored_again(finished, JPEG, name="jpeg")
     _, analysis = analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpeg", repeats=0))
     assert [(reward.label, reward.noise) for reward in analysis.rewards] == [("jpeg", None)]
-    with pytest.raises(InputErrors, match="--advantages: got 'jpg'"):
-        analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpg"))
+    (error,) = refused(lambda: analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpg")))
+    assert error.value == "jpg"
 
 
 def function_file(runs: Runs, body: str) -> dict[str, object]:
@@ -245,26 +247,3 @@ def test_failures_are_tried_again_under_the_same_name_and_then_no_more(finished:
     assert scoring(heard) == ["iteration 1: score mine", "iteration 2: score mine"]
     third, heard = scored_again(finished, mine)
     assert (third.computed, third.failed, scoring(heard)) == ({"mine": 0}, {"mine": 0}, [])
-
-
-def test_running_moments_need_the_iterations_before(finished: Runs) -> None:
-    running = {"reward": "ssim", "normalize": "running"}
-    (told,) = refused(finished, running, iterations="2")
-    assert "--iterations: got '2-2'. The running moments of ssim need every iteration before" in told
-
-
-def test_runs_of_one_name_under_two_roots_are_refused(finished: Runs) -> None:
-    other = Runs(finished.root.parent / "elsewhere")
-    shutil.copytree(finished.root, other.root)
-    (told,) = refused(finished, SSIM, sources=("run", str(other.path())))
-    assert "A report tells runs apart by their names" in told
-
-
-def test_a_server_that_does_not_answer_is_told_before_any_work(finished: Runs) -> None:
-    before = content(finished)
-    options = ["--rewards", str(rewards_file(finished, SSIM)), "--name", "late", "--root", str(finished.root)]
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        ended = CliRunner().invoke(application, ["rescore", "run", *options])
-    assert ended.exit_code == 2, ended.output
-    assert ended.stderr.startswith("error: PREFECT_API_URL: got 'http://127.0.0.1:9/api'. No server answers there")
-    assert content(finished) == before

@@ -60,7 +60,7 @@ def drawn(
         sets,
         seed=seed,
         iteration=iteration,
-        draw=draw,
+        sampling_round=draw,
         count=count,
         curriculum=curriculum,
         statistics=seen,

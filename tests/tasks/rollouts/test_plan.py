@@ -19,7 +19,9 @@ def iteration(
     number: int = 1, *, draw: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
 ) -> RolloutPlan:
     drawn = [PROMPTS[place % 5] for place in range(count)]
-    return plan_round(drawn, seed=seed, iteration=number, draw=draw, group_size=group_size, shared_noise=noise)
+    return plan_round(
+        drawn, seed=seed, iteration=number, sampling_round=draw, group_size=group_size, shared_noise=noise
+    )
 
 
 def seeds(plan: RolloutPlan) -> list[int]:

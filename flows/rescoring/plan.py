@@ -1,58 +1,46 @@
-"""What `grpo rescore` is asked for -> a checked plan, or every mistake at once, before anything is scored."""
+"""Plan a rescoring: find stored rollouts and the scores that are missing, and report every mistake before scoring."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, computed_field
 
 from configs.checks import reward_contradictions
 from configs.loader import read_rewards_file
 from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
-from flows.rescoring.needed_scores import NeededScores, needed_scores
+from flows.pipeline.requests import RescoreRequest
 from flows.server.reachable import require_pools
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path
+from tasks.rewards.stored import choose_scores
+from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
+from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
-from tasks.runs.stored import (
-    RECOMPUTED,
-    STORED,
-    first_iteration,
-    read_iterations,
-    read_range,
-    stored_config,
-)
+from tasks.runs.stored import RECOMPUTED, STORED, first_iteration, read_iterations, read_range, stored_config
+from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-
-OWN_NAMES = (STORED, RECOMPUTED)
 
 
 @dataclass(frozen=True)
-class RescoreRequest:
-    """The options as they were given.
+class NeededScores:
+    """The scores of one reward over one sampling round.
 
     Attributes:
-        sources: runs under the root, or paths of their folders.
-        rewards: file of the rewards.
-        name: of the rescoring, a folder below `rescored/` of each run.
-        root: where runs are kept.
-        iterations: `A-B` or `A`; None for all.
-        html: file for the report beside the one that each run keeps; None for no other.
+        section: the reward.
+        stored: the complete table if there is one.
+        earlier: otherwise, tables with some of the scores.
     """
 
-    sources: tuple[str, ...]
-    rewards: Path
-    name: str
-    root: str = "runs"
-    iterations: str | None = None
-    html: Path | None = None
+    section: RewardSection
+    stored: ArtifactRef | None
+    earlier: tuple[ArtifactRef, ...]
 
 
 @dataclass(frozen=True)
@@ -60,12 +48,12 @@ class RescoredRun:
     """One run that is scored again.
 
     Attributes:
-        store: at the run.
+        store: the run.
         config: its own configuration.
-        rewards: that it is scored with.
+        rewards: the new rewards.
         advantages: how these become advantages.
         iterations: in order, every file verified.
-        needed: by iteration, for each of its draws, what each reward needs.
+        needed: by iteration, for each of its sampling rounds, what each reward needs.
     """
 
     store: ArtifactStore
@@ -77,34 +65,28 @@ class RescoredRun:
 
     @property
     def missing(self) -> tuple[RewardSection, ...]:
-        """The rewards that have to be computed for any draw."""
-        wanted = [each for rounds in self.needed.values() for draw in rounds for each in draw if each.stored is None]
-        return tuple({each.section.label: each.section for each in wanted}.values())
+        """The rewards that have to be computed for any sampling round."""
+        needed = [each for rounds in self.needed.values() for scores in rounds for each in scores]
+        return tuple({each.section.label: each.section for each in needed if each.stored is None}.values())
 
 
-class RescorePlan(BaseModel):
-    """What a rescoring does. Prefect's server is told names alone: all stored iterations may be more than it takes.
+@dataclass(frozen=True)
+class RescorePlan:
+    """What a rescoring does.
 
     Attributes:
         name: of the rescoring.
-        runs: in the order they were named.
-        html: where else the report is written; None for nowhere.
+        runs: in the order of the request.
+        html: another file for the report; None for none.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     name: str
-    runs: tuple[InstanceOf[RescoredRun], ...] = Field(exclude=True)
+    runs: tuple[RescoredRun, ...]
     html: Path | None
-
-    @computed_field
-    def sources(self) -> list[str]:
-        """Names of the runs."""
-        return [run.store.run for run in self.runs]
 
 
 def plan_rescore(request: RescoreRequest) -> RescorePlan:
-    """Find what is stored, and check that it can be scored as asked.
+    """Find what is stored, and check that it can be scored as requested.
 
     Raises:
         InputError, InputErrors: with the option or the key, the value and the hint.
@@ -113,21 +95,41 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     problems = list(_option_problems(request))
     if problems:
         raise InputErrors(problems)
-    if request.html is not None:
-        require_page_path(request.html)
+    html = None if request.html is None else Path(request.html)
+    if html is not None:
+        require_page_path(html)
     chosen = None if request.iterations is None else read_range(request.iterations)
     stores = [find_run(source, request.root) for source in request.sources]
     names = [store.run for store in stores]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputErrors(
-            [InputError("RUN", twice, "A report tells runs apart by their names; score these one by one.")]
-        )
+        raise InputErrors([InputError("RUN", twice, "A report identifies runs by name; score these separately.")])
     runs = [_plan_run(store, requested, chosen) for store in stores]
     problems = [problem for run in runs for problem in _scoring_problems(run)]
     if problems:
         raise InputErrors(list({str(problem): problem for problem in problems}.values()))
     require_pools([place for run in runs for place in _pools(run)])
-    return RescorePlan(name=request.name, runs=tuple(runs), html=request.html)
+    return RescorePlan(name=request.name, runs=tuple(runs), html=html)
+
+
+def needed_scores(
+    store: ArtifactStore, stored: StoredIteration, rewards: Sequence[RewardSection]
+) -> tuple[tuple[NeededScores, ...], ...]:
+    """Find what each reward needs over each sampling round of an iteration.
+
+    Args:
+        store: the run, whose own tables and those of all its rescorings count.
+        stored: the iteration.
+        rewards: the requested rewards.
+    """
+    reader = RunReader(store)
+    needed = []
+    for sampling_round in stored.rounds:
+        folder = f"{stage_folder(sampling_round.rollouts.folder)}/{REWARDS}"
+        folders = [rescoring_folder(name, folder) for name in reader.names(RESCORED)]
+        others = [store.find(f"{folder}/{label}") for folder in folders for label in reader.artifact_names(folder)]
+        candidates = [*sampling_round.rewards.values(), *(each for each in others if each is not None)]
+        needed.append(tuple(NeededScores(each, *choose_scores(store, candidates, each)) for each in rewards))
+    return tuple(needed)
 
 
 def _pools(run: RescoredRun) -> Iterator[tuple[str, str]]:
@@ -142,11 +144,8 @@ def _pools(run: RescoredRun) -> Iterator[tuple[str, str]]:
 
 
 def _option_problems(request: RescoreRequest) -> Iterator[InputError]:
-    if request.name in OWN_NAMES:
-        yield InputError("--name", request.name, "grpo replay has a meaning of its own for it; give another name.")
-    elif not request.name.replace("-", "").replace("_", "").replace(".", "").isalnum() or request.name[0] in ".-_":
-        hint = "It becomes a folder: letters, digits, dots, dashes and underscores, the first a letter or digit."
-        yield InputError("--name", request.name, hint)
+    if request.name in (STORED, RECOMPUTED):
+        yield InputError("--name", request.name, "grpo replay gives this name a meaning; choose another.")
     if len(set(request.sources)) < len(request.sources):
         yield InputError("RUN", list(request.sources), "A run stands twice; name each once.")
 
@@ -154,7 +153,7 @@ def _option_problems(request: RescoreRequest) -> Iterator[InputError]:
 def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, int] | None) -> RescoredRun:
     config = stored_config(store)
     advantages = requested.advantages or config.advantages
-    # Only what concerns the rewards is looked at: the rest is done, and its files may be elsewhere by now.
+    # Only the rewards are checked: the rest is done, and its files may be gone.
     mixed = config.model_copy(update={"rewards": requested.rewards, "advantages": advantages})
     problems = list(reward_contradictions(mixed))
     if problems:
@@ -162,17 +161,17 @@ def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, i
     iterations = read_iterations(store, chosen, STORED)
     running = [section.label for section in requested.rewards if section.normalize == "running"]
     if running and chosen is not None and chosen[0] > first_iteration(store):
-        hint = f"The running moments of {', '.join(running)} need every iteration before; start with the first."
+        hint = f"The running moments of {', '.join(running)} need every earlier iteration; start with the first."
         raise InputErrors([InputError("--iterations", f"{chosen[0]}-{chosen[1]}", hint)])
     needed = {each.number: needed_scores(store, each, requested.rewards) for each in iterations}
     return RescoredRun(store, config, requested.rewards, advantages, iterations, needed)
 
 
 def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
-    """What stands in the way of the scores that are missing; those that are stored need nothing any more."""
+    """Report why missing scores cannot be computed; stored scores need nothing."""
     kl_coef = run.advantages.kl_coef
     if kl_coef and not run.config.advantages.kl_coef:
-        hint = f"The rollouts of {run.store.run} hold no log-probs of the reference; leave it out."
+        hint = f"The rollouts of {run.store.run} have no log-probs of the reference; leave it out."
         yield InputError("advantages.kl_coef", kl_coef, hint)
     for section in run.missing:
         place = f"rewards.{run.rewards.index(section)}.{section.label}"
@@ -182,7 +181,7 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
         yield from _pruned_problems(run, section, place)
         prompts = _stored_prompts(run)
         if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
-            hint = f"The rollouts of {run.store.run} were collected without target images, and are compared with none."
+            hint = f"The rollouts of {run.store.run} were collected without target images."
             yield InputError(place, section.reward, hint)
         found = sorted({name for columns in prompts["columns"].unique() for name in json.loads(columns)})
         for column in sorted({*filter(None, [reward.needs_column]), *(section.where or {})} - set(found)):
@@ -191,13 +190,13 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
 
 
 def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:
-    """Scores that are missing where the images are too."""
+    """Report iterations whose scores are missing and whose images were removed."""
     lacking = [
         each.number
         for each in run.iterations
-        for draw, needed in zip(each.rounds, run.needed[each.number], strict=True)
+        for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True)
         if any(one.section == section and one.stored is None for one in needed)
-        and run.store.pruned_reason(draw.rollouts) is not None
+        and run.store.pruned_reason(sampling_round.rollouts) is not None
     ]
     if lacking:
         hint = (
@@ -208,12 +207,12 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
-    """Target and other columns of every sample of the run."""
+    """Read target and prompt columns of every sample of the run."""
     store, parts = run.store, []
-    for rollouts in (draw.rollouts for each in run.iterations for draw in each.rounds):
+    for rollouts in (sampling_round.rollouts for each in run.iterations for sampling_round in each.rounds):
         for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
             with store.filesystem.open(path) as file:
-                held = pq.ParquetFile(file)
-                wanted = [name for name in ("columns", "target_uri") if name in held.schema_arrow.names]
-                parts.append(pl.from_arrow(held.read(columns=wanted)))
+                table = pq.ParquetFile(file)
+                wanted = [name for name in ("columns", "target_uri") if name in table.schema_arrow.names]
+                parts.append(pl.from_arrow(table.read(columns=wanted)))
     return pl.concat([part for part in parts if isinstance(part, pl.DataFrame)])

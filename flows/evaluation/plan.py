@@ -1,0 +1,153 @@
+"""Plan an evaluation: find the run, the policy and the prompts, and report every mistake before a model loads."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from configs.schema import RunConfig
+from configs.sections import DataSection
+from configs.training import UpdateSection
+from flows.pipeline.requests import EvaluateRequest
+from flows.pipeline.run import plan_heldout
+from flows.preflight.inputs import refuse_prompt_texts, run_checks
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.seeds import derive_seed
+from tasks.models.files import model_digest
+from tasks.models.resident import ModelSpec
+from tasks.prompts.curriculum import PromptSet
+from tasks.rewards.stored import provenance_json
+from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import evaluation_folder
+from tasks.runs.lookup import find_run
+from tasks.runs.records import StoredEvaluation
+from tasks.runs.stored import choose_policy, find_evaluation, stored_config
+from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.run_description import read_description
+from tasks.storage.artifacts.store import ArtifactStore
+
+# The evaluation of a policy does not depend on any other section of its run.
+_CHANGEABLE = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
+
+# Of a reward: its provenance covers what its settings determine, and the others say how it is computed.
+_WITHOUT_EFFECT = {"settings", "max_failures", "batch_size", "processes", "pool"}
+
+
+@dataclass(frozen=True)
+class EvaluatePlan:
+    """What an evaluation does.
+
+    Attributes:
+        store: the run.
+        config: the run's configuration with the requested changes.
+        model: the model that was trained.
+        policy: the version to evaluate.
+        heldout: the prompts.
+        rollouts: names and seeds of the samples, and the folder of the evaluation.
+        stored: the same evaluation if it is stored and valid; nothing is computed then.
+        notes: messages about versions that were skipped.
+    """
+
+    store: ArtifactStore
+    config: RunConfig
+    model: ModelSpec
+    policy: PolicyRef
+    heldout: tuple[PromptSet, ...]
+    rollouts: RolloutPlan
+    stored: StoredEvaluation | None
+    notes: tuple[str, ...]
+
+
+def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
+    """Find the run, the policy and the prompts, and check that they fit together.
+
+    Raises:
+        InputError, InputErrors: with the option or the key, the value and the hint.
+    """
+    _require_changeable(request)
+    store = find_run(request.run, request.root)
+    described = read_description(store)
+    own, config = stored_config(store), stored_config(store, [*_prompt_overrides(request), *request.overrides])
+    if not config.evaluate.sets:
+        hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
+        raise InputErrors([InputError("--prompts", None, hint)])
+    heldout = _check_inputs(config)
+    digest = model_digest(config.policy.model)
+    if described.get("model_digest") not in (None, digest):
+        hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); restore them."
+        raise InputErrors([InputError("policy.model", digest[:12], hint)])
+    policy, notes = choose_policy(store, request.policy, digest)
+    refuse_prompt_texts(config, heldout)
+    model = ModelSpec(
+        section=config.policy,
+        digest=digest,
+        adapter_seed=derive_seed(config.run.seed, "adapter"),
+        reference=config.reference_placement,
+    )
+    rollouts = _plan(config, heldout, policy.version)
+    same = _determining(own) == _determining(config) and described.get("evaluation") == _plan_digest(config, heldout)
+    stored = find_evaluation(store, rollouts.folder, config, policy) if same else None
+    if stored is None:
+        folder = evaluation_folder(policy.version, _name_of(config, rollouts))
+        rollouts = rollouts.model_copy(update={"folder": folder})
+        stored = find_evaluation(store, folder, config, policy)
+    return EvaluatePlan(store, config, model, policy, heldout, rollouts, stored, notes)
+
+
+def _require_changeable(request: EvaluateRequest) -> None:
+    problems = []
+    for override in request.overrides:
+        path = override.partition("=")[0].strip()
+        if not any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _CHANGEABLE):
+            hint = f"An evaluation takes the policy as it was trained; {', '.join(_CHANGEABLE[:-1])} can be changed."
+            problems.append(InputError("--set", override, hint))
+    if problems:
+        raise InputErrors(problems)
+
+
+def _prompt_overrides(request: EvaluateRequest) -> list[str]:
+    """Replace the run's held-out prompts by the requested file; targets are found in the same way."""
+    if request.prompts is None:
+        return []
+    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], "prompt_column": None, "limit": None}
+    return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
+
+
+def _check_inputs(config: RunConfig) -> tuple[PromptSet, ...]:
+    """Check what the first three stages need and return the held-out prompts; training prompts are not needed."""
+    single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
+    changed = {"data": DataSection(), "update": UpdateSection(), "placement": single}
+    return run_checks(config.model_copy(update=changed)).usable("evaluate")
+
+
+def _plan(config: RunConfig, heldout: tuple[PromptSet, ...], version: int) -> RolloutPlan:
+    plan = plan_heldout(config, heldout, version)
+    assert plan is not None, "there are held-out prompts"
+    return plan
+
+
+def _plan_digest(config: RunConfig, heldout: tuple[PromptSet, ...]) -> str:
+    """The digest that run.json holds: of the plan for version 0."""
+    return hashlib.sha256(_plan(config, heldout, 0).model_dump_json().encode()).hexdigest()
+
+
+def _determining(config: RunConfig) -> dict[str, Any]:
+    """What determines the samples of an evaluation and their scores, except the prompts and the policy."""
+    rewards = (*config.rewards, *config.watch.guardrails)
+    return {
+        "rollout": config.rollout.model_dump(mode="json", exclude={"prompts_per_iteration", "group_size"}),
+        "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],
+        "scores": [[section.label, provenance_json(section)] for section in rewards],
+        "advantages": config.advantages.model_dump(mode="json"),
+    }
+
+
+def _name_of(config: RunConfig, rollouts: RolloutPlan) -> str:
+    """Name an evaluation that is not the run's own; all versions share the name."""
+    described = {**_determining(config), "plan": rollouts.model_dump(mode="json", exclude={"folder", "title"})}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    stem = PurePosixPath(config.evaluate.prompts).stem if config.evaluate.prompts else "heldout"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:60] or "heldout"
+    return f"{name}-{digest[:8]}"

@@ -1,0 +1,204 @@
+"""Plan a replay: find what the source has stored, and report every mistake before a model loads."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
+from flows.pipeline.requests import ReplayRequest
+from flows.preflight.inputs import check_inputs
+from grpo_core.errors import InputError, InputErrors
+from tasks.models.files import model_digest
+from tasks.runs.lookup import find_run
+from tasks.runs.records import StoredIteration
+from tasks.runs.stored import (
+    RECOMPUTED,
+    STORED,
+    first_iteration,
+    read_iterations,
+    read_policy,
+    read_range,
+    stored_config,
+)
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.run_description import CONFIG_FILE, read_description
+from tasks.storage.artifacts.store import ArtifactStore
+
+# The stored rollouts or an option of the command decide these.
+_FIXED = {
+    "data": "Prompts are those of the stored rollouts; leave it out.",
+    "storage": "A replay is stored next to its source; name that root with --root.",
+    "replay": "Give it as an option; see grpo replay --help.",
+    "run.name": "Name the replay with --run.",
+    "run.iterations": "A replay makes one update for each of the source's --iterations.",
+    "policy.kind": "The stored rollouts are of the source's model; leave it out.",
+    "policy.model": "The stored rollouts are of the source's model; leave it out.",
+}
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What a replay does.
+
+    Attributes:
+        config: the configuration of the replay.
+        start: the source's policy to start from; None for the initial model.
+        iterations: the stored iterations to train on, in order.
+        previous_advantages: the source's advantages of the iteration before these, which contain the running moments
+            so far; None at the first iteration and when no reward needs them.
+    """
+
+    config: ReplayConfig
+    start: PolicyRef | None
+    iterations: tuple[StoredIteration, ...]
+    previous_advantages: ArtifactRef | None
+
+
+def plan_replay(request: ReplayRequest) -> ReplayPlan:
+    """Find what is stored, and check that it can be used as requested and that the replay could start.
+
+    Raises:
+        InputError, InputErrors: with the option or the key, the value and the hint.
+    """
+    _require_replaceable(request)
+    store = find_run(request.source, request.root)
+    name = request.name or f"{store.run}-replay"
+    _require_own_folder(store, name)
+    chosen = None if request.iterations is None else read_range(request.iterations)
+    iterations = read_iterations(store, chosen, request.advantages or STORED)
+    own = {
+        "run.name": name,
+        "run.iterations": request.policy + len(iterations),
+        "storage.root": root_of(request.source, request.root, store),
+    }
+    overrides = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+    previous, config = stored_config(store), stored_config(store, overrides)
+    start = read_policy(store, request.policy) if request.policy else None
+    recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)
+    advantages = request.advantages or (RECOMPUTED if recompute else STORED)
+    problems = [
+        *_policy_problems(store, previous, config, start),
+        *_reward_problems(previous, config),
+        *_advantages_problems(request, previous, config, advantages, recompute=recompute),
+        *_staleness_problems(request, iterations),
+    ]
+    if problems:
+        raise InputErrors(problems)
+    section = ReplaySection(
+        source=store.run,
+        policy=request.policy,
+        iterations=tuple(iteration.number for iteration in iterations),
+        advantages=advantages,
+        max_staleness=request.max_staleness,
+        correction=CORRECTION,
+    )
+    plan = ReplayPlan(
+        config=as_replay(config, section),
+        start=start,
+        iterations=iterations,
+        previous_advantages=_previous_advantages(store, config, iterations),
+    )
+    check_inputs(plan.config)
+    return plan
+
+
+def _require_replaceable(request: ReplayRequest) -> None:
+    problems = []
+    for override in request.overrides:
+        path = override.partition("=")[0].strip()
+        hint = next((hint for key, hint in _FIXED.items() if path == key or path.startswith(f"{key}.")), None)
+        if hint:
+            problems.append(InputError("--set", override, hint))
+    if problems:
+        raise InputErrors(problems)
+
+
+def _require_own_folder(source: ArtifactStore, name: str) -> None:
+    if name == source.run:
+        raise InputError("--run", name, "This is the source, which is never changed; give the replay another name.")
+    stored = source.read_shared(f"{name}/{CONFIG_FILE}")
+    if stored is not None and not re.search(rb"^replay:", stored, re.MULTILINE):
+        raise InputError("--run", name, "This is a run that was not replayed; give the replay another name.")
+
+
+def root_of(source: str, root: str, store: ArtifactStore) -> str:
+    """The storage root as the person writes it: no file may contain a path that depends on this machine."""
+    if "/" not in source and ArtifactStore(root, source).path() == store.path():
+        return root
+    parent = source.rstrip("/").rpartition("/")[0]
+    return parent or os.path.relpath(store.root)
+
+
+def _mix(config: RunConfig) -> list[object]:
+    return [(section.label, section.weight) for section in config.rewards]
+
+
+def _previous_advantages(
+    store: ArtifactStore, config: RunConfig, iterations: Sequence[StoredIteration]
+) -> ArtifactRef | None:
+    """Only weights can change, and the moments are of unweighted values: the stored moments are still right."""
+    first = iterations[0].number
+    if first <= first_iteration(store) or all(section.normalize != "running" for section in config.rewards):
+        return None
+    return read_iterations(store, (first - 1, first - 1), STORED)[0].advantages
+
+
+def _policy_problems(
+    store: ArtifactStore, previous: RunConfig, config: RunConfig, start: PolicyRef | None
+) -> Iterator[InputError]:
+    if start is not None:
+        was, now = (each.policy.model_dump(include={"lora", "frozen", "dtype"}) for each in (previous, config))
+        for key in sorted(was):
+            if was[key] != now[key]:
+                hint = f"Version {start.version} was trained with {was[key]}; start from the model with --policy 0."
+                yield InputError(f"policy.{key}", now[key], hint)
+    try:
+        known, current = read_description(store).get("model_digest"), model_digest(config.policy.model)
+    except InputError as error:
+        yield error
+        return
+    if known not in (None, current):
+        hint = f"Its files have changed since the source sampled with it ({known[:12]}); restore them."
+        yield InputError("policy.model", current[:12], hint)
+
+
+def _reward_problems(previous: RunConfig, config: RunConfig) -> Iterator[InputError]:
+    stored = {section.label: section for section in previous.rewards}
+    for index, section in enumerate(config.rewards):
+        known = stored.get(section.label)
+        if known is None or section.model_copy(update={"weight": known.weight}) != known:
+            hint = f"The source has scores of {', '.join(stored)}, as they were configured; only weights can change."
+            yield InputError(f"rewards.{index}", section.label, hint)
+
+
+def _advantages_problems(
+    request: ReplayRequest, previous: RunConfig, config: RunConfig, advantages: str, *, recompute: bool
+) -> Iterator[InputError]:
+    if recompute and advantages != RECOMPUTED:
+        hint = "The settings that --set changes have no effect on these; give --advantages recomputed, or leave it out."
+        yield InputError("--advantages", advantages, hint)
+    if advantages == RECOMPUTED and config.advantages.kl_coef and not previous.advantages.kl_coef:
+        hint = "The stored rollouts have no log-probs of the reference; set update.kl_coef instead."
+        yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
+    named = any(override.startswith("update.mismatch.mode") for override in request.overrides)
+    if named and config.update.mismatch.mode == "none" and request.max_staleness:
+        hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
+        yield InputError("update.mismatch.mode", "none", hint)
+
+
+def _staleness_problems(request: ReplayRequest, iterations: Sequence[StoredIteration]) -> Iterator[InputError]:
+    for version, iteration in enumerate(iterations, start=request.policy):
+        needed = iteration.staleness(version)
+        if needed <= request.max_staleness:
+            continue
+        samplers = sorted({sampler for sampler, _ in iteration.samplers})
+        hint = (
+            f"No row would be left: those of iteration {iteration.number} were sampled by version "
+            f"{', '.join(map(str, samplers))}, and version {version} is trained on them. Allow {needed}, choose other "
+            f"--iterations, or start from another --policy."
+        )
+        yield InputError("--max-staleness", request.max_staleness, hint)
+        # The others are as far away; one message is enough.
+        return

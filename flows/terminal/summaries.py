@@ -1,0 +1,107 @@
+"""What commands print at their end: the summary of a training, a replay, an evaluation, a pruning; findings."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from flows.terminal.tables import key_values, plain, relative, reward_table, stderr, table_of
+from tasks.reports.text import counted, number
+
+if TYPE_CHECKING:
+    from flows.evaluation.evaluate import EvaluateSummary
+    from flows.preflight.doctor import Diagnosis
+    from flows.pruning.prune import PruneSummary
+    from flows.training.summary import TrainSummary
+
+EVALUATION_HEADINGS = ("reward", "mean", "std", "without", "failed")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_training(summary: "TrainSummary", console: Console | None = None) -> None:
+    """Print the end of a training run or a replay: rewards first and last, time by stage, where to look."""
+    rows = [
+        ("reward, first -> last iteration", _change(summary.reward_first, summary.reward_last)),
+        ("held-out reward, before -> after", _change(summary.heldout_before, summary.heldout_after)),
+        *_seconds(summary.seconds),
+        ("policy digest", (summary.policy_digest or "none")[:16]),
+        ("stored in", relative(summary.folder)),
+    ]
+    files = {
+        "images before and after": summary.contact_sheet,
+        "completions before and after": summary.heldout_texts,
+        "reward and its guardrails": summary.watch,
+    }
+    rows += [(title, relative(path)) for title, path in files.items() if path]
+    rows += [("stopped by the watch" if summary.stopped_early else "watch", sign) for sign in summary.hacking]
+    rows += [("moved away", reason) for reason in (*summary.quarantined, *summary.previous)]
+    (console or stderr()).print(key_values(f"{summary.run}: {summary.iterations} iterations", rows))
+
+
+def show_evaluation(summary: "EvaluateSummary", console: Console | None = None) -> None:
+    """Print each reward and guardrail, the held-out reward, and where the samples are."""
+    console = console or stderr()
+    named = [*summary.rewards.items(), *((f"{label} (guardrail)", each) for label, each in summary.guardrails.items())]
+    cells = [
+        (label, number(each.mean), number(each.std), f"{each.without:,}", f"{each.failed:,}") for label, each in named
+    ]
+    title = f"{summary.run}, policy {summary.policy}, {counted(summary.samples, 'sample')}"
+    console.print(reward_table(title, EVALUATION_HEADINGS, cells, console))
+    rows = [
+        ("held-out reward", number(summary.heldout)),
+        ("policy digest", summary.policy_digest[:16]),
+        *_seconds(summary.seconds),
+        ("stored in", relative(summary.folder)),
+        *([("computed", "nothing: it was stored")] if summary.stored else []),
+    ]
+    console.print(key_values("", rows))
+
+
+def show_diagnosis(diagnosis: "Diagnosis", console: Console | None = None) -> None:
+    """Print each finding with its hint, and the memory estimate part by part."""
+    console = console or stderr()
+    for finding in diagnosis.findings:
+        mark = "[green]ok     [/]" if finding.healthy else "[red]problem[/]"
+        line = f"{mark} [bold]{finding.subject}[/]: {escape(finding.message)}"
+        console.print(line, highlight=False, soft_wrap=True)
+        if finding.hint:
+            console.print(f"        {escape(finding.hint)}", highlight=False, soft_wrap=True)
+    if diagnosis.memory is not None:
+        rows = [(part, f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", by) for part, gib, by in diagnosis.memory.rows()]
+        console.print(table_of("GPU memory, estimated", ("part", "GiB", "from"), rows, right=(1,)))
+
+
+def show_pruned(summary: "PruneSummary", console: Console) -> None:
+    """Print, run by run, what was deleted, and what was kept with the reason."""
+    for run in summary.runs:
+        rows = [(each.kind, f"{each.count:,}", size(each.bytes)) for each in run.deleted] or [("nothing", "0", size(0))]
+        title = f"{run.run}: {'would be deleted' if summary.dry_run else 'deleted'}"
+        console.print(table_of(title, ("what", "how many", "frees"), rows, right=(1, 2)))
+        if run.kept:
+            rows = [(one.kind, ", ".join(one.names), one.reason) for one in run.kept]
+            console.print(table_of("kept", ("what", "which", "why"), rows))
+        for note in run.notes:
+            console.print(plain(f"{run.run}: {note}"), soft_wrap=True)
+    if not summary.schedules:
+        message = "no Prefect server is configured (PREFECT_API_URL), so the needs of schedules are unknown"
+        console.print(plain(message), soft_wrap=True)
+    if summary.dry_run:
+        console.print("a dry run: nothing was changed", highlight=False)
+
+
+def size(count: int) -> str:
+    """Format bytes for people."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count} B"
+
+
+def _seconds(seconds: dict[str, float]) -> list[tuple[str, str]]:
+    return [(f"seconds, {stage}", f"{spent:.1f}") for stage, spent in seconds.items()]
+
+
+def _change(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return "none"
+    return f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"

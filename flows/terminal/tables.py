@@ -1,0 +1,95 @@
+"""What the tables of all commands share: text that is data, key-value tables, tables of rewards."""
+
+import os
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PADDING = 3
+"""Characters between two columns."""
+
+NAME_WIDTH = 28
+"""Characters of a reward's name on one line."""
+
+
+def stderr() -> Console:
+    """A console on stderr; stdout is for `--json`."""
+    return Console(stderr=True)
+
+
+def plain(text: str) -> Text:
+    """Text that is data: no markup, and no control characters that a terminal would obey."""
+    return Text("".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text))
+
+
+def relative(path: str) -> str:
+    """Shorten a path below the working directory."""
+    below = os.path.relpath(path)
+    return path if below.startswith("..") else below
+
+
+def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and values; both are data."""
+    table = Table(title=plain(title), title_justify="left", show_header=False, box=box.SIMPLE)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(plain(name), plain(value))
+    return table
+
+
+def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Table:
+    """A table whose cells are data and fold where they are too wide.
+
+    Args:
+        title: above it.
+        headings: of the columns.
+        rows: cells.
+        right: columns of numbers, aligned to the right and never folded.
+    """
+    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for index, heading in enumerate(headings):
+        number = index in right
+        table.add_column(heading, overflow="fold", justify="right" if number else "left", no_wrap=number)
+    for row in rows:
+        table.add_row(*(plain(cell) for cell in row))
+    return table
+
+
+def reward_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+    """A table with one row per reward, as wide as it needs; a list per reward when the terminal is too narrow.
+
+    Args:
+        title: above it.
+        headings: of the columns, the first one the reward's.
+        rows: cells of at least one row; empty cells are left out of a list.
+        console: where it is printed.
+    """
+    first, *others = (max(len(row[column]) for row in rows) for column in range(len(headings)))
+    widths = [min(first, NAME_WIDTH), *others]
+    words = [max(len(word) for word in heading.split()) for heading in headings]
+    if sum(max(pair) + PADDING for pair in zip(widths, words, strict=True)) > console.width:
+        return _reward_lists(title, headings, rows)
+    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
+    for column, (heading, width) in enumerate(zip(headings, widths, strict=True)):
+        table.add_column(heading, justify="right" if column else "left", min_width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*(plain(cell) for cell in row))
+    return table
+
+
+def _reward_lists(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", overflow="fold")
+    for name, *cells in rows:
+        label = plain(name)
+        label.stylize("bold")
+        table.add_row(label, "")
+        for heading, cell in zip(headings[1:], cells, strict=True):
+            if cell:
+                table.add_row(f"  {heading}", plain(cell))
+    return table
