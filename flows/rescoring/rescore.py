@@ -119,7 +119,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[Re
 
 
 def open_folder(name: str, run: RescoredRun) -> None:
-    """Store the rewards of the rescoring; advantages that other rewards made under the same name are moved to `previous/`."""
+    """Store the rewards of the rescoring; advantages that other rewards made are moved to `previous/`."""
     store, place = run.store, rescoring_folder(name)
     requested = RewardsFile(rewards=run.rewards, advantages=run.advantages)
     content = requested.model_dump_json(indent=1).encode()
