@@ -150,7 +150,7 @@ class TestSettings:
         ("override", "place", "value", "word"),
         [
             ("rewards.0.settings={column: nope}", "rewards.0.answer", "nope", "answer, word"),
-            ("rewards.0.settings={column: 3}", "rewards.0", "3", "name of a column"),
+            ("rewards.0.settings={column: 3}", "rewards.0", "3", "string"),
             ("policy.model=data/prompts", "policy.model", "data/prompts", "config.json"),
             ("rollout.max_completion_length=4000", "rollout.max_completion_length", "4000", "lower"),
             ("rewards=[{reward: jpeg}]", "rewards.0.reward", "jpeg", "text"),
