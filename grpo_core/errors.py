@@ -21,7 +21,7 @@ class InputError(ValueError):
 
 
 class InputErrors(ValueError):
-    """Every :class:`InputError` of one configuration, told at once."""
+    """Every :class:`InputError` of one configuration, reported together."""
 
     def __init__(self, errors: Sequence[InputError]) -> None:
         self.errors = tuple(errors)
@@ -58,7 +58,7 @@ class FailedSamplesError(RuntimeError):
         shown = "; ".join(self.failed[:3]) + ("; ..." if len(self.failed) > 3 else "")
         super().__init__(
             f"reward {reward}: {len(self.failed)} of {total} samples could not be scored, more than max_failures "
-            f"{limit:g} allows ({shown}). Mend what stands in the way and start again with the same command: the "
+            f"{limit:g} allows ({shown}). Fix the cause and run the same command again: the "
             "rollouts and the scores of the other rewards are kept."
         )
 

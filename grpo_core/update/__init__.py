@@ -2,13 +2,13 @@
 
 settings        how rows become optimizer steps
 batches         which rows make a minibatch, and which of them go through the model together
-recompute       log-probs of stored tokens under the weights at hand and under the reference
+recompute       log-probs of stored tokens under the policy before the update and under the reference
 step            one optimizer step over a minibatch
 metrics         what the steps measured, under the names that dashboards know
-ranks           several processes that share one update: what each of them asks of the others
-accelerated     the same over accelerate, the whole model in each process
+process_group   the processes that share one update
+accelerated     a process group over accelerate, the full model in each process
 sharded         the same with a share of the model in each (FSDP2)
-policy_update   the whole
+policy_update   the update itself
 """
 
 from grpo_core.update.batches import minibatches

@@ -1,4 +1,4 @@
-"""Ranks over accelerate: the processes that `accelerate launch` started, one a GPU, or several on the CPU.
+"""A process group over accelerate: the processes that `accelerate launch` started, one per GPU, or several on the CPU.
 
 DistributedDataParallel would average the gradients of each backward pass. The denominators here are of the whole
 minibatch, so gradients are added up, once a minibatch, after the last microbatch: the traffic of its `no_sync`, and
@@ -26,13 +26,13 @@ TIMEOUT = timedelta(days=7)
 
 
 class AcceleratedProcessGroup:
-    """See Ranks. Sharded parameters have their gradients added up by the backward pass already."""
+    """A ProcessGroup; gradients of sharded parameters are added up by the backward pass already."""
 
     def __init__(self, device: torch.device) -> None:
-        """Join the other processes; every one of them has to come here.
+        """Join the other processes; every one of them has to call this.
 
         Args:
-            device: cpu, or cuda for one GPU a process, which becomes the current one.
+            device: cpu, or cuda for one GPU per process, which becomes the current one.
         """
         self._processes = PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)
         self.rank: int = self._processes.process_index
@@ -44,27 +44,27 @@ class AcceleratedProcessGroup:
         device: torch.device = self._processes.device
         return device
 
-    def leave(self) -> None:
-        """Part from the others."""
+    def close(self) -> None:
+        """Leave the group."""
         self._processes.destroy_process_group()
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See Ranks.add_gradients."""
-        whole = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
-        for bucket in in_buckets([gradient for gradient in whole if gradient is not None]):
+        """Give every process the sum of all processes' gradients, bucket by bucket."""
+        replicated = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
+        for bucket in in_buckets([gradient for gradient in replicated if gradient is not None]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat)
             for gradient, total in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
                 gradient.copy_(total.view_as(gradient))
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """See Ranks.add."""
+        """Return the sum of all processes' values, on every process."""
         total = values.to(self.device, copy=True)
         dist.all_reduce(total)
         return total.to(values.device)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-        """See Ranks.gradient_norm."""
+        """Scale the gradients to a total norm of at most max_norm; return the norm before."""
         whole, shares = _apart(parameters)
         if not shares:
             return float(nn.utils.clip_grad_norm_(whole, max_norm))
@@ -79,23 +79,23 @@ class AcceleratedProcessGroup:
         return norm
 
     def distribute(self, trained: TrainedModel) -> None:
-        """See Ranks.distribute: every process keeps all weights."""
+        """Check that all processes have the same weights; each keeps all of them."""
         self.require_equal(dict(trained.model.named_parameters()))
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
-        """See Ranks.load_state."""
+        """Load a state that every process has in full."""
         optimizer.load_state(state)
 
     def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-        """See Ranks.state."""
+        """Return the full state in the first process and nothing in the others."""
         return {} if self.rank else optimizer.state()
 
     def collect(self, trained: TrainedModel) -> None:
-        """See Ranks.collect: all of it is there, and the same on every process."""
+        """Check that the trained weights are the same on every process."""
         self.require_equal(trained.trainable_parameters())
 
     def require_equal(self, parameters: Mapping[str, Tensor]) -> None:
-        """Make sure that every process holds the same weights.
+        """Check that every process has the same weights.
 
         Raises:
             RuntimeError: they differ; names the first that does.
@@ -106,7 +106,7 @@ class AcceleratedProcessGroup:
         own = torch.stack([_checksum(value) for value in whole.values()]).to(self.device)
         first = own.clone()
         dist.broadcast(first, 0)
-        # NaN is equal to nothing, and weights that are not finite are told by the update.
+        # NaN is equal to nothing, and the update reports weights that are not finite.
         differing = ~torch.isclose(own, first, rtol=0.0, atol=0.0, equal_nan=True)
         if self.add(differing.any(-1).float().cpu()).any():
             names = [name for name, apart in zip(whole, differing.any(-1).tolist(), strict=True) if apart]
@@ -122,7 +122,7 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _apart(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Those that every process has whole, and those of which it has a share; no operation takes both."""
+    """Separate replicated from sharded parameters; no operation takes both."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in parameters:
         parts[isinstance(parameter, DTensor)].append(parameter)
@@ -130,7 +130,7 @@ def _apart(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list
 
 
 def in_buckets(tensors: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[Tensor]]:
-    """Runs of one dtype and of a bounded size, so that little is copied at a time."""
+    """Yield buckets of one dtype and of a bounded size, so that little is copied at a time."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         full = sum(part.numel() for part in bucket) + tensor.numel() > elements
@@ -143,7 +143,7 @@ def in_buckets(tensors: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> It
 
 
 def _checksum(values: Tensor) -> Float[Tensor, "sums"]:
-    """Sums that change with any value and with the order of the values."""
+    """Return sums that change with any value and with the order of the values."""
     sums = torch.zeros(3, dtype=torch.float64, device=values.device)
     places = torch.arange(1, min(values.numel(), CHECKED_AT_ONCE) + 1, device=values.device).double().sqrt()
     for part in values.flatten().split(CHECKED_AT_ONCE):

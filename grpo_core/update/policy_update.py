@@ -29,18 +29,18 @@ def update_policy(
 ) -> UpdateResult:
     """Train the policy on the rows.
 
-    Rows that other weights sampled pass no gate: their log-probs differ by right, and `settings.mismatch` says
-    how the difference is corrected.
+    Rows that other weights sampled skip the parity gate: their log-probs are expected to differ, and
+    `settings.mismatch` corrects the difference.
 
     Args:
         policy: at the weights before the update.
         optimizer: over the policy's trainable parameters.
         rows: advantages finite; without any, nothing is changed.
         settings: epochs, sizes, loss, limits.
-        seed: of the minibatch order.
+        seed: decides the order of the rows.
         parity: allowed difference of stored and recomputed log-probs; None: what fp32 allows.
-        ranks: the processes that share the update; each has all rows and takes its part of them.
-        on_progress: called with passes done and in all, the recomputation counted.
+        process_group: the processes that share the update; each has all rows and computes its part of them.
+        on_progress: called with the number of passes done and their total, recomputation included.
 
     Raises:
         ParityError: stored and recomputed log-probs differ beyond the tolerance; no weight was changed.

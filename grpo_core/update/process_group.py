@@ -1,4 +1,4 @@
-"""Several processes that share one update: each takes its part of every minibatch, and gradients are added up."""
+"""Processes that share one update: each computes its part of every minibatch, and gradients are added up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -16,8 +16,8 @@ class ProcessGroup(Protocol):
     """The processes of one update, seen from one of them.
 
     Attributes:
-        rank: this one's number, from 0.
-        count: how many there are.
+        rank: number of this process, from 0.
+        count: number of processes.
     """
 
     rank: int
@@ -27,67 +27,67 @@ class ProcessGroup(Protocol):
         """Give every process the sum of all processes' gradients."""
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The sum of all processes' values, on every process."""
+        """Return the sum of all processes' values, on every process."""
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-        """Scale the gradients to a total norm of at most max_norm; returns the norm before."""
+        """Scale the gradients to a total norm of at most max_norm; return the norm before."""
 
     def distribute(self, trained: TrainedModel) -> None:
-        """Before the optimizer is made: all processes hold the same weights, and each is left with what it needs.
+        """Check before the optimizer is made that all processes have the same weights, and leave each with its part.
 
         Raises:
             RuntimeError: the weights of two processes differ.
         """
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
-        """`PolicyOptimizer.load_state`, from a state that every process has whole."""
+        """Load the optimizer's state, which every process has in full."""
 
     def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-        """`PolicyOptimizer.state`, whole in the first process and empty in the others."""
+        """Return the optimizer's full state in the first process and nothing in the others."""
 
     def collect(self, trained: TrainedModel) -> None:
-        """After the update: the first process has all of the model that a version is saved from."""
+        """Give the first process, after the update, all weights that a version is saved from."""
 
 
-class _Alone:
+class _SingleProcess:
     rank = 0
     count = 1
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """There is nobody to add anything."""
+        """Do nothing: the gradients are the sum already."""
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The values themselves."""
+        """Return the values."""
         return values
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-        """See Ranks.gradient_norm."""
+        """Scale the gradients to a total norm of at most max_norm; return the norm before."""
         return float(nn.utils.clip_grad_norm_(list(parameters), max_norm))
 
     def distribute(self, trained: TrainedModel) -> None:
-        """There is nobody to share with."""
+        """Do nothing: this process keeps all weights."""
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
-        """See Ranks.load_state."""
+        """Load the optimizer's state."""
         optimizer.load_state(state)
 
     def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-        """See Ranks.state."""
+        """Return the optimizer's state."""
         return optimizer.state()
 
     def collect(self, trained: TrainedModel) -> None:
-        """All of it is here."""
+        """Do nothing: all weights are in this process."""
 
 
-SINGLE_PROCESS: ProcessGroup = _Alone()
-"""One process that does everything."""
+SINGLE_PROCESS: ProcessGroup = _SingleProcess()
+"""The group of an update in one process."""
 
 
 def share(parts: Sequence[Part], process_group: ProcessGroup) -> list[tuple[Part, bool]]:
-    """The parts that this process takes, and whether each counts.
+    """Return the parts that this process computes, and whether each counts.
 
-    Every process takes as many, because a sharded model gathers its weights in each pass of each process; one that
-    runs out repeats the last part, which then counts for nothing.
+    Every process computes equally many, because a sharded model gathers its weights in each pass of each process; one
+    that runs out repeats the last part, which then does not count.
     """
     rounds = -(-len(parts) // process_group.count)
     taken = [number * process_group.count + process_group.rank for number in range(rounds)]

@@ -1,4 +1,4 @@
-"""Log-probs of stored tokens under the weights at hand and under the reference, before the first optimizer step."""
+"""Log-probs under the policy before the update and under the reference, computed before the first optimizer step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ Tick = Callable[[], None]
 def with_recomputed(
     policy: Policy, rows: TrainingRows, settings: UpdateSettings, process_group: ProcessGroup, tick: Tick
 ) -> TrainingRows:
-    """The rows with old_logprobs, and with old_entropy and ref_logprobs where the settings need them."""
+    """Return the rows with old_logprobs, and with old_entropy and ref_logprobs where the settings need them."""
     entropy = settings.entropy_quantile < 1
 
     def under_policy(tokens: TokenBatch) -> Float[Tensor, "quantities batch time"]:
@@ -39,7 +39,7 @@ def with_recomputed(
 
 
 def passes(rows: TrainingRows, settings: UpdateSettings, process_group: ProcessGroup) -> int:
-    """How often `with_recomputed` ticks."""
+    """Return how often `with_recomputed` ticks."""
     parts = -(-len(rows) // settings.micro_batch_size)
     return -(-parts // process_group.count) * (1 + settings.with_reference)
 
@@ -53,7 +53,7 @@ def _for_all_rows(
     *,
     quantities: int,
 ) -> Float[Tensor, "quantities rows time"]:
-    """Each process scores its share of the rows; all of them get the whole, on the CPU."""
+    """Score each process's share of the rows; every process gets all scores, on the CPU."""
     whole = torch.zeros(quantities, *rows.tokens.token_ids.shape)
     lengths = rows.tokens.loss_mask.sum(-1).tolist()
     for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):

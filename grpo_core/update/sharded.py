@@ -1,4 +1,4 @@
-"""Ranks with weights, gradients and moments spread over the processes: FSDP2, torch's `fully_shard`.
+"""A process group with weights, gradients and moments spread over the processes: FSDP2, torch's `fully_shard`.
 
 Zhao et al., 2023 (arXiv:2304.11277). accelerate would shard the outermost module, and gather the weights that belong to
 no layer in its forward pass alone. Log-probs are computed past it: the inner model once, then the output head a chunk
@@ -23,17 +23,17 @@ from grpo_core.update.accelerated import AcceleratedProcessGroup
 
 
 class ShardedProcessGroup(AcceleratedProcessGroup):
-    """See Ranks. Each process holds a share of every layer, and gathers a whole layer while it runs."""
+    """A ProcessGroup in which each process has a share of every layer and gathers the full layer while it runs."""
 
     def distribute(self, trained: TrainedModel) -> None:
-        """See Ranks.distribute. The parameters are others afterwards, and the reference's values are cut like them."""
+        """Shard the model, which replaces its parameters, and cut the reference's values like them."""
         super().distribute(trained)
         _shard(trained.model, init_device_mesh(self.device.type, (self.count,)))
         parameters = trained.trainable_parameters()
         trained.change_reference(lambda name, value: _share_of(value, parameters[name]))
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
-        """See Ranks.load_state."""
+        """Load this process's share of a state that every process has in full."""
         shares = {}
         for entry, value in state.items():
             parameter = optimizer.parameters.get(entry.rpartition("|")[0])
@@ -42,14 +42,14 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         optimizer.load_state(shares)
 
     def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
-        """See Ranks.state; every process has to come here."""
+        """Return the full state in the first process; every process has to call this."""
         whole = {entry: self._whole(value) for entry, value in optimizer.state().items()}
         return {} if self.rank else whole
 
     def collect(self, trained: TrainedModel) -> None:
-        """See Ranks.collect. Every process has to come here, and the model runs no more on any of them.
+        """Give the first process the full weights; every process has to call this, and the model cannot run afterwards.
 
-        Values that were cut are in CPU memory afterwards, and beside the first process they are empty.
+        Sharded values are in CPU memory afterwards, and empty in all but the first process.
         """
         super().collect(trained)
         trained.change_reference(lambda _, value: self._whole(value))
@@ -88,7 +88,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _layers(language_model: Any) -> list[nn.Module]:
-    """The repeated layers, as transformers names them for sharding; the innermost first."""
+    """Return the repeated layers, as transformers names them for sharding; the innermost first."""
     names = set(language_model._no_split_modules or ())
     return [module for module in reversed(list(language_model.modules())) if type(module).__name__ in names]
 
@@ -98,7 +98,7 @@ def _is_share(value: object) -> bool:
 
 
 def _share_of(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Of a value that all processes have whole, this one's share, cut as the parameter is."""
+    """Return this process's share of a value that all processes have in full, cut like the parameter."""
     if not isinstance(parameter, DTensor):
         return value
     # No source rank: every process cuts its own copy, and nothing is sent.

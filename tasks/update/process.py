@@ -64,7 +64,7 @@ def take_part(folder: Path, answers: Answers) -> None:
         answers.send(READY, True)
     with translate_storage_errors(store.filesystem, store.root):
         outcome = carry_out(shared.job, Path(shared.staged), process_group, _passes(answers) if is_first else None)
-    process_group.leave()
+    process_group.close()
     if outcome is not None:
         answers.send(OUTCOME, outcome.model_dump(mode="json"))
 

@@ -25,12 +25,12 @@ AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 class CausalLMFamily:
-    """See PolicyFamily."""
+    """Causal language models as a PolicyFamily."""
 
     modality: Modality = "text"
 
     def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
-        """See PolicyFamily.settings."""
+        """Return the sampling settings from a configuration section or a stored row."""
         known = {field.name: values[field.name] for field in fields(CausalLMSettings) if field.name in values}
         stop = known.get("stop", ())
         # A table keeps it as a JSON list.
@@ -47,13 +47,13 @@ class CausalLMFamily:
         device: torch.device,
         autocast: torch.dtype | None,
     ) -> "CausalLMPolicy":
-        """See PolicyFamily.load."""
+        """Load a model by folder or hub name."""
         from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 
         return CausalLMPolicy.load(model, settings, choice, dtype=dtype, device=device, autocast=autocast)
 
     def refuse_missing(self, model: str) -> None:
-        """See PolicyFamily.refuse_missing."""
+        """Raise InputError if a given folder is missing or contains no model of this kind."""
         from grpo_core.policies.causal_lm.loading import at_hand, read_config, refuse_missing_folder
 
         refuse_missing_folder(model)
@@ -61,7 +61,7 @@ class CausalLMFamily:
             read_config(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
-        """See PolicyFamily.refuse_unusable."""
+        """Raise InputError if the model cannot sample with these settings, as far as its local files show."""
         from grpo_core.policies.causal_lm.loading import at_hand, context_length, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template
 
@@ -75,7 +75,7 @@ class CausalLMFamily:
             raise InputError("rollout.max_completion_length", settings.max_completion_length, hint)
 
     def refuse_prompts(self, model: str, settings: CausalLMSettings, prompts: Sequence[str]) -> None:
-        """See PolicyFamily.refuse_prompts."""
+        """Raise InputError if the model cannot read one of the prompts."""
         from grpo_core.policies.causal_lm.loading import context_length, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import prompt_ids, require_room
 
@@ -84,7 +84,7 @@ class CausalLMFamily:
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """See PolicyFamily.refuse_choice."""
+        """Raise InputError if the choice fits nothing of the model, which is built without values."""
         from grpo_core.policies.causal_lm.loading import read_config
 
         _on_meta(model, read_config(model), choice)
@@ -92,7 +92,7 @@ class CausalLMFamily:
     def estimate(
         self, model: str, settings: CausalLMSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:
-        """See PolicyFamily.estimate."""
+        """Estimate what the model needs of one GPU and of the disk; nothing is loaded."""
         from grpo_core.policies.causal_lm.loading import read_config
 
         config = read_config(model)

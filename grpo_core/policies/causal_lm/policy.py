@@ -80,14 +80,14 @@ class CausalLMPolicy(TrainedPolicy):
         return cls(trained, tokenizer, settings, autocast=autocast)
 
     def sample_with(self, settings: CausalLMSettings) -> None:
-        """See Policy.sample_with."""
+        """Use these settings for sampling, rendering and reading prompts from now on."""
         uses_template(self.tokenizer, settings)
         self.settings = settings
         self.stops = StopTexts(self.tokenizer, settings.stop)
 
     @property
     def max_length(self) -> int:
-        """See Policy.max_length."""
+        """Tokens that a row can have with the current settings."""
         return self.settings.max_completion_length
 
     @property
@@ -112,7 +112,7 @@ class CausalLMPolicy(TrainedPolicy):
         return self._encode(list(places)), rows
 
     def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
-        """See Policy.sample."""
+        """Sample `group_size` token sequences for each prompt, siblings next to each other."""
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
         settings = self.settings

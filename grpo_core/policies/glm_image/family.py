@@ -29,12 +29,12 @@ PROMPT_TOKENS = 256
 
 
 class GlmImageFamily:
-    """See PolicyFamily. The models' libraries are imported where they are needed: it takes many seconds."""
+    """GLM-Image as a PolicyFamily. The models' libraries are imported where they are needed: it takes many seconds."""
 
     modality: Modality = "image"
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
-        """See PolicyFamily.settings."""
+        """Return the sampling settings from a configuration section or a stored row."""
         names = {field.name for field in fields(GlmImageSettings)}
         return GlmImageSettings(**{name: value for name, value in values.items() if name in names})
 
@@ -48,13 +48,13 @@ class GlmImageFamily:
         device: torch.device,
         autocast: torch.dtype | None,
     ) -> "GlmImagePolicy":
-        """See PolicyFamily.load."""
+        """Load a model by folder or hub name."""
         from grpo_core.policies.glm_image.policy import GlmImagePolicy
 
         return GlmImagePolicy.load(model, settings, choice, dtype=dtype, device=device, autocast=autocast)
 
     def refuse_missing(self, model: str) -> None:
-        """See PolicyFamily.refuse_missing."""
+        """Raise InputError if a given folder is missing or contains no model of this kind."""
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: GlmImageSettings) -> None:
@@ -70,7 +70,7 @@ class GlmImageFamily:
         refuse_unusable_prompts(model, prompts)
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """See PolicyFamily.refuse_choice."""
+        """Raise InputError if the choice fits nothing of the model, which is built without values."""
         from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 
@@ -79,7 +79,7 @@ class GlmImageFamily:
     def estimate(
         self, model: str, settings: GlmImageSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:
-        """See PolicyFamily.estimate."""
+        """Estimate what the model needs of one GPU and of the disk; nothing is loaded."""
         from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 

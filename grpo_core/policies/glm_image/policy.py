@@ -72,7 +72,7 @@ class GlmImagePolicy(TrainedPolicy):
         self.sample_with(settings)
 
     def sample_with(self, settings: GlmImageSettings) -> None:
-        """See Policy.sample_with.
+        """Use these settings for sampling, rendering and reading prompts from now on.
 
         Raises:
             InputError: a size that the model cannot draw, or a truncation outside its range.
@@ -134,7 +134,7 @@ class GlmImagePolicy(TrainedPolicy):
         return self._encode(distinct).select(rows)
 
     def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
-        """See Policy.sample."""
+        """Sample `group_size` token sequences for each prompt, siblings next to each other."""
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
         encoded = self._encode(list(prompts))
@@ -156,7 +156,7 @@ class GlmImagePolicy(TrainedPolicy):
         return SampledTokens(tokens, logprobs.cpu(), finished=torch.ones(len(rows), dtype=torch.bool))
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenImage]:
-        """See Policy.render."""
+        """Return the finished image or text of each row."""
         self._require_fit(tokens)
         token_ids, loss_mask = self._padded(tokens.token_ids), self._padded(tokens.loss_mask)
         prior = large_grid_ids(token_ids, loss_mask, self.grids).to(self._device)

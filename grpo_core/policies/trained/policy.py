@@ -25,42 +25,42 @@ class TrainedPolicy(ABC):
         """Log-probs of the tokens under this model, which is the policy's own or the reference."""
 
     def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
-        """See Policy.logprobs."""
+        """Compute the log-probs of the tokens under the current weights."""
         return self._score(self.trained.model, tokens, entropy=entropy)
 
     def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
-        """See Policy.reference_logprobs."""
+        """Compute the log-probs of the tokens under the reference, without gradients."""
         with torch.no_grad(), self.trained.reference() as reference:
             return self._score(reference, tokens, entropy=False).logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """See Policy.trainable_parameters."""
+        """Return the parameters that an update changes, by name."""
         return self.trained.trainable_parameters()
 
     def prepare_for_update(self) -> None:
-        """See Policy.prepare_for_update."""
+        """Enter the mode for gradients."""
         self.trained.prepare_for_update()
 
     def prepare_for_sampling(self) -> None:
-        """See Policy.prepare_for_sampling."""
+        """Enter the mode for sampling."""
         self.trained.prepare_for_sampling()
 
     def save_weights(self, folder: Path) -> None:
-        """See Policy.save_weights."""
+        """Write what an update changed."""
         self.trained.save(folder)
 
     def load_weights(self, folder: Path | None) -> None:
-        """See Policy.load_weights."""
+        """Load the weights of `folder`; None restores the initial ones."""
         self.trained.load(folder)
 
     def refresh_reference(self, mix: float) -> None:
-        """See Policy.refresh_reference."""
+        """Make the reference mix * policy + (1 - mix) * reference."""
         self.trained.refresh_reference(mix)
 
     def save_reference(self, folder: Path) -> None:
-        """See Policy.save_reference."""
+        """Write the reference as `save_weights` writes the policy."""
         self.trained.save_reference(folder)
 
     def load_reference(self, folder: Path | None) -> None:
-        """See Policy.load_reference."""
+        """Load the reference of `folder`; None restores the initial one."""
         self.trained.load_reference(folder)
