@@ -142,7 +142,7 @@ def test_a_image_without_text_has_nothing(image: Image.Image) -> None:
 def test_a_image_too_long_for_its_width_is_refused() -> None:
     assert TextAccuracyReward().max_aspect == 8.0
     for size in ((4, 2000), (2000, 4), (81, 10)):
-        with pytest.raises(InputError, match=rf"sample s0: got '{size[0]}x{size[1]} pixels'.*at most 8 times"):
+        with pytest.raises(InputError, match=rf"sample s0: got 'image of {size[0]}x{size[1]} pixels'.*at most 8 times"):
             score_one(Image.new("RGB", size), TARGET)
     assert score_one(Image.new("RGB", (80, 10)), TARGET).value == 0.0
 
