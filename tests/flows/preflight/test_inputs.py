@@ -126,7 +126,7 @@ class TestSettings:
             (FROZEN, "policy.frozen", "x", "matches no parameter"),
             ("policy.lora.targets=(", "policy.lora.targets", "(", "regular expression"),
             ("update.learning_rate=1e39", "update.learning_rate", "1e+39", "less than or equal to 1000"),
-            ("update.micro_batch_size=0", "update.micro_batch_size", "0", "greater than or equal to 1"),
+            ("update.micro_batch_size=0", "update.micro_batch_size", "0", "greater than 0"),
             ("placement.sharding=fsdp2", "placement.sharding", "fsdp2", "processes to 2"),
             ("placement.processes=100000", "placement.processes", "100000", "a core of its own"),
             ("update.optimizer=paged_adamw", "update.optimizer", "paged_adamw", "adamw"),
