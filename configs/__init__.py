@@ -7,5 +7,5 @@ schema       a configuration as a whole: of a run, of a replay, a file of reward
 checks       combinations of sections that cannot be
 keys         TRL's names of keys, and the nearest to an unknown one
 loader       a YAML file and overrides -> a checked configuration
-determining  what of a configuration determines a run, and what differs between two
+identity     which settings determine the results of a run, and what differs between two
 """

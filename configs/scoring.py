@@ -15,6 +15,8 @@ Scalar = str | int | float | bool
 class RewardSection(Section, RewardTerm):
     """One reward of the mix."""
 
+    memory_settings = frozenset({"max_failures", "batch_size", "processes", "pool"})
+
     reward: str = Field(min_length=1, description="registered name")
     name: Name | None = Field(None, description="name in tables and plots; null: the reward's")
     datasets: tuple[str, ...] | None = Field(None, description="score these datasets only; null: all")

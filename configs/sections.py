@@ -7,7 +7,7 @@ section adds what only a configuration has.
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -43,6 +43,17 @@ class Section(BaseModel):
     """
 
     model_config = STRICT
+
+    memory_settings: ClassVar[frozenset[str]] = frozenset()
+    """Fields that decide about memory, speed or place and change no result but by rounding."""
+
+    def result_settings(self) -> dict[str, Any]:
+        """Return the fields that determine results, as JSON values: what cache keys and the run's identity see."""
+        values = self.model_dump(mode="json", exclude=set(self.memory_settings))
+        for name in values:
+            if isinstance(section := getattr(self, name), Section):
+                values[name] = section.result_settings()
+        return values
 
     @model_validator(mode="after")
     def _refuse_combinations(self, info: ValidationInfo) -> "Section":
@@ -108,6 +119,8 @@ class LoraSection(Section, LoraSettings):
 
 class PolicySection(Section):
     """The model that is trained."""
+
+    memory_settings = frozenset({"gradient_checkpointing"})
 
     kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="which policy serves it")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
@@ -188,6 +201,8 @@ class EvaluateSection(PromptsSection):
 
 
 class _GroupsSection(Section):
+    memory_settings = frozenset({"prompts_per_batch"})
+
     prompts_per_iteration: PositiveInt = 8
     group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
@@ -195,6 +210,8 @@ class _GroupsSection(Section):
 
 class ImageRolloutSection(_GroupsSection, GlmImageSettings):
     """How groups of images are sampled."""
+
+    memory_settings = frozenset({"prompts_per_batch", "decode_batch_size"})
 
     shared_noise: bool = Field(True, description="siblings share the decoder's noise, so that they differ by tokens")
 

@@ -43,6 +43,8 @@ class MismatchSection(Section, MismatchSettings):
 class ReferenceSection(Section):
     """The policy that the KL is measured against."""
 
+    memory_settings = frozenset({"placement"})
+
     placement: Literal["auto"] | Reference = Field(
         "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
     )
@@ -52,6 +54,8 @@ class ReferenceSection(Section):
 
 class UpdateSection(Section, UpdateSettings, OptimizerSettings):
     """How stored rollouts change the policy."""
+
+    memory_settings = frozenset({"micro_batch_size"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)

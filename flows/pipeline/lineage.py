@@ -1,24 +1,65 @@
-"""Which code a run was made with, stage by stage, and how it goes on when that code has changed."""
+"""What a run's results were made with, and what becomes of them when the next start differs in it.
 
+A run's identity is kept in run.json: the settings that determine results, the model, the prompts, what the scores come
+from, and the code of each stage. A start with another identity moves what is stored to `previous/`, and stages whose own inputs,
+settings and code are unchanged get their results back from there by their keys.
+"""
+
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tasks.storage.artifacts.lineage import LINEAGE
+
+from configs.identity import changed_settings, run_identity
 from configs.schema import RunConfig
+from grpo_core.errors import InputError
 from tasks.execution.caching import accept_code, accepted_fingerprint
 from tasks.execution.fingerprint import code_fingerprint
+from tasks.execution.pool import clear_calls
 from tasks.execution.stages import STAGES, stage_named
 from tasks.models.resident import ModelSpec
+from tasks.progress import log
+from tasks.prompts.curriculum import PromptSet
+from tasks.rewards.stored import provenance_json
+from tasks.runs.layout import is_result
+from tasks.storage.artifacts.run_description import RUN_FILE, read_description
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
 
-CODE, ACCEPTED = "code", "accepted_code"
+IDENTITY, ACCEPTED = "identity", "accepted_code"
 
 
-def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Where the code of each stage of a run begins, by the stage's name; each reward is a stage of its own.
+def identify(config: RunConfig, model: ModelSpec, training: Sequence[PromptSet]) -> dict[str, Any]:
+    """Return the identity of a run, as JSON values.
 
     Args:
         config: the run's configuration.
         model: the model that is trained.
+        training: the prompts that are trained on, with their targets.
     """
+    settings = run_identity(config)
+    for section in settings["rewards"].values():
+        # An address or a path among them may change; what they determine is in the provenance.
+        del section["settings"]
+    prompts = [[prompt.prompt_id, dict(prompt.columns)] for each in training for prompt in each.prompts]
+    targets = [target and target.sha256 for each in training for target in each.targets]
+    return {
+        "settings": settings,
+        "scores": [provenance_json(section) for section in config.rewards],
+        "model": model.digest,
+        "prompts": hashlib.sha256(json.dumps([prompts, targets], sort_keys=True).encode()).hexdigest(),
+        "code": {name: accepted_fingerprint(roots) for name, roots in stage_code(config, model).items()},
+    }
+
+
+def lineage_digest(identity: Mapping[str, Any]) -> str:
+    """Return the sha256 of an identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return where the code of each stage begins, by the stage's name; each reward counts as a stage of its own."""
     code = {}
     for name in STAGES:
         if name == "score reward":
@@ -30,32 +71,65 @@ def stage_code(config: RunConfig, model: ModelSpec) -> dict[str, tuple[str, ...]
 
 
 def settle_code(code: Mapping[str, tuple[str, ...]], described: Mapping[str, Any], *, accept: bool) -> dict[str, str]:
-    """Let the keys of this run name the code that its results were made with, where a change was accepted.
+    """Let the keys of this process name the code that the run's results were made with, where a change was accepted.
 
     Args:
         code: from `stage_code`.
         described: the content of run.json; empty for a new run.
-        accept: whether code that differs from the recorded one is accepted from here on.
+        accept: whether code that differs from the recorded code is accepted from here on.
 
     Returns:
-        What run.json keeps as accepted: by the fingerprint of changed code, the one that stands in the keys.
+        By the fingerprint of changed code, the fingerprint that stands in the keys; run.json keeps it.
     """
     accepted: dict[str, str] = dict(described.get(ACCEPTED, {}))
-    recorded: Mapping[str, str] = described.get(CODE, {})
+    recorded: Mapping[str, str] = described.get(IDENTITY, {}).get("code", {})
     if accept:
         for name, roots in code.items():
             current, before = code_fingerprint(roots), recorded.get(name)
             if before is not None and accepted.get(current, current) != before:
                 accepted[current] = before
+                log(f"{name}: changed code is accepted; stored results are kept")
     accept_code(accepted)
     return accepted
 
 
-def recorded_code(code: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """The fingerprint of each stage's code as it stands in the keys."""
-    return {name: accepted_fingerprint(roots) for name, roots in code.items()}
+def read_valid_description(store: ArtifactStore) -> Mapping[str, Any] | None:
+    """Return the content of run.json; None where it is missing or damaged."""
+    try:
+        return read_description(store) or None
+    except InputError:
+        return None
 
 
-def changed_stages(recorded: Mapping[str, str], current: Mapping[str, str]) -> Sequence[str]:
-    """Names of the stages whose code differs from the recorded one."""
-    return sorted(name for name in current if name in recorded and recorded[name] != current[name])
+def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> None:
+    """Move to `previous/` what another identity made; stages bring back by its key what is still valid."""
+    paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
+    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (PREVIOUS, QUARANTINE, RUN_FILE)]
+    if described is None:
+        # Nothing says what these are; anything else in the folder may be a person's own.
+        kept = [name for name in kept if is_result(name)]
+        if kept:
+            store.move_to_previous(
+                kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made"
+            )
+        return
+    if described.get(LINEAGE) == lineage_digest(identity):
+        return
+    # A worker that takes up what the previous configuration asked for finds nothing.
+    clear_calls(store)
+    reason = _difference(described.get(IDENTITY, {}), identity)
+    log(f"{store.run}: {reason}; its results are moved to previous/, and what is still valid is used again")
+    # run.json goes last: while it stands, the next start continues to move.
+    store.move_to_previous([*kept, RUN_FILE], reason=reason)
+
+
+def _difference(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    changes = changed_settings(previous.get("settings", {}), identity["settings"])
+    if changes:
+        return "the configuration changed: " + "; ".join(changes)
+    code: Mapping[str, str] = previous.get("code", {})
+    stages = sorted(name for name, fingerprint in identity["code"].items() if code.get(name) != fingerprint)
+    if stages:
+        return f"the code of {', '.join(stages)} changed (--accept-code keeps the results)"
+    return "the model, prompts, or a reward's function or weights changed"

@@ -1,7 +1,6 @@
 """A configuration -> a run: its inputs checked, its folder opened, its lineage kept apart from any other."""
 
 import hashlib
-import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,27 +8,33 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from tasks.storage.artifacts.lineage import LINEAGE
 
-from configs.determining import changed_keys, determining
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
 from configs.training import UpdateSection
-from flows.pipeline.lineage import ACCEPTED, CODE, changed_stages, recorded_code, settle_code, stage_code
+from flows.pipeline.lineage import (
+    ACCEPTED,
+    IDENTITY,
+    identify,
+    lineage_digest,
+    move_other_lineage,
+    read_valid_description,
+    settle_code,
+    stage_code,
+)
 from flows.preflight.inputs import check_inputs
-from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
-from tasks.execution.pool import clear_calls
 from tasks.execution.versions import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
-from tasks.rewards.stored import provenance_json
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
-from tasks.runs.layout import EVALUATIONS, is_result
+from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import require_schema
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.run_description import CONFIG_FILE, RUN_FILE, read_description, write_description
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.run_description import write_description
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
@@ -156,63 +161,13 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         require_schema(store)
         run = Run(config, store, lock, model, inputs.training, inputs.heldout)
         store.clear_abandoned()
-        previous = _described(store) or {}
-        accepted = settle_code(stage_code(config, model), previous, accept=accept_code)
-        _move_other_lineage(run)
+        previous = read_valid_description(store)
+        accepted = settle_code(stage_code(config, model), previous or {}, accept=accept_code)
+        identity = identify(config, model, inputs.training)
+        move_other_lineage(store, previous, identity)
         _move_other_evaluations(run)
-        _write_description(run, accepted, previous)
+        _write_description(run, identity, accepted, previous or {})
         yield run
-
-
-def _lineage(run: Run) -> str:
-    config = determining(run.config.model_dump(mode="json"))
-    for section in config["rewards"].values():
-        # An address or a path among them may change; what they determine is in the provenance.
-        del section["settings"]
-    described = {
-        "config": config,
-        "scores": [provenance_json(section) for section in run.config.rewards],
-        "model": run.model.digest,
-        "prompts": [[p.prompt_id, dict(p.columns)] for each in run.training for p in each.prompts],
-        "targets": [target and target.sha256 for each in run.training for target in each.targets],
-        "code": recorded_code(stage_code(run.config, run.model)),
-    }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _move_other_lineage(run: Run) -> None:
-    """Iterations of two configurations never stand side by side; what still fits is brought back by its key."""
-    store = run.store
-    described = _described(store)
-    paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
-    names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-    kept = [name for name in sorted(names) if not name.startswith(".") and name not in (PREVIOUS, QUARANTINE, RUN_FILE)]
-    if described is None:
-        # Nobody says what these are; anything else in the folder may be a person's own.
-        kept = [name for name in kept if is_result(name)]
-        if kept:
-            store.move_to_previous(
-                kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made"
-            )
-        return
-    if described.get("lineage") == _lineage(run):
-        return
-    # Whoever takes up what the previous configuration asked for finds nothing.
-    clear_calls(store)
-    previous = _mapping(store.read_file(CONFIG_FILE))
-    changes: Sequence[str] = ()
-    if previous is not None:
-        changes = changed_keys(determining(previous), determining(run.config.model_dump(mode="json")))
-    stages = changed_stages(described.get(CODE, {}), recorded_code(stage_code(run.config, run.model)))
-    if changes:
-        reason = "the configuration changed: " + "; ".join(changes)
-    elif stages:
-        reason = f"the code changed that these stages run: {', '.join(stages)}"
-        log(f"{reason}; they run again. With --accept-code the run goes on with its results instead")
-    else:
-        reason = "the model, prompts, or a reward's function or weights changed"
-    # run.json goes last: while it stands, the next start continues to move.
-    store.move_to_previous([*kept, RUN_FILE], reason=reason)
 
 
 def _move_other_evaluations(run: Run) -> None:
@@ -231,27 +186,12 @@ def _evaluation(run: Run) -> str | None:
 
 
 def _previous_evaluation(run: Run) -> str | None:
-    return (_described(run.store) or {}).get("evaluation")
+    return (read_valid_description(run.store) or {}).get("evaluation")
 
 
-def _described(store: ArtifactStore) -> Mapping[str, Any] | None:
-    """What run.json says; None where it is missing or damaged."""
-    try:
-        return read_description(store) or None
-    except InputError:
-        return None
-
-
-def _mapping(content: bytes | None) -> Mapping[str, Any] | None:
-    """A small YAML or JSON file's keys and values; None where it is missing or damaged."""
-    try:
-        values = yaml.safe_load(content or b"")
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def _write_description(run: Run, accepted: Mapping[str, str], previous: Mapping[str, Any]) -> None:
+def _write_description(
+    run: Run, identity: Mapping[str, Any], accepted: Mapping[str, str], previous: Mapping[str, Any]
+) -> None:
     store, versions = run.store, {"python": platform.python_version(), **library_versions()}
     if changed := changed_versions(previous.get("versions", versions), versions):
         log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
@@ -259,11 +199,11 @@ def _write_description(run: Run, accepted: Mapping[str, str], previous: Mapping[
     described = {
         "name": run.config.run.name,
         "schema_version": SCHEMA_VERSION,
-        "lineage": _lineage(run),
+        LINEAGE: lineage_digest(identity),
+        IDENTITY: identity,
         "evaluation": _evaluation(run),
         "model": run.config.policy.model,
         "model_digest": run.model.digest,
-        CODE: recorded_code(stage_code(run.config, run.model)),
         ACCEPTED: accepted,
         "versions": versions,
         "prompts": sum(len(each.prompts) for each in run.training),

@@ -32,7 +32,7 @@ from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
 STAGE = "compute advantages"
 HERE = PlacementSection()
 # They say how scores come to be, and the scores are given.
-_OF_SCORING = {"reward", "settings", "max_failures", "batch_size", "processes", "pool"}
+_OF_SCORING = ("reward", "settings")
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -43,8 +43,11 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
             [draw.rollouts.digest, *(draw.rewards[section.label].digest for section in mix)]
             for draw in inputs["rounds"]
         ],
-        "mix": [[section.label, section.model_dump(mode="json", exclude=_OF_SCORING)] for section in mix],
-        "advantages": inputs["advantages"].model_dump(mode="json"),
+        "mix": [
+            [section.label, {key: value for key, value in section.result_settings().items() if key not in _OF_SCORING}]
+            for section in mix
+        ],
+        "advantages": inputs["advantages"].result_settings(),
         "running": running_metrics(earlier, mix),
         # A rescoring keeps its own tables, the same advantages or not.
         "place": inputs["folder"],

@@ -34,12 +34,12 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "policy": policy.digest,
         "version": policy.version,
         # The digest is of the adapters' matrices; how far they count is said beside them, once there are any.
-        "lora": model.section.model_dump(mode="json")["lora"] if policy.version else None,
+        "lora": model.section.result_settings()["lora"] if policy.version else None,
         "model": model.digest,
         "dtype": model.section.dtype,
         "autocast": model.section.autocast,
         "plan": inputs["plan"].model_dump(mode="json"),
-        "rollout": inputs["rollout"].model_dump(mode="json"),
+        "rollout": inputs["rollout"].result_settings(),
         "with_reference": inputs["with_reference"],
         "reference": policy.reference_digest if inputs["with_reference"] else None,
     }

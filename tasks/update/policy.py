@@ -27,17 +27,20 @@ STAGE = "update policy"
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     policy: PolicyRef = inputs["policy"]
+    model: ModelSpec = inputs["model"]
     return {
         "policy": policy.digest,
         "checkpoint": policy.checkpoint.digest if policy.checkpoint else None,
         "version": policy.version,
+        "model": model.digest,
+        "adapter_seed": model.adapter_seed,
         # The digest says which model it is; where its folder lies changes no result.
-        "model": inputs["model"].model_dump(mode="json", exclude={"section": {"model"}}),
+        "trained": {name: value for name, value in model.section.result_settings().items() if name != "model"},
         "reference": policy.reference_digest,
         "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
         "max_staleness": inputs["max_staleness"],
         "advantages": inputs["advantages"].digest,
-        "update": inputs["update"].model_dump(mode="json"),
+        "update": inputs["update"].result_settings(),
         "custom_loss": custom_loss_digest(inputs["update"].loss),
         "seed": inputs["seed"],
     }

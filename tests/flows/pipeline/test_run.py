@@ -1,5 +1,6 @@
 """Opening a run's folder: what makes another run of it, and what it says of itself."""
 
+import functools
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from configs.loader import read_config
+from flows.pipeline import lineage
 from flows.pipeline.run import open_run
+from tasks.execution import caching
+from tasks.execution.fingerprint import code_fingerprint
 from tests.flows.conftest import REPOSITORY, TINY
 
 
@@ -21,12 +25,12 @@ def write(path: Path, **columns: str) -> Path:
     return path
 
 
-def reasons(prompts: Path, *overrides: str) -> list[str]:
+def reasons(prompts: Path, *overrides: str, accept_code: bool = False) -> list[str]:
     """Why the folder's content was moved to `previous/`, after opening the run once more."""
     root = prompts.parent / "runs"
     sets = [f"storage.root={root}", f"data.prompts={prompts}", "data.target_column=null", "data.targets=null"]
     jpeg = ['rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null"]
-    with open_run(read_config(TINY, [*sets, *jpeg, *overrides])):
+    with open_run(read_config(TINY, [*sets, *jpeg, *overrides]), accept_code=accept_code):
         pass
     return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/previous/*/reason.json"))]
 
@@ -110,16 +114,36 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_former_configuration_stops_no_start(prompts: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        "rollout.prompts_per_batch=1",
+        "rollout.decode_batch_size=2",
+        "update.micro_batch_size=1",
+        "policy.gradient_checkpointing=true",
+    ],
+)
+def test_what_changes_memory_leaves_the_run_as_it_is(prompts: Path, change: str) -> None:
     reasons(prompts)
-    previous = prompts.parent / "runs" / "tiny" / "config.yaml"
-    previous.write_bytes(content)
-    assert reasons(prompts) == []
-    previous.write_bytes(content)
-    (reason,) = reasons(prompts, "update.kl_coef=0.02")
-    assert reason.startswith(("the configuration changed: ", "the model, prompts, or a reward's"))
-    assert reasons(prompts, "update.kl_coef=0.02") == [reason]
+    assert reasons(prompts, change) == []
+
+
+def test_changed_code_is_another_run_unless_it_is_accepted(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons(prompts)
+    edited = functools.cache(lambda roots: f"edited {code_fingerprint(roots)}" if "update" in roots[0] else "same")
+    for module in (caching, lineage):
+        monkeypatch.setattr(module, "code_fingerprint", lambda roots: "same")
+    (first,) = reasons(prompts)
+    for module in (caching, lineage):
+        monkeypatch.setattr(module, "code_fingerprint", edited)
+    assert reasons(prompts, accept_code=True) == [first]
+    # What was accepted stays accepted.
+    assert reasons(prompts) == [first]
+    described = json.loads((prompts.parent / "runs" / "tiny" / "run.json").read_text())
+    assert list(described["accepted_code"].values()) == ["same"]
+    for module in (caching, lineage):
+        monkeypatch.setattr(module, "code_fingerprint", lambda roots: "other" if "update" in roots[0] else "same")
+    assert reasons(prompts)[1:] == ["the code of update policy changed (--accept-code keeps the results)"]
 
 
 def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:
