@@ -1,16 +1,14 @@
 """What a run's results were made with, and what becomes of them when the next start differs in it.
 
 A run's identity is kept in run.json: the settings that determine results, the model, the prompts, what the scores come
-from, and the code of each stage. A start with another identity moves what is stored to `previous/`, and stages whose own inputs,
-settings and code are unchanged get their results back from there by their keys.
+from, and the code of each stage. A start with another identity moves what is stored to `previous/`, and stages whose
+own inputs, settings and code are unchanged get their results back from there by their keys.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from tasks.storage.artifacts.lineage import LINEAGE
 
 from configs.identity import changed_settings, run_identity
 from configs.schema import RunConfig
@@ -24,6 +22,7 @@ from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import provenance_json
 from tasks.runs.layout import is_result
+from tasks.storage.artifacts.replace import LINEAGE
 from tasks.storage.artifacts.run_description import RUN_FILE, read_description
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from tasks.storage.artifacts.lineage import LINEAGE
 
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
@@ -33,6 +32,7 @@ from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import require_schema
 from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.replace import LINEAGE
 from tasks.storage.artifacts.run_description import write_description
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import RunLock, locked
