@@ -1,10 +1,10 @@
 """GRPO in one loop, with grpo_core alone: no server, no run folder, no configuration file.
 
-    python docs/minimal_grpo.py text     # a language model learns to sort letters, about half a minute on a CPU
-    python docs/minimal_grpo.py image    # a GLM-Image learns to draw what captions say, about two minutes
+    python docs/minimal_grpo.py text     # a language model learns to sort letters: half a minute on a CPU
+    python docs/minimal_grpo.py image    # a GLM-Image learns to draw what captions say: two minutes
 
-The same loop trains both: it never looks inside a policy. The pipeline (flows/training/train.py) makes the same calls
-with the same numbers, and stores what passes between them.
+The same loop trains both: it knows nothing about the kind of policy. The pipeline (flows/training/train.py) makes the
+same calls with the same numbers, and stores what passes between them.
 """
 
 import json
@@ -40,7 +40,7 @@ Prompt = Mapping[str, str]  # one line of a prompt file: the prompt, and columns
 
 @dataclass(frozen=True)
 class Task:
-    """What the loop trains, on which prompts, by which reward."""
+    """Name what the loop trains, on which prompts, with which reward."""
 
     policy: Policy
     prompts: Sequence[Prompt]
@@ -54,7 +54,7 @@ def grpo_step(
     task: Task, optimizer: PolicyOptimizer, prompts: Sequence[Prompt], requests: Sequence[GroupRequest], seed: int
 ) -> tuple[float, UpdateResult]:
     """Run one iteration: sample, score, compare, update. Returns the mean reward and the update's metrics."""
-    # 1. Sample a group of outputs for every prompt. Each token keeps the log-prob it was drawn with.
+    # 1. Sample a group of outputs for every prompt. Each token keeps the log-prob it was sampled with.
     groups = list(collect_rollouts(task.policy, requests, prompts_per_batch=len(requests)))
     # 2. Score every output with a number; nothing else about it reaches the training.
     scores = [[task.score(p, output) for output in group.outputs] for p, group in zip(prompts, groups, strict=True)]
@@ -72,7 +72,7 @@ def grpo_step(
 
 
 def train(task: Task, *, iterations: int, group_size: int = 8, seed: int = 0) -> Iterator[tuple[float, UpdateResult]]:
-    """Repeat the step, with other prompts each time. Yields what each step returned."""
+    """Repeat the step with other prompts each time, and yield what each step returns."""
     optimizer = PolicyOptimizer(task.policy.trainable_parameters(), OptimizerSettings(task.learning_rate))
     for iteration in range(1, iterations + 1):
         chosen = random.Random(f"{seed} {iteration}").sample(task.prompts, task.prompts_per_iteration)
@@ -80,7 +80,7 @@ def train(task: Task, *, iterations: int, group_size: int = 8, seed: int = 0) ->
             GroupRequest(
                 prompt=prompt["prompt"],
                 sample_ids=tuple(f"i{iteration}.p{place}.s{sibling}" for sibling in range(group_size)),
-                # Every sample has a random stream of its own, so it does not depend on the batch it is sampled in.
+                # Every sample has its own random stream, so it does not depend on the batch it is sampled in.
                 seeds=tuple(derive_seed(seed, iteration, place, sibling) for sibling in range(group_size)),
                 # Siblings share the noise of the image decoder: their rewards differ by their tokens only.
                 noise_seeds=(derive_seed(seed, iteration, place),) * group_size,
@@ -96,7 +96,7 @@ def read_prompts(name: str) -> list[Prompt]:
 
 
 def text_task() -> Task:
-    """A tiny Llama, every weight trained; the reward is how near a completion is to the answer."""
+    """Train every weight of a tiny Llama; the reward is how close a completion is to the answer."""
     policy = CausalLMPolicy.load(
         str(DATA / "models" / "tiny-text"), CausalLMSettings(max_completion_length=24), TrainingChoice(lora=None)
     )
@@ -112,7 +112,7 @@ def text_task() -> Task:
 
 
 def image_task() -> Task:
-    """A tiny GLM-Image, adapters trained; the reward is the structural similarity to the image that is described."""
+    """Train adapters of a tiny GLM-Image; the reward is the structural similarity to the described image."""
     policy = GlmImagePolicy.load(
         str(DATA / "models" / "tiny-glm-image"),
         GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.0),
