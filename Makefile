@@ -1,4 +1,4 @@
-# `make train` sets everything up and runs the main job; `make test` passes the tests.
+# `make train` installs everything and trains the tiny model; `make test` runs the tests.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -8,15 +8,15 @@ ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
 .PHONY: help install train test test-postgresql test-slow test-chaos check format bench bench-pools tiny-model tiny-text-model curves ui lock clean
-help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
-install: $(STAMP)  ## the locked packages into .venv
+install: $(STAMP)  ## install the locked packages into .venv
 
-# uv takes a torch and a torchvision that belong together; where it is absent it comes from the package index.
+# uv picks a torch and a torchvision that match; if it is not installed, it is taken from the package index.
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is older than 3.11: install a later one and call make with PYTHON=python3.11, say" >&2; exit 1; }
+		{ echo "$(PYTHON) is older than 3.11: install a later Python and run, for example, make PYTHON=python3.11" >&2; exit 1; }
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null || $(RUN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9"
 	PATH="$(abspath $(RUN)):$$PATH" uv pip sync --quiet --python $(RUN)/python --require-hashes requirements.lock
@@ -26,49 +26,49 @@ $(STAMP): requirements.lock pyproject.toml
 train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 	$(ENVIRONMENT) $(RUN)/grpo train $(CONFIG)
 
-test: $(STAMP)  ## the tests that fit in a few minutes
+test: $(STAMP)  ## run the tests that take a few minutes
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos" --numprocesses 2 --dist loadfile
 
-test-postgresql: $(STAMP)  ## the tests that need PostgreSQL (apt-get install postgresql)
+test-postgresql: $(STAMP)  ## run the tests that need PostgreSQL (apt-get install postgresql)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"
 
-test-slow: $(STAMP)  ## the tests that take longer: kills in every stage, whole trainings
+test-slow: $(STAMP)  ## run the slow tests: kills in every stage, complete trainings
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow
 
-test-chaos: $(STAMP)  ## over a hundred kills of tiny runs, alone and with workers (CHAOS_SEED=0 CHAOS_TABLE=FILE)
+test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0 CHAOS_TABLE=FILE)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos
 
-check: $(STAMP)  ## linter, format, types, layers
+check: $(STAMP)  ## check style, format, types and layers
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-format: $(STAMP)  ## rewrite the sources in the project's format
+format: $(STAMP)  ## format the sources
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-bench: $(STAMP)  ## cost of orchestration, storage and reporting beside the same calls in a plain loop
+bench: $(STAMP)  ## measure the cost of orchestration, storage and reports against a plain loop
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.orchestration
 
-bench-pools: $(STAMP)  ## the tiny run in one process, and on two pools with three workers, PostgreSQL and S3
+bench-pools: $(STAMP)  ## compare one process with two pools, three workers, PostgreSQL and S3
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.placement
 
-tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again, from its recipe
+tiny-model: $(STAMP)  ## train the shipped tiny GLM-Image again from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models.glm_image
 
-tiny-text-model: $(STAMP)  ## train the shipped tiny text model again, from its recipe
+tiny-text-model: $(STAMP)  ## train the shipped tiny text model again from its recipe
 	$(ENVIRONMENT) $(RUN)/python -m flows.tiny_models.text
 
-curves: $(STAMP)  ## the tiny text model here and in TRL: docs/learning_curves.png
+curves: $(STAMP)  ## train the tiny text model here and in TRL: docs/learning_curves.png
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.learning_curves
 
-ui: $(STAMP)  ## Prefect's server and UI on this machine
+ui: $(STAMP)  ## start Prefect's server and UI on this machine
 	$(RUN)/grpo ui
 
-lock: $(STAMP)  ## resolve the dependencies anew
+lock: $(STAMP)  ## resolve the dependencies again
 	PATH="$(abspath $(RUN)):$$PATH" uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 		--upgrade --extra dev pyproject.toml --output-file requirements.lock
 
-clean:  ## remove what make installed
+clean:  ## remove .venv
 	rm -rf $(VENV)
