@@ -35,7 +35,7 @@ test-postgresql: $(STAMP)  ## run the tests that need PostgreSQL (apt-get instal
 test-slow: $(STAMP)  ## run the slow tests: kills in every stage, complete trainings
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m slow
 
-test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0 CHAOS_TABLE=FILE)
+test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos
 
 check: $(STAMP)  ## check style, format, types and layers
