@@ -45,8 +45,7 @@ def takes_request(model: str) -> Callable[[Callable[[R, bool], None]], Callable[
 
         shared = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
         parameters = [shared]
-        # The list of commands has no options, and importing pydantic would take a third of its time.
-        if sys.argv[1:] not in ([], ["--help"]):
+        if not _is_another_command(command.__name__):
             parameters = [*(_parameter(*field) for field in _request(model).model_fields.items()), shared]
         bound.__name__, bound.__doc__ = command.__name__, command.__doc__
         bound.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -54,6 +53,11 @@ def takes_request(model: str) -> Callable[[Callable[[R, bool], None]], Callable[
         return bound
 
     return decorate
+
+
+def _is_another_command(name: str) -> bool:
+    """Whether this process is the program and was given another command: reading the request would import torch."""
+    return Path(sys.argv[0]).stem in ("grpo", "main") and sys.argv[1:2] != [name]
 
 
 def _request(name: str) -> "type[Any]":

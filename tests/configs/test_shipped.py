@@ -6,7 +6,7 @@ import pytest
 import configs
 from configs.loader import read_config, read_rewards_file
 from configs.schema import RunConfig
-from flows.preflight.doctor import model_estimate
+from flows.preflight import doctor
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.architecture import RELEASED_MODEL
 from grpo_core.rewards.ocr.quoted_text import quoted_texts
@@ -57,7 +57,7 @@ def test_every_file_of_a_gpu_is_there() -> None:
 def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
     choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
-    return model_estimate(config, choice).memory
+    return doctor._estimate(config, choice).memory
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())

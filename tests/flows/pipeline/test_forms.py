@@ -112,7 +112,7 @@ class TestForm:
         values["rollout"]["group_size"] = 1
         del values["data"]
         told = unread(train, {"config": values})
-        assert "update.learning_rat: got 1.0. There is no such key: did you mean learning_rate?" in told
+        assert "update.learning_rat: got 1.0. There is no such key. Did you mean update.learning_rate?" in told
         assert "rollout.group_size: got 1. Input should be greater than or equal to 2." in told
         assert "data: got None. It is missing and has no default; add it." in told
 
@@ -120,7 +120,7 @@ class TestForm:
         values = changed(read_config(TINY).model_dump(mode="json"), "update", "minibatch_size", value=97)
         assert "update.minibatch_size: got 97. An iteration has 96 rows" in unread(train, {"config": values})
         assert "overrides.0" in unread(evaluate, {"request": {"run": "tiny", "overrides": [3]}})
-        assert "There is no such key: did you mean sources?" in unread(rescore, {"request": {"source": ["tiny"]}})
+        assert "There is no such key. Did you mean sources?" in unread(rescore, {"request": {"source": ["tiny"]}})
 
 
 def unread(flow: Flow[..., Any], parameters: dict[str, Any]) -> str:
@@ -133,7 +133,7 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
     values = read_config(TINY, empty.overrides(run__name="requested")).model_dump(mode="json")
     state = asyncio.run(train(changed(values, "update", "learning_rat", value=1), return_state=True))
     assert state.is_failed()
-    assert "There is no such key: did you mean learning_rate?" in str(state.message)
+    assert "There is no such key. Did you mean update.learning_rate?" in str(state.message)
     with pytest.raises(InputErrors):
         asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
     assert not empty.path(run="requested").exists()

@@ -33,7 +33,7 @@ def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
 
 
 def plan(**changes: Any) -> object:
-    values: dict[str, Any] = {"seed": 0, "iteration": 1, "draw": 1, "group_size": 2, "shared_noise": True}
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "group_size": 2, "shared_noise": True}
     return plan_round(PROMPTS, **{**values, **changes})
 
 
@@ -110,7 +110,7 @@ DETERMINING = [
     ("rollouts", {"plan": plan(seed=1)}),
     ("rollouts", {"plan": plan(iteration=2)}),
     ("rollouts", {"plan": plan(shared_noise=False)}),
-    ("rollouts", {"plan": plan(draw=2)}),
+    ("rollouts", {"plan": plan(sampling_round=2)}),
     ("rollouts", {"with_reference": True}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, top_k=5)}),
     (

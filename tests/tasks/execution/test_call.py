@@ -143,7 +143,7 @@ def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> N
 def test_nothing_is_made_of_a_call_that_was_withdrawn(store: ArtifactStore) -> None:
     arguments = rollout_arguments("iteration_000001", HERE)
     call = call_of(stage_named("collect rollouts"), arguments, store, withdrawable=True)
-    with pytest.raises(StaleReferenceError, match=r"run/iteration_000001/rollouts: the run .* does not ask for it"):
+    with pytest.raises(StaleReferenceError, match=r"run/iteration_000001/rollouts: the run"):
         carry_out(call).reference()
     assert store.find("iteration_000001/rollouts") is None
     store.write_file(call_file(call.digest), b"requested")

@@ -252,7 +252,7 @@ def test_after_an_unforeseen_error_the_next_request_has_a_new_child(
             ask(process)
     else:
         process = child(f"answer(dict(error={record!r}))")
-        call = StageCall(stage="a stage", storage={"root": "r"}, run="run", code="", arguments={})
+        call = StageCall(stage="a stage", storage={"root": "r"}, run="run", roots=(), code="", arguments={})
         with pytest.raises(raised):
             carry_out_in(process, call, None).reference()
     assert (process._child is not None) is kept

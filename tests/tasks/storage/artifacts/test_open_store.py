@@ -121,7 +121,7 @@ def test_another_user_has_a_cache_of_his_own(bucket: str, tmp_path: Path, monkey
 
 def test_where_copies_are_kept_does_not_name_a_call(bucket: str, tmp_path: Path) -> None:
     call = StageCall(
-        stage="score reward", storage=section(bucket, tmp_path / "copies"), run="run", code="", arguments={}
+        stage="score reward", storage=section(bucket, tmp_path / "copies"), run="run", roots=(), code="", arguments={}
     )
     moved = call.model_copy(update={"storage": call.storage.model_copy(update={"cache_dir": None, "cache_gib": 2.0})})
     assert moved.digest == call.digest

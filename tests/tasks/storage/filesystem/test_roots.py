@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.loader import read_config
-from flows.preflight.inputs import require_inputs
+from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError, InputErrors
 from tasks.storage.filesystem.roots import open_root
 from tests.tasks.storage.made_artifacts import REPOSITORY
@@ -77,5 +77,5 @@ def test_a_wrong_root_is_reported_before_the_run_starts(
     changed = {name: value.format(bucket) for name, value in changes.items()}
     section = config.storage.model_copy(update=changed)
     with pytest.raises(InputErrors) as caught:
-        require_inputs(config.model_copy(update={"storage": section}))
+        check_inputs(config.model_copy(update={"storage": section}))
     assert [error.place for error in caught.value.errors] == [place]
