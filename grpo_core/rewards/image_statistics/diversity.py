@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import DEFAULT_MODEL, ClipSource, library_version
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
-from grpo_core.rewards.images import fit_to, to_tensor
+from grpo_core.rewards.images import fit_to
 from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, Text, clamp_unit
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
+from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import PackagedFile, WeightSource
 
 _PLACE = "rewards.diversity"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import LongPrompts, check_prompts
-from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.model_reward import ModelReward, exact_inference
 from grpo_core.rewards.reward import Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.tensors import to_tensor
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of OpenAI's CLIP, which both models were prepared with."""

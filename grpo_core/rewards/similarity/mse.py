@@ -6,9 +6,9 @@ from jaxtyping import Float32, Float64
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from grpo_core.rewards.images import check_pair
 from grpo_core.rewards.reward import STRICT, Positive, clamp_unit
 from grpo_core.rewards.similarity.pairs import PairReward
+from grpo_core.rewards.tensors import check_pair
 
 
 @dataclass(frozen=True, config=STRICT)

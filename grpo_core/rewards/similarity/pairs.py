@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.rewards.images import fit_to, to_rgb, to_tensor
+from grpo_core.rewards.images import fit_to, to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
+from grpo_core.rewards.tensors import to_tensor
 
 
 class PairReward(Reward):

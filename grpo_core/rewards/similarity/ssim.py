@@ -11,9 +11,9 @@ from jaxtyping import Float32
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from grpo_core.rewards.images import check_pair
 from grpo_core.rewards.reward import STRICT, clamp_unit
 from grpo_core.rewards.similarity.pairs import PairReward
+from grpo_core.rewards.tensors import check_pair
 
 WINDOW = 11
 """Side of the Gaussian window in pixels; also the smallest image, because only complete windows count."""

@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import check_pair, fit_to, to_rgb, to_tensor
+from grpo_core.rewards.images import fit_to, to_rgb
+from grpo_core.rewards.tensors import check_pair, to_tensor
 from tests.grpo_core.rewards.conftest import noise
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_core.rewards.image_statistics.diversity import Distance, lpips_distance, pixel_distance
-from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.similarity.lpips import load_network, perceptual_distance
+from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import WeightFile, file_sha256
 from tests.grpo_core.rewards.conftest import flat, noise
 

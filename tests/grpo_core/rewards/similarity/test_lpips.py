@@ -9,9 +9,9 @@ import torch
 import torchvision
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.images import to_tensor
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import WeightFile
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
