@@ -2,14 +2,15 @@
 
 training       the loop; start reading at training/train.py
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
-evaluation, replay, rescoring   one folder per command: plan (the request checked against a run) and flow
+evaluation, replay, rescoring   one folder per command: plan (checks the request against a run) and flow
 rewards        `grpo rewards`: analysis of stored scores, a server that scores for others
 inspection     `grpo inspect`
 pruning        `grpo prune`
 preflight      checks before any model loads, `grpo doctor`
-deployment, server, workers     Prefect: registered flows, `grpo ui`, workers of a pool
-command_line   the program; terminal prints for it
-tiny_models    make the shipped tiny models again
+deployment, server, workers     Prefect: `grpo deploy`, `grpo ui` and `grpo worker`
+command_line   the program `grpo`: its commands and options
+terminal       progress bars, tables and summaries that the commands print
+tiny_models    trains the shipped tiny models again
 prefect_settings   Prefect's settings, applied before it is imported
 """
 

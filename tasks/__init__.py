@@ -1,13 +1,13 @@
 """Prefect tasks: each stage reads artifacts, makes one call into grpo_core, and writes one artifact.
 
-The four stages, a room each:
+The four stages, one folder each:
 
 rollouts     sample groups of outputs with a policy, and plan their prompts, names and seeds
-rewards      score rollouts, one table per reward, in this process or in several side by side
-advantages   scores of siblings -> rewards and advantages; copied for a replay
+rewards      score rollouts, one table per reward, in this process or in several in parallel
+advantages   scores of siblings -> rewards and advantages; copies them for a replay
 update       rollouts and advantages -> the next policy, in one process or in several of accelerate
 
-What they work with:
+What the stages use:
 
 prompts      prompt files, target images, and which prompts an iteration samples
 models       the files of a model, and the policy that a process keeps loaded
@@ -16,10 +16,10 @@ runs         names in a run folder, and the only reader of it
 execution    the key of a stage's result, where a stage runs, retries and cancellation
 storage      artifacts, locks, tables and Prefect's results on any fsspec URL
 
-What people do with a run afterwards:
+For finished runs:
 
 reports      tables, curves, images and pages
-pruning      what of a run can be deleted
+pruning      deletes what a run does not need
 
 checkout     the folder that this program runs from
 progress     log lines and progress totals of a stage

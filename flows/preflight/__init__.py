@@ -1,5 +1,5 @@
 """Checks that run before any model loads.
 
-inputs   what a run refuses to start with: prompts, model, rewards, device, storage, server
+inputs   checks prompts, model, rewards, device, storage and server before a run
 doctor   `grpo doctor`: the same checks, and estimates of memory and disk
 """

@@ -1,5 +1,5 @@
 """`grpo replay`: train a policy from stored rollouts.
 
-plan     the request checked against the source: iterations, advantages, staleness
+plan     checks the request against the source: iterations, advantages, staleness
 replay   the flow and its summary
 """

@@ -1,4 +1,4 @@
-"""What the commands print.
+"""Terminal output of the commands.
 
 progress     how far each stage is: bars in a terminal, lines elsewhere
 tables       helpers that all tables share

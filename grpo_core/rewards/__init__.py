@@ -5,22 +5,22 @@
 - ``model_reward``: rewards computed by a network, its weights and device; ``weights`` finds and checks weight files.
 - ``images``: from any image file to RGB, to the size of another image, to a tensor.
 - ``mix``: several rewards of a sample become one, and what happens where one is missing.
-- ``hacking``: the rule for a policy that pleases its reward without doing better.
+- ``hacking``: the rule that detects reward hacking.
 - ``event_loop``: runs the coroutines of functions and HTTP clients.
 
 Rewards, one per module, each a frozen dataclass whose fields are its settings:
 
 - ``similarity``: to a target image: mse, psnr, ssim, lpips.
-- ``ocr``: the words that an image should show: text_accuracy.
+- ``ocr``: words that an image should show: text_accuracy.
 - ``embedding``: CLIP: clip_score, aesthetic.
-- ``judges``: models of what people prefer: pickscore, hpsv2, a language model as judge, a text reward model.
-- ``image_statistics``: what an image looks like, whatever it shows: jpeg, edge_density, sharpness, colour_entropy,
+- ``judges``: models of human preference: pickscore, hpsv2, a language model as judge, a text reward model.
+- ``image_statistics``: properties of an image, whatever it shows: jpeg, edge_density, sharpness, colour_entropy,
   diversity.
-- ``text``: of texts: answer, format, box_iou.
+- ``text``: rewards of texts: answer, format, box_iou.
 - ``functions``: any function written for TRL; ``remote``: any scorer behind HTTP.
 
 To add a reward, write its module and name it in ``registry``; raise its ``version`` whenever the same sample would
-score otherwise. A value is in [0, 1] where that is possible, higher is better; the raw quantity keeps its own unit. A
+get another score. A value is in [0, 1] where that is possible, higher is better; the raw quantity keeps its own unit. A
 sample to which the reward does not apply is ``NOT_APPLICABLE``, never a zero; one that could not be scored for another
 reason is ``Score.failed`` with the reason.
 """
