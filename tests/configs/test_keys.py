@@ -123,9 +123,9 @@ def test_the_document_has_every_name() -> None:
     rows = [
         line.split("|")[1:4] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
     ]
-    told = {trl.strip().strip("`"): ours.strip().strip("`") for trl, ours, _ in rows}
-    assert {trl.split(".")[1]: ours for trl, ours in TRL_NAMES.items()}.items() <= told.items()
-    assert {trl.split(".")[1] for trl in OTHER_MEANING} <= set(told)
+    documented = {trl.strip().strip("`"): ours.strip().strip("`") for trl, ours, _ in rows}
+    assert {trl.split(".")[1]: ours for trl, ours in TRL_NAMES.items()}.items() <= documented.items()
+    assert {trl.split(".")[1] for trl in OTHER_MEANING} <= set(documented)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""Shipped configurations are valid, and fit the GPU that they are for."""
+
 import json
 from pathlib import Path
 
@@ -67,10 +69,10 @@ def test_it_fits_the_gpu_it_is_for(name: str, memory: int) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_the_memory_told_in_the_file_is_the_estimate(name: str) -> None:
+def test_the_memory_stated_in_the_file_is_the_estimate(name: str) -> None:
     path = ROOT / "configs" / f"{name}.yaml"
-    told = int(path.read_text(encoding="utf-8").split("about ")[1].split(" GiB")[0])
-    assert estimate_of(read_config(path)).needed / 1024**3 == pytest.approx(told, abs=1)
+    stated = int(path.read_text(encoding="utf-8").split("about ")[1].split(" GiB")[0])
+    assert estimate_of(read_config(path)).needed / 1024**3 == pytest.approx(stated, abs=1)
 
 
 def test_without_recomputation_the_80_gb_sizes_would_not_fit() -> None:

@@ -1,77 +1,74 @@
-"""A caption has exactly one image, and no two captions share one."""
+"""Scenes, their captions and tokens, and the shipped prompt files that pair a caption with its image."""
+
+import json
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from data.shapes import BACKGROUNDS, COLORS, POSITIONS, SPRITES, Scene, all_scenes, draw, draw_cells, split_scenes
+import data
+from data.codebook import CODEBOOK_SIZE, codebook, decode_tokens, encode_cells
+from data.prompt_files import HELDOUT_FILE, TRAIN_FILE, choose_scenes
+from data.shapes import BACKGROUNDS, COLORS, Scene, all_scenes, draw, draw_cells, split_scenes
+from data.tiny_glm_image import TinyRecipe
 
-
-def covered(scene: Scene) -> list[str]:
-    """The cells in the scene's colour, as text."""
-    return ["".join("#" if tuple(cell) == COLORS[scene.color] else "." for cell in row) for row in draw_cells(scene)]
-
-
-def test_cross_at_the_bottom_left() -> None:
-    assert covered(Scene("red", "cross", "bottom left", "black")) == [
-        "........",
-        "........",
-        "........",
-        "..#.....",
-        "..#.....",
-        "#####...",
-        "..#.....",
-        "..#.....",
-    ]
-
-
-def test_triangle_in_the_center_stands_one_cell_off_where_the_grid_has_no_middle() -> None:
-    assert covered(Scene("pink", "triangle", "center", "gray")) == [
-        "........",
-        "........",
-        "...#....",
-        "..###...",
-        ".#####..",
-        "........",
-        "........",
-        "........",
-    ]
-
-
-def test_cells_outside_the_sprite_have_the_background() -> None:
-    cells = draw_cells(Scene("blue", "square", "top right", "gray"))
-    assert (cells[:4, 4:] == COLORS["blue"]).all()
-    cells[:4, 4:] = BACKGROUNDS["gray"]
-    assert (cells == BACKGROUNDS["gray"]).all()
+SHIPPED = Path(data.__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("scene", "caption"),
+    ("scene", "caption", "rows"),
     [
-        (Scene("red", "circle", "top left", "white"), "a red circle at the top left on a white background"),
-        (Scene("orange", "heart", "center", "black"), "an orange heart in the center on a black background"),
+        (
+            Scene("red", "cross", "bottom left", "black"),
+            "a red cross at the bottom left on a black background",
+            ["........"] * 3 + ["..#.....", "..#.....", "#####...", "..#.....", "..#....."],
+        ),
+        # A grid of eight cells has no middle: the sprite is one cell off.
+        (
+            Scene("orange", "triangle", "center", "gray"),
+            "an orange triangle in the center on a gray background",
+            ["........"] * 2 + ["...#....", "..###...", ".#####.."] + ["........"] * 3,
+        ),
     ],
 )
-def test_caption(scene: Scene, caption: str) -> None:
+def test_caption_and_cells_by_hand(scene: Scene, caption: str, rows: list[str]) -> None:
+    covered = np.array([[cell == "#" for cell in row] for row in rows])
+    expected = np.where(covered[..., None], COLORS[scene.color], BACKGROUNDS[scene.background])
     assert scene.caption == caption
+    assert np.array_equal(draw_cells(scene), expected)
+    blocks = np.asarray(draw(scene)).reshape(8, 8, 8, 8, 3)
+    assert (blocks == expected[:, None, :, None]).all()
 
 
-def test_captions_are_distinct_and_any_two_images_differ_in_four_cells_or_more() -> None:
+def test_preview_and_large_tokens_by_hand() -> None:
+    red, white = list(COLORS).index("red"), len(COLORS) + list(BACKGROUNDS).index("white")
+    tokens = encode_cells(draw_cells(Scene("red", "square", "top left", "white"))[None])[0]
+    for grid, side in ((tokens[:16].view(4, 4), 2), (tokens[16:].view(8, 8), 4)):
+        expected = torch.full_like(grid, white)
+        expected[:side, :side] = red
+        assert torch.equal(grid, expected)
+    # The circle's cut corner leaves one background cell of the four under the first preview cell.
+    tokens = encode_cells(draw_cells(Scene("blue", "circle", "top left", "black"))[None])[0]
+    mixed = 0.75 * np.array(COLORS["blue"]) + 0.25 * np.array(BACKGROUNDS["black"])
+    np.testing.assert_allclose(codebook()[tokens[0]], mixed, rtol=1e-6)
+
+
+def test_scenes_differ_and_survive_encoding_and_decoding() -> None:
+    """Every caption is distinct, two images differ in at least four cells, and every code is used."""
     scenes = all_scenes()
     assert len({scene.caption for scene in scenes}) == len(scenes)
-    assert len(scenes) == len(COLORS) * len(SPRITES) * len(POSITIONS) * len(BACKGROUNDS)
-    # A cell's colour as one number, so that cells compare at once.
-    cells = np.stack([draw_cells(scene) for scene in scenes]).astype(np.int64) @ np.array([65536, 256, 1])
-    flat = cells.reshape(len(scenes), -1)
+    cells = np.stack([draw_cells(scene) for scene in scenes])
+    flat = (cells.astype(np.int64) @ np.array([65536, 256, 1])).reshape(len(scenes), -1)
     different = (flat[:, None] != flat[None]).sum(-1)
     np.fill_diagonal(different, 64)
     assert different.min() >= 4
-
-
-def test_a_image_is_its_cells_in_flat_blocks_of_eight_pixels() -> None:
-    scene = Scene("green", "heart", "bottom right", "white")
-    pixels = np.asarray(draw(scene))
-    blocks = pixels.reshape(8, 8, 8, 8, 3)
-    assert (blocks == draw_cells(scene)[:, None, :, None]).all()
+    tokens = encode_cells(cells)
+    assert tokens.unique().tolist() == list(range(CODEBOOK_SIZE))
+    decoded = (decode_tokens(tokens[:, 16:]).permute(0, 2, 3, 1) + 1) * 127.5
+    np.testing.assert_allclose(decoded.numpy(), cells, atol=1e-3)
 
 
 def test_split_is_seeded_disjoint_and_complete() -> None:
@@ -82,7 +79,29 @@ def test_split_is_seeded_disjoint_and_complete() -> None:
     assert split_scenes(seed=4, heldout_fraction=0.1)[1] != heldout
 
 
-def test_every_word_of_a_heldout_caption_is_seen_in_training() -> None:
-    train, heldout = split_scenes(seed=0, heldout_fraction=0.1)
-    seen = {word for scene in train for word in scene.caption.split()}
-    assert {word for scene in heldout for word in scene.caption.split()} <= seen
+def test_chosen_scenes_are_balanced_seeded_and_distinct() -> None:
+    chosen = choose_scenes(all_scenes(), 24, seed=5)
+    assert len(set(chosen)) == 24
+    assert chosen == choose_scenes(all_scenes(), 24, seed=5)
+    assert chosen != choose_scenes(all_scenes(), 24, seed=6)
+    for field in ("color", "shape", "position", "background"):
+        counts = Counter(getattr(scene, field) for scene in chosen).values()
+        assert max(counts) - min(counts) <= 2
+    with pytest.raises(ValueError, match="there are 2"):
+        choose_scenes(all_scenes()[:2], 3, seed=0)
+
+
+def test_shipped_files_pair_the_recipes_captions_with_their_images() -> None:
+    recipe = TinyRecipe()
+    train, heldout = split_scenes(recipe.seed, recipe.heldout_fraction)
+    for name, scenes, count in (
+        (TRAIN_FILE, train, recipe.train_prompts),
+        (HELDOUT_FILE, heldout, recipe.heldout_prompts),
+    ):
+        rows = [json.loads(line) for line in (SHIPPED / "prompts" / name).read_text(encoding="utf-8").splitlines()]
+        expected = choose_scenes(scenes, count, recipe.seed)
+        for row, scene in zip(rows, expected, strict=True):
+            assert row["prompt"] == scene.caption
+            assert Scene(row["color"], row["shape"], row["position"], row["background"]) == scene
+            with Image.open(SHIPPED / "targets" / row["target"]) as image:
+                assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(draw(scene)))

@@ -64,10 +64,6 @@ def test_log_probs_are_those_of_the_tokens_beside_them() -> None:
         torch.testing.assert_close(policy.logprobs(group.tokens).logprobs.detach(), group.rollout_logprobs)
 
 
-def test_no_requests_give_no_groups() -> None:
-    assert collected([], 4) == []
-
-
 def test_the_first_group_is_there_before_the_last_is_sampled() -> None:
     policy = TablePolicy(3)
     groups = collect_rollouts(policy, REQUESTS, prompts_per_batch=1)
@@ -98,15 +94,6 @@ def test_the_reference_is_asked_where_the_reward_needs_it() -> None:
         assert group.scored_logprobs is not None
         torch.testing.assert_close(group.scored_logprobs, group.rollout_logprobs)
     assert all(group.ref_logprobs is None for group in collected(REQUESTS, 2))
-
-
-def test_damaged_glm_image_weights_are_told_by_sample(shipped_pipeline: GlmImagePipeline) -> None:
-    policy = build_policy(shipped_pipeline)
-    with torch.no_grad():
-        next(iter(policy.trainable_parameters().values())).fill_(math.nan)
-    with pytest.raises(NonFiniteError) as caught:
-        list(collect_rollouts(policy, [request_for(PROMPTS[0], 0, siblings=2)], prompts_per_batch=1))
-    assert caught.value.sample_ids == ("s0", "s1")
 
 
 def test_glm_image_groups_do_not_depend_on_the_batch(shipped_pipeline: GlmImagePipeline) -> None:

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.logprobs import entropy_of, gather_logprobs, score_hidden, score_logits, vocabulary_logprobs
+from grpo_core.logprobs import entropy_of, score_hidden, score_logits, vocabulary_logprobs
 from grpo_core.records import TokenSupport
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes, saved_storages
 
@@ -30,11 +30,6 @@ def test_vocabulary_logprobs_are_computed_in_fp32_from_half_precision() -> None:
     found = vocabulary_logprobs(logits, 3, 0.7)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.log_softmax(logits.double() / 0.7, -1).float(), atol=1e-6, rtol=0)
-
-
-def test_gather_takes_the_given_ids() -> None:
-    table = torch.arange(12.0).reshape(1, 3, 4)
-    assert gather_logprobs(table, torch.tensor([[3, 0, 2]])).tolist() == [[3.0, 4.0, 10.0]]
 
 
 def test_entropy_by_hand() -> None:

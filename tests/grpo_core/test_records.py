@@ -72,15 +72,6 @@ def test_padding_at_the_end_of_every_row_is_cut_off() -> None:
     assert nothing.token_ids.tolist() == [[1]]
 
 
-def test_no_rows_can_be_selected() -> None:
-    assert len(rows().select(range(0))) == 0
-
-
-def test_old_log_probs_are_unknown_until_they_are_recomputed() -> None:
-    assert rows().old_logprobs is None
-    assert rows().select([1]).old_logprobs is None
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     with pytest.raises(AssertionError, match="temperature is positive"):

@@ -1,4 +1,4 @@
-"""The tiny text model that is shipped: small, drawn from its recipe, and worth training."""
+"""The shipped tiny text model is small, follows the source's recipe, and leaves room to improve."""
 
 import json
 from dataclasses import asdict
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.tiny_text import TinyTextRecipe, evaluate_tiny_text_model
+from data.tiny_text import TinyTextRecipe, build_tokenizer, evaluate_tiny_text_model
 from data.tiny_text.letters import split_words
 from tests.tiny_text_policy import MODEL
 
@@ -19,10 +19,10 @@ def test_it_is_small_and_names_the_recipe_of_the_source() -> None:
 
 
 def test_it_knows_the_task_and_makes_slips() -> None:
-    """At a low temperature it is nearly always right; as it is, there is room to get better."""
+    """At a low temperature it is nearly always right; at temperature 1 there is room to improve."""
     recipe = TinyTextRecipe()
     _, heldout = split_words(recipe.seed, train=0, heldout=recipe.heldout_words)
-    usual, cold = (evaluate_tiny_text_model(MODEL, heldout[::2], temperature=warm) for warm in (1.0, 0.1))
+    usual, cold = (evaluate_tiny_text_model(MODEL, heldout[::2], temperature=value) for value in (1.0, 0.1))
     assert 0.5 <= usual.similarity <= 0.68
     assert 0.03 <= usual.exact <= 0.2
     assert usual.similarity_group_std >= 0.1
@@ -34,7 +34,8 @@ def test_it_knows_the_task_and_makes_slips() -> None:
 
 @torch.no_grad()
 def test_transformers_alone_answers_with_it() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer, built = AutoTokenizer.from_pretrained(MODEL), build_tokenizer()
+    assert (tokenizer.get_vocab(), tokenizer.chat_template) == (built.get_vocab(), built.chat_template)
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     messages = [{"role": "user", "content": "sort the letters of goga"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages
-from grpo_core.errors import InputError
 from grpo_core.rewards.mix.running import RunningMoments
 from grpo_core.rewards.mix.terms import RewardTerm
 
@@ -179,11 +178,6 @@ def test_normalised_sums_that_cancel_are_no_spread() -> None:
         result = computed(values, *terms, scale="group")
         assert result.constant.tolist() == [True]
         assert result.advantages.tolist() == [[0.0] * 5]
-
-
-def test_normalising_twice_is_refused() -> None:
-    with pytest.raises(InputError, match=r"rewards\.0\.normalize"):
-        computed([[[0.0], [1.0]]], BY_RUN, scale="group", aggregation="normalize_then_sum")
 
 
 UNIT = st.integers(0, 8).map(lambda eighths: eighths / 8)

@@ -175,12 +175,3 @@ def test_rollout_set_cut_into_minibatches(loss: str, sizes: tuple[int, ...]) -> 
         denominators = count(minibatch, rollout_rows=12, rollout_tokens=tokens)
         require_equal(loss_of(minibatch, settings, denominators, split=[range(1), range(1, size)]), theirs)
         start += size
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo"])
-def test_equal_microbatches(loss: str) -> None:
-    """Where TRL does not depend on the split, ours is the same number for any split."""
-    inputs = replace(random_inputs(8), entropy_mask=None)
-    settings = configured(loss, kl_coef=0.1)
-    theirs = trl_loss(inputs, settings, split=[range(2), range(2, 4), range(4, 6)])
-    require_equal(loss_of(inputs, settings, split=[range(1), range(1, 6)]), theirs)

@@ -114,12 +114,6 @@ def test_cispo_by_hand(ratio: float, advantage: float, value: float, slope: floa
     assert bool(term.clipped_high) == (ratio == 4.0 and advantage == 1.0)
 
 
-@given(RATIOS, st.floats(0.1, 3.0) | st.floats(-3.0, -0.1), st.floats(1.0, 3.0))
-def test_cispo_drops_no_token(ratio: float, advantage: float, cap: float) -> None:
-    slope = one_token(LossSettings("cispo", ratio_cap=cap), ratio, advantage)[1]
-    assert slope == pytest.approx(-min(ratio, cap) * advantage)
-
-
 def sapo(ratio: float, advantage: float) -> tuple[float, float]:
     return one_token(LossSettings("sapo"), ratio, advantage)[:2]
 
@@ -165,10 +159,3 @@ def test_vespo_weight_of_a_masked_token_is_not_zero_times_infinity() -> None:
 def test_vespo_is_finite_however_far_the_policy_is(distance: float) -> None:
     found = vespo_weights(inputs_of(torch.full((1, 3), distance), torch.tensor([-1.0])), VESPO)
     assert 0 <= float(found) < 1e-15
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@given(ADVANTAGES)
-def test_at_ratio_one_every_term_has_the_policy_gradient(loss: str, advantage: float) -> None:
-    """The derivative by the log-prob is -A."""
-    assert one_token(LossSettings(loss), 1.0, advantage, old=-2.0)[1] == pytest.approx(-advantage)

@@ -1,18 +1,9 @@
 """Rows of like length go through the model together, each once, and each process takes its part."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_core.update.batches import microbatches
-from grpo_core.update.process_group import share
-
-
-class Rank:
-    """One of several processes; only its number matters to `share`."""
-
-    def __init__(self, rank: int, count: int) -> None:
-        self.rank, self.count = rank, count
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))
@@ -33,16 +24,3 @@ def test_packing_halves_the_padding_of_mixed_lengths() -> None:
     packed = sum(len(part) * max(lengths[row] for row in part) for part in microbatches(lengths, 4))
     in_order = sum(4 * max(lengths[start : start + 4]) for start in (0, 4))
     assert (packed, in_order) == (40, 72)
-
-
-@given(st.integers(1, 20), st.integers(1, 5))
-def test_every_part_counts_on_one_process_and_all_take_as_many(parts: int, count: int) -> None:
-    names = list(range(parts))
-    taken = [share(names, Rank(rank, count)) for rank in range(count)]  # type: ignore[arg-type]
-    assert len({len(each) for each in taken}) == 1
-    assert sorted(part for each in taken for part, counts in each if counts) == names
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_without_parts_nobody_takes_any(count: int) -> None:
-    assert share([], Rank(0, count)) == []  # type: ignore[arg-type]

@@ -102,24 +102,31 @@ def update_every_variant(folder: Path) -> None:
     process_group.close()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_loss_comes_to_the_weights_of_one_process(tmp_path: Path, count: int) -> None:
-    in_processes(count, update_every_variant, tmp_path)
+@pytest.fixture(scope="module", params=[2, 3])
+def updates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """How many processes, and what each of them wrote."""
+    folder = tmp_path_factory.mktemp("updates")
+    in_processes(request.param, update_every_variant, folder)
+    return request.param, folder
+
+
+def test_every_loss_gives_the_weights_of_one_process(updates: tuple[int, Path]) -> None:
+    count, folder = updates
     for name, settings in VARIANTS.items():
         alone, result = updated(settings, SINGLE_PROCESS)
-        tables: list[Tensor] = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(count)]
+        tables: list[Tensor] = [torch.load(folder / f"{name}-{rank}.pt") for rank in range(count)]
         for table in tables:
             assert torch.equal(table, tables[0]), f"{name}: the processes differ"
             torch.testing.assert_close(table, alone.table.detach(), rtol=0, atol=1e-6)
         for rank in range(count):
-            _, metrics = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            _, metrics = json.loads((folder / f"{name}-{rank}.json").read_text())
             assert metrics == pytest.approx(result.metrics(), rel=1e-5, abs=1e-6)
 
 
-def test_rows_of_the_processes_are_apart_and_all_rows_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [2], indirect=True)
+def test_rows_of_the_processes_are_apart_and_all_rows_together(updates: tuple[int, Path]) -> None:
     """A minibatch of six and one of three rows by two processes: the last part of the second counts on the first."""
-    in_processes(2, update_every_variant, tmp_path)
-    first, second = (json.loads((tmp_path / f"even-{rank}.json").read_text())[0] for rank in range(2))
+    first, second = (json.loads((updates[1] / f"even-{rank}.json").read_text())[0] for rank in range(2))
     assert len(first) == len(second) == 5
     assert second[-1] == first[-1]
     rows = [prompt for part in [*first, *second[:-1]] for prompt in part]

@@ -64,10 +64,10 @@ def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size
 def test_memory_grows_with_the_microbatch_and_not_with_the_group(
     shipped_pipeline: GlmImagePipeline, checkpointed: bool
 ) -> None:
-    small, modality, large = (
+    small, middle, large = (
         peak_of_update(shipped_pipeline, size, 4, checkpointed=checkpointed) for size in (4, 16, 64)
     )
-    assert large == pytest.approx(modality, rel=0.01)
+    assert large == pytest.approx(middle, rel=0.01)
     # At the peak of a step's first microbatch there are no gradients yet.
-    assert modality == pytest.approx(small, rel=0.04)
-    assert peak_of_update(shipped_pipeline, 16, 8, checkpointed=checkpointed) > 1.8 * modality
+    assert middle == pytest.approx(small, rel=0.04)
+    assert peak_of_update(shipped_pipeline, 16, 8, checkpointed=checkpointed) > 1.8 * middle

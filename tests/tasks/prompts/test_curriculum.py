@@ -1,5 +1,6 @@
 """Which prompts are drawn: shares, coverage, weights worked by hand, and one answer for one place."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -91,12 +92,6 @@ class TestUniform:
         sets = [prompt_set(size, f"set{size}{place}", 1.0 + place) for place, size in enumerate(sizes)]
         assert stream(sets, seed, one, other) == stream(sets, seed, other, one)
 
-    def test_passes_and_seeds_shuffle_differently(self) -> None:
-        texts = [names(stream([prompt_set(30)], seed, 30, 3)) for seed in range(3)]
-        orders = {tuple(of_seed[start : start + 30]) for of_seed in texts for start in (0, 30, 60)}
-        assert len(orders) == 9
-        assert tuple(prompt.text for prompt in prompt_set(30).prompts) not in orders
-
     def test_every_order_is_equally_likely(self) -> None:
         orders = Counter(tuple(names(stream([prompt_set(3)], seed, 3, 1))) for seed in range(3000))
         # 500 of each of the 6 orders are expected; 4.5 standard deviations (20.4) either side.
@@ -138,11 +133,6 @@ class TestSeveralSets:
                 len(set(own[start : start + size])) == len(own[start : start + size])
                 for start in range(0, len(own), size)
             )
-
-    def test_sets_of_one_size_are_shuffled_differently(self) -> None:
-        prompts = stream([prompt_set(20, "a"), prompt_set(20, "b")], 0, 40, 1)
-        orders = [[one.prompt.prompt_id for one in prompts if one.dataset == name] for name in "ab"]
-        assert orders[0] != orders[1]
 
     def test_a_set_keeps_its_order_when_another_gets_more_weight(self) -> None:
         few, many = (
@@ -212,14 +202,6 @@ class TestDifficulty:
         )
         assert one == other
 
-    def test_iterations_sets_and_seeds_draw_differently(self) -> None:
-        sets = [prompt_set(30, "a"), prompt_set(30, "b")]
-        rounds = [drawn(sets, n, 60, seed=seed, curriculum=DIFFICULTY) for n in (1, 2) for seed in (0, 1)]
-        orders = {
-            tuple(one.prompt.prompt_id for one in each if one.dataset == name) for each in rounds for name in "ab"
-        }
-        assert len(orders) == 8
-
     def test_statistics_of_another_set_say_nothing(self) -> None:
         sets = [prompt_set(6, "a")]
         without = drawn(sets, 2, 3, curriculum=DIFFICULTY)
@@ -249,17 +231,24 @@ class TestLaterDraws:
         assert set(names(again[:3])).isdisjoint(names(first))
         assert set(names(again[3:])) <= set(names(first))
 
-    def test_every_draw_has_a_stream_of_its_own(self) -> None:
-        orders = {tuple(names(drawn([prompt_set(30)], n, 30, draw=d))) for n in (1, 2) for d in (1, 2, 3)}
-        assert len(orders) == 6
-        assert drawn([prompt_set(30)], 2, 30, draw=3) == drawn([prompt_set(30)], 2, 30, draw=3)
-
     def test_sets_keep_their_shares_on_average(self) -> None:
         sets = [prompt_set(9, "a", 3.0), prompt_set(9, "b", 1.0)]
         rounds = [Counter(each.dataset for each in drawn(sets, n, 2, draw=2)) for n in range(1, 2001)]
         assert {counts["a"] for counts in rounds} == {1, 2}
         # Of 4000 prompts 3000 are expected of a; the number of a draw has a standard deviation of 1/2.
         assert sum(counts["a"] for counts in rounds) == pytest.approx(3000, abs=4.5 * 0.5 * 2000**0.5)
+
+
+@pytest.mark.parametrize("curriculum", [UNIFORM, DIFFICULTY])
+def test_sets_iterations_rounds_and_seeds_have_orders_of_their_own(curriculum: CurriculumSection) -> None:
+    sets = [prompt_set(30, "a"), prompt_set(30, "b")]
+    orders = {tuple(prompt.text for prompt in each.prompts) for each in sets}
+    for iteration, draw, seed in itertools.product((1, 2), (1, 2), (0, 1)):
+        prompts = drawn(sets, iteration, 60, seed=seed, draw=draw, curriculum=curriculum)
+        assert prompts == drawn(sets, iteration, 60, seed=seed, draw=draw, curriculum=curriculum)
+        orders |= {tuple(one.prompt.text for one in prompts if one.dataset == name) for name in "ab"}
+    # By number alone, so that both sets in one order would count once.
+    assert len({tuple(text.split()[1] for text in order) for order in orders}) == 1 + 16
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,34 @@ from tasks.prompts.read import read_prompts
 from tests.tasks.reading import Write, refusal, texts
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        # A byte order mark, CRLF, blank lines and no final newline.
+        (
+            "a.txt",
+            b'\xef\xbb\xbfa red circle\r\n\r\n   \r\n  a "blue" square \r\nlast',
+            ["a red circle", 'a "blue" square', "last"],
+        ),
+        # Only line ends separate prompts.
+        (
+            "a.TXT",
+            "one\u2028still one\x0cand\x85on\ntwo\rthree",
+            ["one\u2028still one\x0cand\x85on", "two", "three"],
+        ),
+        # The magic number of an image.
+        ("a.txt", "RIFF in neon letters\n", ["RIFF in neon letters"]),
+        ("a.csv", b'prompt\r\n"a\r\nb\rc"\r\n', ["a\r\nb\rc"]),
+        # Quotation marks are text unless every field is quoted.
+        ("a.tsv", 'Prompt\tn\n"BUZZ"\t1\nplain\t2\n', ['"BUZZ"', "plain"]),
+        ("a.tsv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n', ["BUZZ"]),
+    ],
+)
+def test_prompts_of_a_file(write: Write, name: str, content: str | bytes, prompts: list[str]) -> None:
+    assert texts(read_prompts(write(name, content))) == prompts
+
+
 class TestText:
-    def test_byte_order_mark_crlf_blank_lines_and_no_final_newline(self, write: Write) -> None:
-        path = write("set.txt", b'\xef\xbb\xbfa red circle\r\n\r\n   \r\n  a "blue" square \r\nlast')
-        assert texts(read_prompts(path)) == ["a red circle", 'a "blue" square', "last"]
-
-    def test_only_line_ends_separate_prompts(self, write: Write) -> None:
-        path = write("set.TXT", "one\u2028still one\x0cand\x85on\ntwo\rthree")
-        assert texts(read_prompts(path)) == ["one\u2028still one\x0cand\x85on", "two", "three"]
-
-    def test_a_prompt_may_begin_like_the_magic_number_of_a_image(self, write: Write) -> None:
-        assert texts(read_prompts(write("set.txt", "RIFF in neon letters\n"))) == ["RIFF in neon letters"]
-
     def test_limit_takes_the_first(self, write: Write) -> None:
         path = write("set.txt", "a\nb\nc\n")
         assert read_prompts(path, limit=2) == read_prompts(path)[:2]
@@ -104,18 +120,9 @@ class TestTables:
         assert texts(prompts) == ['"G I G G L E" painted on a wall', 'an 8" pipe', '"BUZZ"']
         assert [prompt.columns["Note"] for prompt in prompts] == [None, 'see "this"', '"a"']
 
-    def test_tsv_prompt_that_is_one_quoted_word_keeps_its_quotes(self, write: Write) -> None:
-        assert texts(read_prompts(write("set.tsv", 'Prompt\tn\n"BUZZ"\t1\nplain\t2\n'))) == ['"BUZZ"', "plain"]
-
     def test_tsv_that_quotes_empty_text(self, write: Write) -> None:
         (prompt,) = read_prompts(write("set.tsv", 'Prompt\tn\na red circle\t""\n'))
         assert prompt.columns == {"n": None}
-
-    def test_line_ends_in_a_quoted_field_stay_as_they_are(self, write: Write) -> None:
-        assert texts(read_prompts(write("set.csv", b'prompt\r\n"a\r\nb\rc"\r\n'))) == ["a\r\nb\rc"]
-
-    def test_tsv_that_quotes_every_field(self, write: Write) -> None:
-        assert texts(read_prompts(write("set.tsv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n'))) == ["BUZZ"]
 
     @pytest.mark.parametrize("content", ["prompt,n\na,1\nb\n", "prompt,n\na,1\na cat, black,2\n"])
     def test_ragged_rows_are_refused(self, write: Write, content: str) -> None:

@@ -1,9 +1,7 @@
 """Which column holds the prompts, files that are refused, and prompt ids."""
 
-import dataclasses
 import io
 import json
-import pickle
 
 import fsspec
 import pytest
@@ -107,10 +105,3 @@ class TestPromptId:
         ids = [prompt.prompt_id for prompt in read_prompts(write("set.txt", "a red circle\na red circle\n"))]
         # python -c "import hashlib; print(hashlib.sha256(b'[\"a red circle\", 0]').hexdigest()[:16])"
         assert ids == ["85cb445ee3ccb0e0", "e7c8ed2950c3cb21"]
-
-    def test_survives_pickling_and_is_frozen(self, write: Write) -> None:
-        (prompt,) = read_prompts(write("set.jsonl", '{"prompt": "a", "x": [1]}'))
-        assert pickle.loads(pickle.dumps(prompt)) == prompt
-        assert len({prompt, dataclasses.replace(prompt)}) == 1
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            prompt.text = "b"  # type: ignore[misc]

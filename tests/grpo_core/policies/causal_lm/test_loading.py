@@ -10,7 +10,7 @@ from transformers import BertConfig, LlamaConfig, LlamaModel, MambaConfig, Mamba
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY
-from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, read_config, vocabulary_size
+from grpo_core.policies.causal_lm.loading import load_model, vocabulary_size
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from tests.grpo_core.policies.causal_lm.made_models import make_model, make_tokenizer
 from tests.tiny_text_policy import MODEL
@@ -112,13 +112,3 @@ def test_a_tokenizer_of_another_model() -> None:
     tokenizer.add_tokens([f"word{index}" for index in range(40)])
     with pytest.raises(InputError, match="308, its embedding 288"):
         vocabulary_size(model, tokenizer)
-
-
-def test_a_saved_model_is_read_as_it_was(tmp_path: Path) -> None:
-    model = make_model("gpt2")
-    model.save_pretrained(tmp_path)
-    make_tokenizer(pad=False).save_pretrained(tmp_path)
-    assert read_config(str(tmp_path)).model_type == "gpt2"
-    assert load_tokenizer(str(tmp_path)).pad_token is None
-    loaded = load_model(str(tmp_path), dtype=torch.float32, device=CPU).state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,31 +88,6 @@ def test_16_bit_arithmetic_over_32_bit_weights_changes_little_and_is_the_same_on
     off = float((reference - sampled.rollout_logprobs).abs().max())
     assert 1e-4 < off < 0.5
     assert float((again - sampled.rollout_logprobs).abs().mean()) < 0.02
-
-
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        policy = build_text_policy(choice=TrainingChoice(lora=None, gradient_checkpointing=checkpointing))
-        tokens = drawn(policy, group_size=2).tokens
-        policy.prepare_for_update()
-        policy.logprobs(tokens).logprobs.sum().backward()
-        gradients.append({name: parameter.grad for name, parameter in policy.trainable_parameters().items()})
-    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
-
-
-@pytest.mark.parametrize("lora", [True, False])
-def test_saved_weights_bring_the_policy_back(tmp_path: Path, lora: bool) -> None:
-    choice = None if lora else TrainingChoice(lora=None)
-    policy, other = build_text_policy(choice=choice, disturbed=0.05), build_text_policy(choice=choice)
-    policy.save_weights(tmp_path)
-    tokens = drawn(policy, group_size=2).tokens
-    other.load_weights(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(other.logprobs(tokens).logprobs, policy.logprobs(tokens).logprobs)
-        other.load_weights(None)
-        fresh = build_text_policy(choice=choice)
-        assert torch.equal(other.logprobs(tokens).logprobs, fresh.logprobs(tokens).logprobs)
 
 
 # --- the kind of policy

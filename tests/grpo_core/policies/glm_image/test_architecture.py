@@ -1,11 +1,23 @@
+"""Networks built from configurations alone: those of a folder, and those of the release, with its numbers."""
+
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers import GlmImagePipeline
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.architecture import RELEASED_MODEL, build_on_meta, find_configs
+from grpo_core.policies.estimate import count_parameters
+from grpo_core.policies.glm_image.architecture import (
+    RELEASED_MODEL,
+    Components,
+    build_on_meta,
+    find_configs,
+    released_configs,
+)
+from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS
+from grpo_core.policies.trained import LoraModel, LoraSettings
 
 
 def test_a_folder_without_weights_gives_the_networks_of_its_pipeline(
@@ -52,3 +64,43 @@ def test_the_release_is_known_without_its_files(monkeypatch: pytest.MonkeyPatch,
 def test_another_model_without_files_is_refused(model: str) -> None:
     with pytest.raises(InputError, match=r"policy\.model"):
         find_configs(model)
+
+
+# --- the release
+
+
+@pytest.fixture(scope="module")
+def released() -> Components:
+    return build_on_meta(released_configs())
+
+
+def test_parameters_are_those_of_the_release(released: Components) -> None:
+    assert count_parameters(released.autoregressive) == pytest.approx(10.1e9, rel=0.01)
+    assert count_parameters(released.decoder) == pytest.approx(6.93e9, rel=0.01)
+
+
+def test_nothing_was_allocated(released: Components) -> None:
+    parts = (released.autoregressive, released.decoder, released.vae, released.text_encoder)
+    assert {parameter.device.type for part in parts for parameter in part.parameters()} == {"meta"}
+
+
+def test_language_model_by_hand(released: Components) -> None:
+    h, m, vocabulary, columns = 4096, 13696, 168064, 16512
+    key_value = 2 * 128
+    attention = h * h + h + 2 * (h * key_value + key_value) + h * h
+    layer = attention + h * 2 * m + m * h + 4 * h
+    expected = vocabulary * h + 40 * layer + h + columns * h
+    trained = [p for n, p in released.autoregressive.named_parameters() if not n.startswith(FROZEN_PARTS)]
+    assert sum(p.numel() for p in trained) == expected
+
+
+def test_adapters_are_on_every_linear_layer_of_the_language_model_and_nowhere_else() -> None:
+    model = build_on_meta(released_configs()).autoregressive
+    settings = LoraSettings(rank=32, alpha=64.0, targets=LANGUAGE_MODEL_LINEARS)
+    with torch.device("meta"):
+        adapters = LoraModel(model, settings, base_name="released", seed=0).trainable_parameters()
+    targets = {name.split(".lora_")[0] for name in adapters}
+    assert len(targets) == 40 * 6
+    assert not [name for name in targets if "visual" in name or "vqmodel" in name]
+    count = sum(parameter.numel() for parameter in adapters.values())
+    assert count == pytest.approx(95e6, rel=0.01)

@@ -18,7 +18,7 @@ from grpo_core.policies.trained import (
     refuse_unscaled_float16,
     train_model,
 )
-from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, tiny_opt
+from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, tiny_opt, values_of
 
 LORA = LoraSettings(2, 4.0, r".*\.(q_proj|v_proj)")
 
@@ -75,6 +75,15 @@ def test_open_targets_are_the_policy_s_own() -> None:
     default = TrainingChoice(LoraSettings(2, 4.0))
     every = train_model(tiny_llama(), default, base_name="tiny", default_targets="all-linear")
     assert (len(named.trainable_parameters()), len(every.trainable_parameters())) == (2 * 2 * 2, 2 * 7 * 2)
+
+
+def test_adapters_come_from_their_seed() -> None:
+    first, again, other = (
+        train_model(tiny_llama(), TrainingChoice(LORA, seed=seed), base_name="tiny").trainable_parameters()
+        for seed in (1, 1, 2)
+    )
+    assert same(values_of(first), values_of(again))
+    assert not same(values_of(first), values_of(other))
 
 
 def test_targets_that_match_nothing_are_refused() -> None:

@@ -1,0 +1,119 @@
+"""The recipe of the tiny text model: words, slips, tokenizer, and a supervised training that repeats to the bit."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import data
+from data.tiny_text import (
+    TinyTextRecipe,
+    build_model,
+    build_tokenizer,
+    save_tiny_text_model,
+    train_model,
+    write_prompt_files,
+)
+from data.tiny_text.letters import answer_of, draw_words, prompt_of, split_words
+from data.tiny_text.training import answer_loss, draw_answer, draw_corpus
+from grpo_core.errors import NonFiniteError
+
+SHORT = TinyTextRecipe(corpus_size=256, steps=40, batch=16, hidden_size=32, heads=2, key_value_heads=1)
+TOKENIZER = build_tokenizer()
+
+
+def test_words_are_distinct_and_alternate_vowels_and_consonants() -> None:
+    words = draw_words(2000, np.random.default_rng(0), without=["bab"])
+    assert len({*words, "bab"}) == 2001
+    for word in words:
+        vowels = [letter in "aeiou" for letter in word]
+        assert all(first != second for first, second in itertools.pairwise(vowels))
+
+
+def test_heldout_words_are_in_no_training() -> None:
+    recipe = TinyTextRecipe()
+    train, heldout = split_words(recipe.seed, train=recipe.corpus_size, heldout=recipe.heldout_words)
+    assert not set(train) & set(heldout)
+    fewer = split_words(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_words)
+    assert fewer == (train[: recipe.train_prompts], heldout)
+
+
+@pytest.mark.parametrize(
+    ("rates", "lengths", "answers"),
+    [((0, 0, 0), {4}, {"aggo"}), ((1, 0, 0), {4}, None), ((0, 1, 0), {0}, {""}), ((0, 0, 1), {8}, {"aaggggoo"})],
+)
+def test_slips_by_hand(rates: tuple[float, float, float], lengths: set[int], answers: set[str] | None) -> None:
+    swap, skip, repeat = rates
+    recipe = TinyTextRecipe(swap_probability=swap, skip_probability=skip, repeat_probability=repeat)
+    rng = np.random.default_rng(0)
+    found = [draw_answer("goga", recipe, rng) for _ in range(50)]
+    assert {len(answer) for answer in found} == lengths
+    assert answers is None or set(found) == answers
+
+
+def test_slips_come_at_the_rates_of_the_recipe() -> None:
+    recipe, rng = TinyTextRecipe(), np.random.default_rng(0)
+    counts = Counter("".join(draw_answer("aaaaaaaa", recipe, rng) for _ in range(2000)))
+    # One letter in eight is missing as often as one is written twice.
+    expected = 8 * (1 - recipe.skip_probability + recipe.repeat_probability)
+    assert counts.total() / 2000 == pytest.approx(expected, abs=0.1)
+
+
+def test_the_corpus_is_read_back_as_prompts_and_answers() -> None:
+    recipe = TinyTextRecipe(corpus_size=40, swap_probability=0, skip_probability=0, repeat_probability=0)
+    corpus = draw_corpus(TOKENIZER, recipe)
+    words, _ = split_words(recipe.seed, train=40, heldout=recipe.heldout_words)
+    for word, ids, trained in zip(words, corpus.ids, corpus.trained, strict=True):
+        assert TOKENIZER.decode(ids[: int(trained.nonzero()[0])]) == f"<|user|>{prompt_of(word)}<|end|><|assistant|>"
+        assert TOKENIZER.decode(ids[trained]) == f"{answer_of(word)}<|end|>"
+        assert (ids[int(trained.nonzero()[-1]) + 1 :] == TOKENIZER.pad_token_id).all()
+
+
+def test_the_shipped_prompt_files_are_those_of_the_recipe(tmp_path: Path) -> None:
+    write_prompt_files(TinyTextRecipe(), tmp_path)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2
+    for file in files:
+        assert file.read_bytes() == (Path(data.__file__).parent / "prompts" / file.name).read_bytes()
+
+
+@given(st.text(max_size=40).filter(lambda text: "<|" not in text))
+def test_any_text_round_trips_through_the_tokenizer(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_the_letters_of_a_question_are_one_token_each() -> None:
+    tokens = ["sort", "Ġthe", "Ġletters", "Ġof", "Ġ", "g", "o", "g", "a"]
+    assert TOKENIZER.tokenize("sort the letters of goga") == tokens
+
+
+def test_training_learns_and_the_same_recipe_gives_the_same_bytes(tmp_path: Path) -> None:
+    saved = []
+    losses: list[float] = []
+    for name in ("first", "again"):
+        model = build_model(SHORT, TOKENIZER)
+        final = train_model(model, TOKENIZER, SHORT, lambda step, steps, loss: losses.append(loss)).final_loss
+        save_tiny_text_model(model, TOKENIZER, tmp_path / name)
+        saved.append([file.read_bytes() for file in sorted((tmp_path / name).iterdir())])
+    assert saved[0] == saved[1]
+    assert losses[0] > 5 > final + 1.5
+
+
+def test_the_loss_is_the_mean_over_the_answers_tokens() -> None:
+    model = build_model(SHORT, TOKENIZER)
+    corpus = draw_corpus(TOKENIZER, SHORT)
+    row, trained = corpus.ids[3], corpus.trained[3].nonzero().flatten().tolist()
+    with torch.no_grad():
+        logprobs = model(row.unsqueeze(0)).logits[0].log_softmax(-1)
+        loss = float(answer_loss(model, corpus, torch.tensor([3])))
+    expected = [-float(logprobs[place - 1, row[place]]) for place in trained]
+    assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    with pytest.raises(NonFiniteError):
+        train_model(model, TOKENIZER, replace(SHORT, learning_rate=1e30))
