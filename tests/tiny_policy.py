@@ -14,6 +14,7 @@ from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LIN
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
 from grpo_core.sampling import Truncation
+from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-glm-image"
 LORA = LoraSettings(rank=4, alpha=8.0, targets=LANGUAGE_MODEL_LINEARS)
@@ -68,23 +69,10 @@ def build_policy(
         decode_batch_size=decode_batch_size,
     )
     policy = GlmImagePolicy(parts, prefetching, trained, autocast=autocast)
-    disturb(policy, disturbed)
+    disturb(policy.trainable_parameters(), disturbed)
     return policy
-
-
-@torch.no_grad()
-def disturb(policy: GlmImagePolicy, scale: float) -> None:
-    """Add seeded noise to everything that is trained."""
-    generator = torch.Generator().manual_seed(5)
-    for parameter in policy.trainable_parameters().values():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
 
 
 def weights_of(policy: GlmImagePolicy) -> dict[str, Tensor]:
     """A copy of everything that is trained."""
-    return {name: parameter.detach().clone() for name, parameter in policy.trainable_parameters().items()}
-
-
-def equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Whether both hold the same names and the same bits."""
-    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+    return values_of(policy.trainable_parameters())

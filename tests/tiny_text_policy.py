@@ -12,6 +12,7 @@ from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.causal_lm.training import train_causal_lm
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from tests.grpo_core.policies.trained.tiny_models import disturb
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-text"
 LORA = LoraSettings(rank=4, alpha=8.0)
@@ -40,13 +41,5 @@ def build_text_policy(
     policy = CausalLMPolicy(
         trained, tokenizer, settings or CausalLMSettings(max_completion_length=12), autocast=autocast
     )
-    disturb(policy, disturbed)
+    disturb(policy.trainable_parameters(), disturbed)
     return policy
-
-
-@torch.no_grad()
-def disturb(policy: CausalLMPolicy, scale: float) -> None:
-    """Add seeded noise to everything that is trained."""
-    generator = torch.Generator().manual_seed(5)
-    for parameter in policy.trainable_parameters().values():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)

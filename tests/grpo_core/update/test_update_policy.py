@@ -15,8 +15,9 @@ from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TrainingRows
 from grpo_core.update import UpdateResult, UpdateSettings, minibatches, update_policy
+from tests.grpo_core.policies.trained.tiny_models import same
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
-from tests.tiny_policy import LORA, PROMPTS, build_policy, equal_weights, weights_of
+from tests.tiny_policy import LORA, PROMPTS, build_policy, weights_of
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
 PARITY = ParityTolerance(1e-4, 1e-5)
@@ -255,7 +256,7 @@ def test_glm_image_update_repeats_to_the_bit_and_checkpointing_changes_nothing(
     shipped_pipeline: GlmImagePipeline,
 ) -> None:
     first = glm_weights_after(shipped_pipeline)
-    assert equal_weights(first, glm_weights_after(shipped_pipeline))
+    assert same(first, glm_weights_after(shipped_pipeline))
     checkpointed = glm_weights_after(shipped_pipeline, checkpointing=True)
     for name, value in first.items():
         torch.testing.assert_close(checkpointed[name], value, rtol=0, atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
@@ -186,6 +186,7 @@ def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
 NUMBERS = st.sampled_from(["group_size", "prompts_per_batch", "micro_batch_size"])
 
 
+@settings(max_examples=15)
 @given(name=NUMBERS, value=st.integers(1, 32), more=st.integers(1, 32), checkpointed=st.booleans())
 def test_more_of_anything_never_needs_less(
     tiny_folder: Path, name: str, value: int, more: int, checkpointed: bool

@@ -13,7 +13,8 @@ from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import SampledTokens, TokenBatch
-from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy, disturb
+from tests.grpo_core.policies.trained.tiny_models import disturb
+from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ def test_the_reference_is_the_untouched_base(shipped_pipeline: GlmImagePipeline,
     before = policy.reference_logprobs(tokens)
     with torch.no_grad():
         assert torch.equal(policy.logprobs(tokens).logprobs, before)
-    disturb(policy, 0.05)
+    disturb(policy.trainable_parameters(), 0.05)
     with torch.no_grad():
         changed = policy.logprobs(tokens).logprobs
     assert torch.equal(policy.reference_logprobs(tokens), before)

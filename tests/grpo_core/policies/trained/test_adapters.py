@@ -16,7 +16,8 @@ from transformers import GlmImageForConditionalGeneration
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained import ADAPTER_FILE, WEIGHTS_FILE, LoraSettings
-from tests.tiny_policy import LORA, MODEL, build_policy, equal_weights, weights_of
+from tests.grpo_core.policies.trained.tiny_models import same
+from tests.tiny_policy import LORA, MODEL, build_policy, weights_of
 
 CHOICES = [pytest.param(LORA, id="adapters"), pytest.param(None, id="full weights")]
 
@@ -38,12 +39,12 @@ def test_saved_weights_come_back_to_the_bit(
     first.save_weights(tmp_path)
     second = build_policy(shipped_pipeline, lora=lora)
     start = weights_of(second)
-    assert not equal_weights(weights_of(first), start)
+    assert not same(weights_of(first), start)
     second.load_weights(tmp_path)
-    assert equal_weights(weights_of(first), weights_of(second))
+    assert same(weights_of(first), weights_of(second))
     assert torch.equal(logits_of(first.trained.model), logits_of(second.trained.model))
     second.load_weights(None)
-    assert equal_weights(weights_of(second), start)
+    assert same(weights_of(second), start)
 
 
 @pytest.mark.parametrize("lora", CHOICES)
@@ -102,7 +103,7 @@ def refused(policy: GlmImagePolicy, folder: Path, message: str) -> None:
     before = weights_of(policy)
     with pytest.raises(InputError, match=message):
         policy.load_weights(folder)
-    assert equal_weights(weights_of(policy), before)
+    assert same(weights_of(policy), before)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice, train_model
 from grpo_core.policies.trained.choice import Reference
 from grpo_core.policies.trained.reference import exchanged, mix_into
+from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
 from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, values_of
 
 LORA = TrainingChoice(LoraSettings(2, 4.0, "all-linear"))
@@ -70,26 +71,20 @@ def test_both_places_give_the_same_log_probs() -> None:
     assert torch.equal(*found)
 
 
-def _living_bytes() -> int:
-    """Of all tensors, each storage once."""
-    gc.collect()
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
-
-
 @pytest.mark.parametrize("place", ["device", "cpu"])
-def test_a_reference_holds_one_copy_of_what_is_trained_inside_and_outside(place: Reference) -> None:
+def test_a_reference_is_one_copy_of_what_is_trained_inside_and_outside(place: Reference) -> None:
     """Only the trained part is copied, and entering makes no further copy."""
-    choice = TrainingChoice(None, reference=place, frozen=r"model\.embed_tokens\.weight")
     base = tiny_llama()
     start = {name: value.clone() for name, value in base.state_dict().items()}
-    without = _living_bytes()
-    model = train_model(base, choice, base_name="tiny", initial_state=lambda: start)
-    outside = _living_bytes()
-    assert outside - without == sum(p.numel() * 4 for p in model.trainable_parameters().values())
-    with model.reference():
-        assert _living_bytes() == outside
-    assert _living_bytes() == outside
+    choice = TrainingChoice(None, reference=place, frozen=r"model\.embed_tokens\.weight")
+    with PeakBytes([*base.parameters(), *base.buffers(), *start.values()]) as watched:
+        model = train_model(base, choice, base_name="tiny", initial_state=lambda: start)
+        copied = sum(parameter.nbytes for parameter in model.trainable_parameters().values())
+        gc.collect()
+        assert watched.alive == copied
+        with model.reference():
+            assert watched.alive == copied
+        assert watched.alive == copied
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
@@ -250,7 +245,7 @@ def test_a_graph_over_weights_that_were_exchanged_cannot_be_run_backwards() -> N
         loss.backward()
 
 
-def test_an_open_autocast_does_not_keep_the_former_weights() -> None:
+def test_an_open_autocast_does_not_keep_the_previous_weights() -> None:
     """It rounds a weight once, and would use that again."""
     weight, other = torch.nn.Parameter(torch.eye(2)), {"w": 5 * torch.eye(2)}
     x = torch.ones(1, 2)
