@@ -38,20 +38,46 @@ def close(found: Tensor, *rows: list[float]) -> None:
     torch.testing.assert_close(found, torch.tensor(list(rows)).to(found.dtype), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_by_group() -> None:
-    """-1, 0, 1 and, with mean 20 and std sqrt(600 / 2), -.577350, -.577350, 1.154701."""
-    values = [[[0.0, 10.0], [1.0, 10.0], [2.0, 40.0]]]
-    result = computed(values, BY_GROUP, BY_GROUP)
-    close(result.advantages, [-1.577350, -0.577350, 2.154701])
-    assert result.rewards.tolist() == [[10.0, 11.0, 42.0]]
-    assert result.means.tolist() == [21.0]
+GATED = [[[0.2, 1.0], [0.4, 1.0], [0.6, 1.0], [0.8, 0.0]]]
+# .2, .4, .6, 0: mean .3, std sqrt(.2 / 3). A gate after the mean would put the last at 0: third.
+GATED_ADVANTAGES = [-0.387298, 0.387298, 1.161895, -1.161895]
+NULL_GATE = [[[0.8, NAN], [0.4, 1.0], [0.4, 0.5]]]
 
 
-def test_by_group_with_eps_and_weights() -> None:
-    """Stds 1 and 2 plus .5: 3 (-1 / 1.5) - .5 (-2 / 2.5) = -1.6."""
-    values = [[[0.0, 2.0], [1.0, 4.0], [2.0, 6.0]]]
-    terms = [RewardTerm(3.0, normalize="group"), RewardTerm(-0.5, normalize="group")]
-    close(computed(values, *terms, eps=0.5).advantages, [-1.6, 0.0, 1.6])
+@pytest.mark.parametrize(
+    ("values", "terms", "options", "expected"),
+    [
+        # -1, 0, 1 and, with mean 20 and std sqrt(600 / 2), -.577350, -.577350, 1.154701.
+        ([[[0.0, 10.0], [1.0, 10.0], [2.0, 40.0]]], [BY_GROUP] * 2, {}, [-1.577350, -0.577350, 2.154701]),
+        # Stds 1 and 2 plus .5: 3 (-1 / 1.5) - .5 (-2 / 2.5) = -1.6.
+        (
+            [[[0.0, 2.0], [1.0, 4.0], [2.0, 6.0]]],
+            [RewardTerm(3.0, normalize="group"), RewardTerm(-0.5, normalize="group")],
+            {"eps": 0.5},
+            [-1.6, 0.0, 1.6],
+        ),
+        # -1, 0, 1 and null, -.707107, .707107; the first sample carries both weights on -1: sums -2, -.707, 1.707.
+        (
+            [[[1.0, NAN], [3.0, 4.0], [5.0, 8.0]]],
+            [BY_RUN] * 2,
+            {"missing": "renormalize"},
+            [-1.666667, -0.373773, 2.040440],
+        ),
+        # -.707107 and .707107 of the second reward; a null is the mean after normalisation, 0.
+        ([[[0.0, NAN], [1.0, 2.0], [5.0, 6.0]]], [SUM, BY_GROUP], {}, [-2.0, -1.707107, 3.707107]),
+        (GATED, [BY_GROUP, GATE], {}, GATED_ADVANTAGES),
+        (GATED, [SUM, GATE], {"scale": "group"}, GATED_ADVANTAGES),
+        (GATED, [SUM, GATE], {"scale": "group", "aggregation": "normalize_then_sum"}, GATED_ADVANTAGES),
+        # Factors .75, 1, .5 of rewards .8, .4, .4; left out it is 1.
+        (NULL_GATE, [SUM, GATE], {}, [0.2, 0.0, -0.2]),
+        (NULL_GATE, [SUM, GATE], {"missing": "renormalize"}, [1 / 3, -1 / 15, -4 / 15]),
+        (NULL_GATE, [SUM, GATE], {"missing": "drop"}, [NAN, 0.1, -0.1]),
+    ],
+)
+def test_one_group_by_hand(
+    values: Any, terms: list[RewardTerm], options: dict[str, Any], expected: list[float]
+) -> None:
+    close(computed(values, *terms, **options).advantages, expected)
 
 
 def test_each_reward_as_its_own_term_says() -> None:
@@ -77,13 +103,6 @@ def test_by_running_moments() -> None:
     assert second.rewards.tolist() == [[3.0, 13.0]]
 
 
-def test_the_running_mean_counts_where_weights_differ() -> None:
-    """-1, 0, 1 and null, -.707107, .707107; the first sample carries both weights on -1: sums -2, -.707, 1.707."""
-    values = [[[1.0, NAN], [3.0, 4.0], [5.0, 8.0]]]
-    result = computed(values, BY_RUN, BY_RUN, missing="renormalize")
-    close(result.advantages, [-1.666667, -0.373773, 2.040440])
-
-
 @pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop"])
 def test_running_moments_are_of_what_was_scored(missing: str) -> None:
     """No null, no imputed value, nothing of another dataset; a sample that is dropped for a null was scored."""
@@ -105,22 +124,6 @@ def test_nothing_known_by_running_moments_divides_nothing() -> None:
     assert lonely.advantages[0, 0] == 0.0
 
 
-def test_a_null_is_the_mean_after_normalisation() -> None:
-    """-.707107 and .707107 of the second reward; the imputed one is 0."""
-    result = computed([[[0.0, NAN], [1.0, 2.0], [5.0, 6.0]]], SUM, BY_GROUP)
-    close(result.advantages, [-2.0, -1.707107, 3.707107])
-    assert result.scaled[0, :, 1].tolist() == [4.0, 2.0, 6.0]
-
-
-def test_a_gate_acts_before_the_mean_is_taken() -> None:
-    """.2, .4, .6, 0: mean .3, std sqrt(.2 / 3). Times the centred .8 the gate would have put the last at 0: third."""
-    values = [[[0.2, 1.0], [0.4, 1.0], [0.6, 1.0], [0.8, 0.0]]]
-    expected = [-0.387298, 0.387298, 1.161895, -1.161895]
-    close(computed(values, BY_GROUP, GATE).advantages, expected)
-    close(computed(values, SUM, GATE, scale="group").advantages, expected)
-    close(computed(values, SUM, GATE, scale="group", aggregation="normalize_then_sum").advantages, expected)
-
-
 def test_a_gate_with_running_moments() -> None:
     """Of the rewards before the gate, .2 and .8: mean .5, std .424264; sums -.707107, then (.4 - .5) / .424264."""
     result = computed([[[0.2, 1.0], [0.8, 0.5]]], BY_RUN, GATE)
@@ -134,14 +137,6 @@ def test_gates_that_shut_out_everybody_teach_nothing(gate: RewardTerm) -> None:
         result = computed([[[0.2, 0.0], [0.9, 0.0]]], term, gate)
         assert result.advantages.tolist() == [[0.0, 0.0]]
         assert result.constant.tolist() == [True]
-
-
-def test_a_null_gate_three_ways() -> None:
-    """Factors .75, 1, .5 of rewards .8, .4, .4; left out it is 1."""
-    values = [[[0.8, NAN], [0.4, 1.0], [0.4, 0.5]]]
-    close(computed(values, SUM, GATE).advantages, [0.2, 0.0, -0.2])
-    close(computed(values, SUM, GATE, missing="renormalize").advantages, [1 / 3, -1 / 15, -4 / 15])
-    close(computed(values, SUM, GATE, missing="drop").advantages, [NAN, 0.1, -0.1])
 
 
 def test_a_shut_gate_holds_where_a_reward_is_null_and_the_others_are_equal() -> None:

@@ -1,4 +1,4 @@
-"""Rows of like length go through the model together, each once, and each process takes its part."""
+"""Rows of similar length go through the model together, each once."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from grpo_core.update.batches import microbatches
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))
-def test_each_row_once_and_never_more_than_asked_for(lengths: list[int], size: int) -> None:
+def test_each_row_once_and_no_microbatch_above_its_size(lengths: list[int], size: int) -> None:
     parts = microbatches(lengths, size)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert all(len(part) == size for part in parts[:-1])

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,7 @@ from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
 PARITY = ParityTolerance(1e-4, 1e-5)
-SETTINGS = UpdateSettings(
-    epochs=1,
-    minibatch_size=7,
-    micro_batch_size=2,
-    loss="grpo",
-    importance_level="token",
-    entropy_quantile=1.0,
-    mask_truncated=False,
-    max_grad_norm=1e9,
-)
+SETTINGS = UpdateSettings(minibatch_size=7, micro_batch_size=2, max_grad_norm=1e9)
 
 
 def gradient(policy: TablePolicy, rows: TrainingRows, settings: UpdateSettings) -> tuple[Tensor, UpdateResult]:
@@ -34,10 +24,6 @@ def gradient(policy: TablePolicy, rows: TrainingRows, settings: UpdateSettings) 
     result = update_policy(policy, optimizer, rows, settings, parity=PARITY, seed=0)
     assert policy.table.grad is not None
     return policy.table.grad.clone(), result
-
-
-def with_loss(**changes: Any) -> UpdateSettings:
-    return replace(SETTINGS, **changes)
 
 
 def stale_rows() -> tuple[TablePolicy, TrainingRows]:
@@ -63,7 +49,7 @@ def test_rows_of_other_weights_need_a_correction() -> None:
 def test_rows_of_other_weights_pass_no_gate_and_are_weighted() -> None:
     """The gradient is that of the rows alone, each token's times min(exp(old - rollout), cap)."""
     policy, rows = stale_rows()
-    corrected, result = gradient(policy, rows, with_loss(mismatch=MismatchSettings("truncate", cap=1.5)))
+    corrected, result = gradient(policy, rows, replace(SETTINGS, mismatch=MismatchSettings("truncate", cap=1.5)))
     with torch.no_grad():
         old = policy.logprobs(rows.tokens).logprobs
     weights = (old - rows.rollout_logprobs).exp().clamp(max=1.5)
@@ -81,7 +67,7 @@ def test_the_gate_still_stands_for_the_rows_of_these_weights() -> None:
     policy, rows = stale_rows()
     disturbed = rows.rollout_logprobs.clone()
     disturbed[5, 0] += 0.3
-    settings = with_loss(mismatch=MismatchSettings("mask"))
+    settings = replace(SETTINGS, mismatch=MismatchSettings("mask"))
     with pytest.raises(ParityError, match="worst samples: s5"):
         gradient(policy, replace(rows, rollout_logprobs=disturbed), settings)
 
@@ -121,16 +107,7 @@ def test_tokens_of_low_entropy_are_left_alone_whatever_the_microbatch(micro_batc
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "luspo", "vespo"])
 def test_every_loss_trains_and_its_gradient_does_not_depend_on_the_microbatch(loss: str) -> None:
-    level = "sequence" if loss in ("gspo", "luspo") else "token"
-    settings = replace(
-        SETTINGS,
-        minibatch_size=4,
-        epochs=3,
-        loss=loss,
-        importance_level=level,
-        kl_coef=0.1,
-        entropy_coef=0.01,
-    )
+    settings = replace(SETTINGS, minibatch_size=4, epochs=3, loss=loss, kl_coef=0.1, entropy_coef=0.01)
     tables = []
     for size in (1, 3, 4):
         policy = TablePolicy(7)

@@ -25,13 +25,9 @@ SETTINGS = UpdateSettings(
     epochs=3,
     minibatch_size=4,
     micro_batch_size=1,
-    loss="grpo",
-    importance_level="token",
     clip_range_high=0.28,
     kl_coef=0.1,
     entropy_coef=0.01,
-    entropy_quantile=1.0,
-    mask_truncated=False,
     max_grad_norm=0.05,
 )
 VARIANTS = {
@@ -40,7 +36,7 @@ VARIANTS = {
     "dapo": replace(SETTINGS, loss="dapo"),
     "bnpo": replace(SETTINGS, loss="bnpo"),
     "dr_grpo": replace(SETTINGS, loss="dr_grpo"),
-    "gspo": replace(SETTINGS, loss="gspo", importance_level="sequence"),
+    "gspo": replace(SETTINGS, loss="gspo"),
     "entropy": replace(SETTINGS, entropy_quantile=0.5),
     "even": replace(SETTINGS, minibatch_size=6, epochs=1),
 }

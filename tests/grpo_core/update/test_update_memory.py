@@ -16,16 +16,7 @@ from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
 from tests.tiny_policy import PROMPTS, build_policy
 
 PARITY = ParityTolerance(1e-4, 1e-4)
-SETTINGS = UpdateSettings(
-    epochs=1,
-    minibatch_size=64,
-    micro_batch_size=4,
-    kl_coef=0.1,
-    entropy_coef=0.01,
-    entropy_quantile=1.0,
-    mask_truncated=False,
-    max_grad_norm=1.0,
-)
+SETTINGS = UpdateSettings(minibatch_size=64, micro_batch_size=4, kl_coef=0.1, entropy_coef=0.01)
 
 
 def group_rows(policy: GlmImagePolicy, group_size: int) -> TrainingRows:

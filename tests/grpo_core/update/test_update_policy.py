@@ -21,18 +21,7 @@ from tests.tiny_policy import LORA, PROMPTS, build_policy, weights_of
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
 PARITY = ParityTolerance(1e-4, 1e-5)
-SETTINGS = UpdateSettings(
-    epochs=1,
-    minibatch_size=3,
-    micro_batch_size=2,
-    loss="grpo",
-    importance_level="token",
-    clip_range=0.2,
-    clip_range_high=0.28,
-    entropy_quantile=1.0,
-    mask_truncated=False,
-    max_grad_norm=1e9,
-)
+SETTINGS = UpdateSettings(minibatch_size=3, micro_batch_size=2, clip_range_high=0.28, max_grad_norm=1e9)
 
 
 def changed(**changes: Any) -> UpdateSettings:
