@@ -1,4 +1,4 @@
-"""The command line with a trail: `python -m tests.chaos.command '{"trail": FILE, ...}' train CONFIG ...`."""
+"""The command line, counting its operations: `python -m tests.chaos.command '{"root": ...}' train CONFIG ...`."""
 
 import atexit
 import json
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 
-def grpo(asked: dict[str, Any], arguments: list[str]) -> None:
+def grpo(request: dict[str, Any], arguments: list[str]) -> None:
     """Run the command line in this process, which ends with its exit code.
 
     Args:
-        asked: `trail`, `root`, `fatal` (a name and a number, or null) and `census`, the file for how many
-            operations of each name there were by its end.
-        arguments: of the command line.
+        request: `root`, `fatal` (name and number of an operation, or null) and `census`, the file that receives the
+            number of operations by name at the end.
+        arguments: those of the command line.
     """
     from flows.prefect_settings import apply_settings
 
     apply_settings()
     from flows.command_line.main import main
-    from tests.chaos.trail import Operation, leave_trail
+    from tests.chaos.operations import Operation, count_operations
 
-    fatal = Operation(*asked["fatal"]) if asked["fatal"] else None
-    counts = leave_trail(Path(asked["trail"]), asked["root"], fatal)
+    fatal = Operation(*request["fatal"]) if request["fatal"] else None
+    counts = count_operations(request["root"], fatal)
     sys.argv = ["grpo", *arguments]
     code = 1
     try:
@@ -35,7 +35,7 @@ def grpo(asked: dict[str, Any], arguments: list[str]) -> None:
     except BaseException:
         # A forked process must not go on as the one that forks.
         traceback.print_exc()
-    Path(asked["census"]).write_text(json.dumps(counts))
+    Path(request["census"]).write_text(json.dumps(counts))
     # What a process does when it ends, but for the taking apart of all modules, which takes seconds.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

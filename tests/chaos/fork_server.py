@@ -4,7 +4,7 @@ Importing torch, Prefect and the models' libraries takes longer than the small r
 is the command line itself, in a session of its own, so that it and its children can be killed at once.
 
 `python -m tests.chaos.fork_server` says `{"threads": N}` once it is ready, then reads `{"arguments": [...], "output":
-FILE, ...}`, with what `tests.chaos.command` is asked; it answers `{"pid": N}`, and `{"pid": N, "code": C}` when that
+FILE, ...}`, the request of `tests.chaos.command`; it answers `{"pid": N}`, and `{"pid": N, "code": C}` when that
 process has ended.
 """
 
@@ -38,7 +38,7 @@ _IMPORTED = (
     "pyarrow.pandas_compat",
     "tasks.update.job",
     "tests.chaos.command",
-    "tests.chaos.trail",
+    "tests.chaos.operations",
     "transformers.models.glm_image.image_processing_glm_image",
     "transformers.models.llama.modeling_llama",
 )
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _end(living: dict[int, int]) -> NoReturn:
-    """End with whoever asked, and with all that was forked for it; the taking apart of all modules takes seconds."""
+    """End all forked processes and this one; the taking apart of all modules takes seconds."""
     for pid in living.values():
         os.killpg(pid, signal.SIGKILL)
     os._exit(0)
@@ -90,23 +90,26 @@ def _line() -> bytes:
     return line
 
 
-def _say(told: dict[str, Any]) -> None:
-    os.write(1, json.dumps(told).encode() + b"\n")
+def _say(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def _fork(asked: dict[str, Any], living: dict[int, int]) -> int:
+def _fork(request: dict[str, Any], living: dict[int, int]) -> int:
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
     for descriptor in living:
         os.close(descriptor)
-    nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing, output = (
+        os.open(os.devnull, os.O_RDONLY),
+        os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    )
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     from tests.chaos.command import grpo
 
-    grpo(asked, asked["arguments"])
+    grpo(request, request["arguments"])
     raise AssertionError("the command line ends its process")
 
 

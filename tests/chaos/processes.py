@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.chaos.trail import Operation
+from tests.chaos.operations import Operation
 from tests.flows.conftest import REPOSITORY
 
 
@@ -33,10 +33,10 @@ class Order:
     """One start of the command line.
 
     Attributes:
-        arguments: of `grpo`.
-        root: storage root, below which operations are counted.
-        scratch: folder for what is known of the process: output, trail, census.
-        fatal: operation before which it kills itself.
+        arguments: those of `grpo`.
+        root: storage root; operations below it are counted.
+        scratch: folder for the output and the census.
+        fatal: operation before which the process kills itself.
     """
 
     arguments: Sequence[str]
@@ -49,10 +49,6 @@ class Order:
         return self.scratch / "output"
 
     @property
-    def trail(self) -> Path:
-        return self.scratch / "trail"
-
-    @property
     def census(self) -> Path:
         return self.scratch / "census"
 
@@ -60,9 +56,9 @@ class Order:
         """The same, which kills itself before this operation."""
         return replace(self, fatal=operation)
 
-    def asked(self) -> dict[str, Any]:
+    def request(self) -> dict[str, Any]:
         fatal = [self.fatal.name, self.fatal.number] if self.fatal else None
-        paths = {"output": self.output, "trail": self.trail, "census": self.census, "root": self.root}
+        paths = {"output": self.output, "census": self.census, "root": self.root}
         return {"fatal": fatal, **{name: str(path) for name, path in paths.items()}}
 
 
@@ -84,14 +80,13 @@ class ForkServer:
 
     def ready(self) -> None:
         """Wait for its imports."""
-        threads = self._hear(600)["threads"]
+        threads = self._receive(600)["threads"]
         assert threads == 1, f"{threads} threads of Python in the process that forks"
 
     def start(self, order: Order) -> Process:
-        order.trail.unlink(missing_ok=True)
-        self._ask({"arguments": list(order.arguments), **order.asked()})
+        self._send({"arguments": list(order.arguments), **order.request()})
         while True:
-            said = self._hear(600)
+            said = self._receive(600)
             if "code" not in said:
                 return _Forked(said["pid"], self)
             self._codes[said["pid"]] = said["code"]
@@ -99,7 +94,7 @@ class ForkServer:
     def code_of(self, pid: int, seconds: float) -> int | None:
         until = time.monotonic() + seconds
         while pid not in self._codes:
-            said = self._hear(max(0.0, until - time.monotonic()))
+            said = self._receive(max(0.0, until - time.monotonic()))
             if not said:
                 return None
             self._codes[said["pid"]] = said["code"]
@@ -112,11 +107,11 @@ class ForkServer:
         self._process.wait()
         self._process.stdout.close()
 
-    def _ask(self, asked: dict[str, Any]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
-    def _hear(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float) -> dict[str, Any]:
         stream = self._process.stdout
         assert stream is not None
         if not select.select([stream], [], [], seconds)[0]:
@@ -148,8 +143,7 @@ class _Fresh:
 
 def start_afresh(order: Order, environment: Mapping[str, str]) -> Process:
     """The command line in an interpreter of its own, as a person starts it."""
-    order.trail.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.chaos.command", json.dumps(order.asked()), *order.arguments]
+    command = [sys.executable, "-m", "tests.chaos.command", json.dumps(order.request()), *order.arguments]
     with order.output.open("wb") as output:
         child = subprocess.Popen(
             command,

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.campaign import Arguments, Fall
+from tests.chaos.campaign import Arguments
 from tests.chaos.comparison import Golden, require_same
-from tests.chaos.places import place_of
 from tests.chaos.processes import ForkServer, Order, Process, kill
-from tests.chaos.trail import read_sight
 from tests.flows.conftest import Runs
 
-SECONDS_AT_MOST = 900.0
+MAX_SECONDS = 900.0
 SECONDS_TO_START = 240.0
 VICTIMS = ("the training process", "a worker", "a worker's child")
 
@@ -102,7 +100,7 @@ class WorkerCampaign:
         workers: that do its stages.
         seconds: that an undisturbed run takes.
         folder: for storage roots.
-        falls: kills so far.
+        kills: what was killed so far.
         ended: runs that came to their end.
     """
 
@@ -112,7 +110,7 @@ class WorkerCampaign:
     workers: Workers
     seconds: float
     folder: Path
-    falls: list[Fall] = field(default_factory=list)
+    kills: list[str] = field(default_factory=list)
     ended: int = 0
 
     def one_run(self, rng: random.Random, most: int) -> None:
@@ -120,14 +118,14 @@ class WorkerCampaign:
         name = f"pool-run-{self.ended + 1:03d}"
         runs = Runs(self.folder / name)
         order = Order(self.arguments(runs, name), runs.root, self.folder)
-        falls: list[Fall] = []
+        kills: list[str] = []
         training = self.server.start(order)
         while True:
-            code = training.wait(rng.expovariate(2.0 / self.seconds) if len(falls) < most else SECONDS_AT_MOST)
+            code = training.wait(rng.expovariate(2.0 / self.seconds) if len(kills) < most else MAX_SECONDS)
             if code is not None:
                 break
-            assert len(falls) < most, f"{name} has not ended after {falls}\n{order.output.read_text()[-6000:]}"
-            place, victim = place_of(read_sight(order.trail)), rng.choice(VICTIMS)
+            assert len(kills) < most, f"{name} has not ended after {kills}\n{order.output.read_text()[-6000:]}"
+            victim = rng.choice(VICTIMS)
             if victim == VICTIMS[0]:
                 kill(training, alone=rng.random() < 0.5)
                 assert training.wait(60) == -signal.SIGKILL
@@ -136,9 +134,9 @@ class WorkerCampaign:
                 self.workers.kill_one(rng)
             elif not self.workers.kill_a_child(rng):
                 continue
-            falls.append(Fall(name, place, victim))
-            self.falls.append(falls[-1])
-        assert code == 0, f"{name} ended with {code} after {falls}\n{order.output.read_text()[-6000:]}"
+            kills.append(victim)
+            self.kills.append(victim)
+        assert code == 0, f"{name} ended with {code} after {kills}\n{order.output.read_text()[-6000:]}"
         require_same(self.golden, runs, name, order.output)
         assert [path.name for path in runs.path(".calls", run=name).iterdir()] == []
         shutil.rmtree(runs.root)

@@ -1,21 +1,26 @@
 """Small training runs under one Prefect server for all tests of flows."""
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import hashlib
 import itertools
 import json
+import os
+import random
 import shutil
 import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import polars as pl
 import pytest
+from prefect.settings import PREFECT_API_URL
 from prefect.testing.utilities import prefect_test_harness
 
 from configs.loader import read_config
@@ -46,9 +51,9 @@ class Start:
     """One start of a run.
 
     Attributes:
-        summary: what it told.
-        stages: the stages that were done, in order; those taken from the cache are not among them, and those that score
-            the same samples side by side stand by name.
+        summary: the summary of the training.
+        stages: the stages that ran, in order and without those taken from the cache; stages that score the same
+            samples concurrently are sorted by name.
     """
 
     summary: TrainSummary
@@ -57,7 +62,7 @@ class Start:
 
 @dataclass
 class Heard:
-    """A listener that notes which stages did any work, and every line for people."""
+    """A listener that records which stages did any work, and every logged line."""
 
     stages: list[str]
     lines: list[str]
@@ -71,7 +76,7 @@ class Heard:
 
 
 def heard_of(body: Callable[[], R]) -> tuple[R, Heard]:
-    """Call a function in a context of its own: its result, and what was heard of it."""
+    """Call a function in a separate context: its result, and what it reported."""
     heard = Heard([], [])
 
     def listening() -> R:
@@ -82,7 +87,7 @@ def heard_of(body: Callable[[], R]) -> tuple[R, Heard]:
 
 
 def refused(body: Callable[[], object]) -> tuple[InputError, ...]:
-    """The input errors of something that must not begin."""
+    """Return the input errors of a call that must be refused."""
     with pytest.raises((InputError, InputErrors)) as caught:
         body()
     return caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
@@ -94,11 +99,48 @@ def sha256_of(folder: Path, *without: str) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+def flip(path: Path, chance: random.Random | None = None) -> None:
+    """Change one bit of a file, in the middle or at a random place, and keep the file's times."""
+    content, times = bytearray(path.read_bytes()), path.stat()
+    place = chance.randrange(len(content)) if chance else len(content) // 2
+    content[place] ^= 1 << chance.randrange(8) if chance else 1
     path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@contextlib.contextmanager
+def training_process(
+    runs: "Runs", folder: Path, *python: str, environment: Mapping[str, str] | None = None, **changes: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `grpo train --json` on the current server, and kill it at the end of the context.
+
+    Args:
+        runs: where the run `run` is written.
+        folder: receives `out`, `err` and Prefect's `home`.
+        python: arguments of the interpreter before `train`; by default the module of the command line.
+        environment: added to this process's variables; an empty value removes one.
+        changes: settings as of `Runs.start`.
+    """
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, *(python or ("-m", "flows.command_line.main")), "train", str(TINY)]
+    own = {"PREFECT_API_URL": str(PREFECT_API_URL.value() or ""), "PREFECT_HOME": str(folder / "home")}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **own, **(environment or {})}
+    variables = {name: value for name, value in variables.items() if value}
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        process = subprocess.Popen(
+            [*command, *runs.sets(**changes), "--json"], cwd=REPOSITORY, env=variables, stdout=out, stderr=err
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def printed_summary(folder: Path) -> dict[str, Any]:
+    """The last line that a training process printed."""
+    summary: dict[str, Any] = json.loads((folder / "out").read_text().splitlines()[-1])
+    return summary
 
 
 def by_name(stages: Sequence[str]) -> tuple[str, ...]:
@@ -122,8 +164,12 @@ class Runs:
         }
         return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
+    def sets(self, run: str = "run", **changes: object) -> list[str]:
+        """The same as arguments of a command, with the run's name."""
+        return [part for each in self.overrides(run__name=run, **changes) for part in ("--set", each)]
+
     def start(self, run: str = "run", **changes: object) -> Start:
-        """Run, or go on with, a training run in this process."""
+        """Start or continue a training run in this process."""
         return self._train(TINY, self.overrides(run__name=run, **changes))
 
     def start_text(self, run: str = "text", **changes: object) -> Start:
@@ -194,7 +240,7 @@ def undisturbed(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @pytest.fixture
 def finished(undisturbed: tuple[Runs, Start], tmp_path: Path) -> Runs:
-    """A copy of the finished run, to be damaged or gone on with."""
+    """A copy of the finished run, to be damaged or continued."""
     runs = Runs(tmp_path / "runs")
     shutil.copytree(undisturbed[0].root, runs.root)
     return runs

@@ -1,8 +1,6 @@
-"""A finished run to be damaged, and the table of all flips."""
+"""A finished run with an evaluation and a rescoring, to be damaged."""
 
-import os
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,8 @@ import pytest
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
 from tests.flows.conftest import REPOSITORY, Runs, Start
-from tests.flows.flips.ledger import Flip, table_of
 from tests.flows.rescoring.test_rescore import JPEG, scored_again
 
-TABLE = "FLIPS_TABLE"
-"""Variable with the file that the table goes to; without it the table is only printed."""
-FLIPS = pytest.StashKey[list[Flip]]()
 SETTINGS: dict[str, object] = {
     "run__iterations": 1,
     "evaluate__prompts": "data/prompts/shapes_heldout.jsonl",
@@ -46,19 +40,19 @@ class Evaluated:
         return found
 
     def require_same_end(self, runs: Runs, again: Start) -> None:
-        """That a start came to the same policy and the same values in every table that it is to make."""
+        """Assert the same policy and the same values in every table that a start makes."""
         assert again.summary.policy_digest == self.start.summary.policy_digest
-        assert _of_training(runs) == _of_training(self.runs)
+        assert _training_tables(runs) == _training_tables(self.runs)
 
-    def bring(self, folder: str, store: ArtifactStore) -> None:
-        """Make a copy of one artifact all that the store's run holds."""
+    def copy_alone(self, folder: str, store: ArtifactStore) -> None:
+        """Replace the content of the store's run with a copy of one artifact."""
         shutil.rmtree(store.path(), ignore_errors=True)
         shutil.copytree(self.runs.path(folder), store.path(folder))
         shutil.copy(self.runs.path(f"{folder}{MANIFEST_ENDING}"), store.path(f"{folder}{MANIFEST_ENDING}"))
 
 
-def _of_training(runs: Runs) -> dict[str, Any]:
-    """A start neither makes nor needs what was scored again; where run.json is damaged, that is set aside."""
+def _training_tables(runs: Runs) -> dict[str, Any]:
+    """A start neither makes nor needs rescored tables; where run.json is damaged, they are moved away."""
     return {name: table for name, table in runs.tables().items() if not name.startswith("rescored/")}
 
 
@@ -83,20 +77,3 @@ def copied(evaluated: Evaluated, tmp_path: Path) -> Runs:
     shutil.copytree(evaluated.runs.root, runs.root)
     assert runs.start(**SETTINGS).stages == ()
     return runs
-
-
-@pytest.fixture
-def noted(request: pytest.FixtureRequest) -> Callable[[Sequence[Flip]], None]:
-    """Takes flips for the table."""
-    return request.config.stash.setdefault(FLIPS, []).extend
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show and write the table of all flips."""
-    flips = config.stash.get(FLIPS, [])
-    if not flips:
-        return
-    told = table_of(flips)
-    terminalreporter.write_line(f"\n{told}")
-    if os.environ.get(TABLE):
-        Path(os.environ[TABLE]).write_text(told)

@@ -1,70 +1,215 @@
-"""Faults that pass by themselves are waited out, with the same run at the end; all others end it at once."""
+"""Each kind of retryable error has its number of retries; a stage does not repeat what its shards have used up."""
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prefect import flow, task
 
+from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
-from tasks.rollouts import collect as stage
-from tests.flows.conftest import Runs, Start
+from tasks.execution import stages
+from tasks.execution.caching import configured, stage_task
+from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
+from tasks.execution.retries import retry_options
+from tasks.execution.stages import Arguments, Part, Sharding
+from tasks.rollouts import collect as rollouts
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
+from tasks.storage.prefect_results import registered_records, use_records
+from tests.flows.conftest import Runs, Start, heard_of
 
-Compare = Callable[[Runs, Start], None]
-QUICK: dict[str, object] = {"placement__retries__delay": 0.05}
+LIMITS = RetrySection(lost=2, timeout=1, storage=1, service=0, delay=0.01)
+LOST, LATE, BROKEN = LostStageError("gone"), StageTimeoutError("late"), ConnectionResetError("hung up")
 
 
-class Failing:
-    """Collects as ever, but raises on the first so many calls."""
+class Script:
+    """Errors that are raised one after another, and then none; counts the tries."""
 
-    def __init__(self, error: Exception, times: int) -> None:
-        self.error, self.times, self.calls = error, times, 0
-        self.collect = stage.collect_rollouts
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.tries = list(errors), 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        self.calls += 1
-        groups = self.collect(*args, **kwargs)
+    def next(self) -> None:
+        self.tries += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@task(name="scripted")
+def scripted(script: Script) -> str:
+    script.next()
+    return "done"
+
+
+def in_a_flow(body: Callable[[], Any]) -> Any:
+    @flow
+    async def around() -> Any:
+        return body()
+
+    return asyncio.run(around())
+
+
+def options(limits: RetrySection = LIMITS) -> dict[str, Any]:
+    return {"task_run_name": "a stage", **retry_options(PlacementSection(retries=limits))}
+
+
+def test_each_kind_is_counted_separately(server: None) -> None:
+    done = [
+        ([], 1),
+        ([LOST, LOST], 3),
+        ([LOST, LATE, LOST], 4),
+        ([BROKEN, LOST, LATE, LOST], 5),
+        ([LATE, BROKEN, LOST], 4),
+    ]
+    failed = [
+        ([LOST] * 9, 3),
+        ([LATE] * 9, 2),
+        ([LOST, LATE, LATE], 3),
+        ([LATE, LOST, BROKEN, LOST, BROKEN], 5),
+        ([LOST, InputError("a", 1, "hint")], 2),
+        ([ArithmeticError("NaN")], 1),
+        ([KeyError("a bug")], 1),
+        ([httpx.ConnectError("refused")], 1),
+    ]
+    scripts = [Script(*errors) for errors, _ in (*done, *failed)]
+    stage = scripted.with_options(**options())
+
+    def side_by_side() -> list[object]:
+        futures = [stage.submit(script) for script in scripts]
+        return [future.result(raise_on_failure=False) for future in futures]
+
+    results = in_a_flow(side_by_side)
+    assert [script.tries for script in scripts] == [tries for _, tries in (*done, *failed)]
+    assert results[: len(done)] == ["done"] * len(done)
+    # The error of the last try is what is raised.
+    assert results[len(done) :] == [errors[tries - 1] for errors, tries in failed]
+
+
+def test_delays_double_up_to_the_longest_for_any_number_of_retries() -> None:
+    # Prefect refuses a task with more than 50 delays.
+    stage = scripted.with_options(**options(RetrySection(storage=5000, service=0, lost=2, timeout=1, delay=4)))
+    assert stage.retries == 5003
+    assert isinstance(stage.retry_delay_seconds, list)
+    longest = RetrySection().max_delay
+    assert stage.retry_delay_seconds[:4] == [4.0, 8.0, 16.0, 32.0]
+    assert stage.retry_delay_seconds[-1] == longest
+
+
+def test_without_tries_there_is_one(server: None) -> None:
+    script = Script(LOST)
+    limits = RetrySection(storage=0, service=0, lost=0, timeout=0)
+    with pytest.raises(LostStageError):
+        in_a_flow(lambda: scripted.with_options(**options(limits))(script))
+    assert script.tries == 1
+
+
+def test_each_retry_is_logged(server: None) -> None:
+    _, heard = heard_of(lambda: in_a_flow(lambda: scripted.with_options(**options())(Script(LOST, LATE, LOST))))
+    assert heard.lines == [
+        "a stage: gone; attempt 2 of 3 follows",
+        "a stage: late; attempt 3 of 3 follows",
+        "a stage: gone; attempt 4 of 4 follows",
+    ]
+
+
+class Sharded:
+    """A stage of two parts that follow scripts, as does the joining; nothing goes to a pool."""
+
+    def __init__(self, scripts: dict[str, Script]) -> None:
+        self.scripts = {name: scripts.get(name, Script()) for name in ("first", "second", "joined")}
+
+        def collect(name: str, placement: PlacementSection) -> ArtifactRef:
+            self.scripts[name].next()
+            return made(name)
+
+        # A stage's key wants the code of a function of the project.
+        collect.__module__, collect.__qualname__ = "tasks.rollouts.collect", "collect_rollouts_task"
+        self.task = stage_task(
+            "scripted parts",
+            lambda inputs: {"name": inputs["name"]},
+            kind="rollouts",
+            sharding=Sharding(cut, self.join),
+        )(collect)
+
+    def join(self, arguments: Arguments, parts: list[ArtifactRef]) -> ArtifactRef:
+        self.scripts["joined"].next()
+        return made("+".join(part.folder for part in parts))
+
+    def run(self, root: Path) -> ArtifactRef:
+        placement = PlacementSection(retries=LIMITS, rollouts=ShardedStagePlacement(pool="nowhere", shards=2))
+
+        @flow
+        async def whole() -> ArtifactRef:
+            use_store(ArtifactStore(str(root), "run"))
+            use_records(await registered_records())
+            return configured(self.task, "all of it", placement)("whole", placement)
+
+        return asyncio.run(whole())
+
+    @property
+    def tries(self) -> Counter[str]:
+        return Counter({name: script.tries for name, script in self.scripts.items()})
+
+
+def cut(arguments: Arguments, count: int) -> list[Part]:
+    placement = PlacementSection(retries=LIMITS)
+    return [Part(f"{name} part", {"name": name, "placement": placement}) for name in ("first", "second")][:count]
+
+
+def made(name: str) -> ArtifactRef:
+    store = current_store()
+    with store.staging() as staged:
+        (staged / "file").write_text(name)
+        return store.commit(staged, name, digest=name, schema_version=1, rows=1, seconds=0.0, metrics={})
+
+
+@pytest.fixture(autouse=True)
+def no_stage_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_REGISTERED", dict(stages._REGISTERED))
+
+
+def test_the_stage_does_not_repeat_what_a_shard_has_used_up(server: None, tmp_path: Path) -> None:
+    sharded = Sharded({"first": Script(*[LOST] * 99), "second": Script(BROKEN, LOST)})
+    with pytest.raises(RetriesExhaustedError, match="LostStageError: gone"):
+        sharded.run(tmp_path)
+    assert sharded.tries == Counter(first=3, second=3, joined=0)
+
+
+def test_an_error_that_would_come_again_ends_the_stage_unchanged(server: None, tmp_path: Path) -> None:
+    sharded = Sharded({"second": Script(InputError("rollout", 1, "hint"))})
+    with pytest.raises(InputError, match="rollout: got 1"):
+        sharded.run(tmp_path)
+    assert sharded.tries == Counter(first=1, second=1, joined=0)
+    assert sharded.run(tmp_path).folder == "first+second"
+    # The part that was done is not done again.
+    assert sharded.tries == Counter(first=1, second=2, joined=1)
+
+
+def test_joining_the_shards_is_retried_too(server: None, tmp_path: Path) -> None:
+    sharded = Sharded({"first": Script(LOST, LATE, LOST), "joined": Script(BROKEN)})
+    assert sharded.run(tmp_path).folder == "first+second"
+    assert sharded.tries == Counter(first=4, second=1, joined=2)
+
+
+def test_a_connection_that_comes_back_gives_the_same_run(
+    empty: Runs, final: Callable[[Runs, Start], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, collect = Counter[str](), rollouts.collect_rollouts
+
+    def failing_twice(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        calls["collect"] += 1
+        groups = collect(*args, **kwargs)
         yield next(groups)
-        if self.calls <= self.times:
-            raise self.error
+        if calls["collect"] <= 2:
+            raise BROKEN
         yield from groups
 
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception, int], Failing]:
-    def install(error: Exception, times: int) -> Failing:
-        failing = Failing(error, times)
-        monkeypatch.setattr(stage, "collect_rollouts", failing)
-        return failing
-
-    return install
-
-
-def test_a_connection_that_comes_back(
-    empty: Runs, final: Compare, failing: Callable[[Exception, int], Failing]
-) -> None:
-    broken = failing(ConnectionResetError("the bucket hung up"), 2)
-    final(empty, empty.start(**QUICK))
+    monkeypatch.setattr(rollouts, "collect_rollouts", failing_twice)
+    final(empty, empty.start(placement__retries__delay=0.05))
     # Two iterations, and the first of them three times.
-    assert broken.calls == 4
+    assert calls["collect"] == 4
     assert not [path for path in empty.path(".incoming").iterdir() if path.is_dir()]
-
-
-def test_no_more_often_than_is_said(empty: Runs, failing: Callable[[Exception, int], Failing]) -> None:
-    broken = failing(ConnectionResetError("the bucket hung up"), 99)
-    with pytest.raises(ConnectionResetError, match="hung up"):
-        empty.start(**QUICK, placement__retries__storage=1)
-    assert broken.calls == 2
-    broken.calls = 0
-    with pytest.raises(ConnectionResetError, match="hung up"):
-        empty.start(**QUICK, placement__retries__storage=0)
-    assert broken.calls == 1
-
-
-@pytest.mark.parametrize("error", [InputError("policy.model", "x", "hint"), ArithmeticError("NaN"), KeyError("a bug")])
-def test_what_would_come_again_is_not_tried_again(
-    empty: Runs, failing: Callable[[Exception, int], Failing], error: Exception
-) -> None:
-    broken = failing(error, 99)
-    with pytest.raises(type(error)):
-        empty.start(**QUICK)
-    assert broken.calls == 1

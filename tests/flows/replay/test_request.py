@@ -20,7 +20,7 @@ from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
-from tests.flows.replays import policy_digest, request_replay, run_replay
+from tests.flows.replay.replays import policy_digest, request_replay, run_replay
 
 
 def problem(runs: Runs, *overrides: str, **options: Any) -> InputError:

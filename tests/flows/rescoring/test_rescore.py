@@ -20,7 +20,7 @@ from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analysis import AnalysisRequest, analyse_rewards
 from tasks.rewards import score as score_reward
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
-from tests.flows.replays import request_replay, run_replay
+from tests.flows.replay.replays import request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}

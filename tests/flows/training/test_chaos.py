@@ -8,18 +8,18 @@ from prefect.settings import PREFECT_API_URL
 
 from tests.chaos.campaign import Campaign, Plan
 from tests.chaos.comparison import Golden
+from tests.chaos.operations import Operation
 from tests.chaos.processes import ForkServer, forking
 from tests.chaos.settings import small_images
-from tests.chaos.trail import Operation
 from tests.flows.conftest import Runs, Start
 
 PLANS = (
-    # Files of rollouts in their place, the manifest not; then right in moving away what is there.
+    # Files of rollouts in their place, the manifest not; then while they are moved away.
     Plan(operation=Operation("rename: files.py:write_file_atomically < store.py:write_manifest", 1)),
     Plan(operation=Operation("rename: run_folder.py:_move < run_folder.py:_move_away", 1)),
-    # Scores whole, the record of the second reward not.
+    # Scores complete, the record of the second reward not.
     Plan(operation=Operation("rename: files.py:write_file_atomically < prefect_results.py:_keep", 3)),
-    Plan(operation=Operation("_save_state", 1), alone=True),
+    Plan(operation=Operation("_save_state", 1)),
     Plan(operation=Operation("write_metrics", 1)),
 )
 # The last one: what a machine has done by then, and so what is left for the others, is a matter of its speed.
@@ -40,4 +40,4 @@ def test_killed_here_and_there(undisturbed: tuple[Runs, Start], fork_server: For
     golden = Golden(runs, "run", first.summary.policy_digest)
     campaign = Campaign(golden, small_images, fork_server.start, tmp_path)
     campaign.one_run(iter((*PLANS, A_MOMENT)))
-    assert [fall.how for fall in campaign.falls[: len(PLANS)]] == [plan.how for plan in PLANS], campaign.falls
+    assert campaign.kills[: len(PLANS)] == list(PLANS)

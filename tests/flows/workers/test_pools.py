@@ -1,11 +1,7 @@
-"""Stages on work pools: the same run as in one process, the model loaded once a worker, and a worker that dies."""
+"""Stages on work pools: the same run as in one process, the model loaded once per worker, and a worker that dies."""
 
 import asyncio
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +16,8 @@ from prefect.settings import PREFECT_API_URL
 from configs.loader import read_config
 from flows.deployment.deploy import DeployedRun, DeployRequest, deploy_run
 from flows.training.summary import TrainSummary
-from tests.flows.conftest import REPOSITORY, TINY, Runs
-from tests.flows.workers.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
+from tests.flows.conftest import TINY, Runs, printed_summary, training_process
+from tests.flows.workers.pool_workers import SECONDS_TO_START, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
 
@@ -54,7 +50,7 @@ def test_pools_and_shards_give_the_run_of_one_process(
     assert not any(line.startswith("loaded ") for line in scores.said)
     assert not list(empty.path().rglob("shards"))
     assert not list(empty.path(".calls").iterdir())
-    # Where stages are done is no part of what they are.
+    # The placement is no part of a stage's key.
     assert empty.start(rollout__prompts_per_batch=1).stages == ()
 
 
@@ -63,24 +59,13 @@ def test_a_worker_killed_in_its_stage_and_another_takes_it(
 ) -> None:
     (first,) = workers.start("images")
     changes = {key: value for key, value in POOLED.items() if "rewards" not in key and "advantages" not in key}
-    overrides = [part for each in empty.overrides(run__name="run", **changes) for part in ("--set", each)]
-    server = PREFECT_API_URL.value()
-    assert server is not None
-    command = [sys.executable, "-m", "flows.command_line.main", "train", "configs/tiny.yaml", *overrides, "--json"]
-    environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_HOME": str(tmp_path / "home")}
-    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=err)
-        try:
-            first.wait_for("iteration 1, shard 1 of 2: collect rollouts on images: begun")
-            first.kill()
-            workers.start("images")
-            assert run.wait(SECONDS_TO_START) == 0, (tmp_path / "err").read_text()
-        finally:
-            run.kill()
-            run.wait()
-    told = json.loads((tmp_path / "out").read_text().splitlines()[-1])
+    with training_process(empty, tmp_path, **changes) as run:
+        first.wait_for("iteration 1, shard 1 of 2: collect rollouts on images: begun")
+        first.kill()
+        workers.start("images")
+        assert run.wait(SECONDS_TO_START) == 0, (tmp_path / "err").read_text()
     other, runs = alone()
-    assert told["policy_digest"] == other.policy_digest
+    assert printed_summary(tmp_path)["policy_digest"] == other.policy_digest
     assert joined_tables(empty) == joined_tables(runs)
     said = (tmp_path / "err").read_text()
     assert "of pool images has died" in said
@@ -101,35 +86,20 @@ def test_rollouts_ahead_of_the_updates(workers: Workers, empty: Runs) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_an_interrupt_ends_a_run_that_waits_and_cancels_what_it_asked_for(
+def test_an_interrupt_ends_a_waiting_run_and_cancels_its_stages(
     workers: Workers, empty: Runs, tmp_path: Path, shards: int
 ) -> None:
-    # The pool is there and nobody serves it.
+    # The pool exists and has no worker.
     (worker,) = workers.start("deserted")
     worker.kill()
     changes = {"rollout__prompts_per_batch": 1, "placement__rollouts__shards": shards}
-    placed = empty.overrides(run__name="run", placement__rollouts__pool="deserted", **changes)
-    server = PREFECT_API_URL.value()
-    assert server is not None
-    command = [sys.executable, "-m", "flows.command_line.main", "train", "configs/tiny.yaml"]
-    command += [part for each in placed for part in ("--set", each)]
-    environment = {**os.environ, "PREFECT_API_URL": server, "PREFECT_HOME": str(tmp_path / "home")}
-    with (tmp_path / "err").open("wb") as err:
-        run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=err, stdout=err)
-        try:
-            limit = time.monotonic() + SECONDS_TO_START
-            while (tmp_path / "err").read_text().count("sent to pool deserted") < shards:
-                assert time.monotonic() < limit, (tmp_path / "err").read_text()
-                time.sleep(0.1)
-            run.send_signal(signal.SIGINT)
-            assert run.wait(60) == 1
-        finally:
-            run.kill()
-            run.wait()
+    with training_process(empty, tmp_path, placement__rollouts__pool="deserted", **changes) as run:
+        wait_for(lambda: (tmp_path / "err").read_text().count("sent to pool deserted") >= shards, tmp_path / "err")
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 1
     requested = {"deployments": {"name": {"any_": ["deserted"]}}}
-    runs = httpx.post(f"{server}/flow_runs/filter", json=requested).json()
+    runs = httpx.post(f"{PREFECT_API_URL.value()}/flow_runs/filter", json=requested).json()
     states = [each["state_type"] for each in sorted(runs, key=lambda each: each["created"])[-shards:]]
-    # Nobody is there to end them but the server.
     assert states == ["CANCELLED"] * shards
 
 
@@ -155,10 +125,10 @@ def stages_of(name: str) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in found if each["parent_task_run_id"]}
 
 
-def wait_for(found: Callable[[], bool], worker: Worker) -> None:
+def wait_for(found: Callable[[], bool], log: Path) -> None:
     limit = time.monotonic() + SECONDS_TO_TRAIN
     while not found():
-        assert time.monotonic() < limit, worker.log.read_text()
+        assert time.monotonic() < limit, log.read_text()
         time.sleep(0.25)
 
 
@@ -177,37 +147,36 @@ def test_one_worker_trains_and_does_the_stages_whichever_of_them_is_cancelled(
 
     # The stage is cancelled: the training says so and ends.
     state = started(training)
-    wait_for(lambda: any(f"{rollouts}: begun" in line for line in worker.said), worker)
+    wait_for(lambda: any(f"{rollouts}: begun" in line for line in worker.said), worker.log)
     cancel(stages_of("run")[rollouts])
-    wait_for(lambda: state()["state_type"] == "FAILED", worker)
+    wait_for(lambda: state()["state_type"] == "FAILED", worker.log)
     assert "was cancelled" in state()["state"]["message"]
-    wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker)
+    wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker.log)
 
     # The training is cancelled while its stage is at work: the stage is ended with it.
     state, previous = started(training), stages_of("run")[rollouts]["id"]
     wait_for(
         lambda: stages_of("run")[rollouts]["id"] != previous and stages_of("run")[rollouts]["state_type"] == "RUNNING",
-        worker,
+        worker.log,
     )
     cancel(state())
-    wait_for(lambda: state()["state_type"] == "CANCELLED", worker)
-    wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker)
+    wait_for(lambda: state()["state_type"] == "CANCELLED", worker.log)
+    wait_for(lambda: stages_of("run")[rollouts]["state_type"] == "CANCELLED", worker.log)
     assert not psutil.Process(worker.process.pid).children(recursive=True)
     assert not [path for path in empty.path(".incoming").iterdir() if path.is_dir()]
 
     state = started(training)
-    wait_for(lambda: state()["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), worker)
+    wait_for(lambda: state()["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), worker.log)
     assert state()["state_type"] == "COMPLETED", (state()["state"], worker.said)
-    # What is there is taken from the records, and is what one process makes of it.
     again, other = empty.start(), Runs(tmp_path / "other")
     assert again.stages == ()
     assert again.summary.policy_digest == other.start().summary.policy_digest
     assert joined_tables(empty) == joined_tables(other)
     requested = {"flow_runs": {"id": {"any_": [state()["id"]]}}, "limit": 100}
-    told = httpx.post(f"{PREFECT_API_URL.value()}/task_runs/filter", json=requested, timeout=60).json()
-    tasks = {each["name"] for each in told if not each["name"].endswith(" on only")}
-    linked = {each["name"].removesuffix(" on only") for each in told if each["name"].endswith(" on only")}
-    assert linked == tasks, "every stage has its flow run beside it, under its own name"
+    found = httpx.post(f"{PREFECT_API_URL.value()}/task_runs/filter", json=requested, timeout=60).json()
+    tasks = {each["name"] for each in found if not each["name"].endswith(" on only")}
+    linked = {each["name"].removesuffix(" on only") for each in found if each["name"].endswith(" on only")}
+    assert linked == tasks
 
 
 def test_a_training_that_does_its_stages_itself_and_stages_of_others_take_turns(
@@ -216,7 +185,7 @@ def test_a_training_that_does_its_stages_itself_and_stages_of_others_take_turns(
     (worker,) = workers.start("turns")
     config = read_config(TINY, empty.overrides(run__name="itself"))
     state = started(asyncio.run(deploy_run(DeployRequest(config, pool="turns"))))
-    wait_for(lambda: state()["state_type"] == "RUNNING", worker)
+    wait_for(lambda: state()["state_type"] == "RUNNING", worker.log)
     other = Runs(tmp_path / "other")
     other.start(run__iterations=1, placement__advantages__pool="turns")
     begun = [number for number, line in enumerate(worker.said) if "compute advantages on turns: begun" in line]

@@ -7,7 +7,7 @@ import pytest
 from configs.loader import validated
 from flows.pipeline.requests import RescoreRequest
 from tests.flows.conftest import Runs, refused
-from tests.flows.replays import request_replay
+from tests.flows.replay.replays import request_replay
 from tests.flows.rescoring.test_rescore import SSIM, rewards_file
 
 OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")

@@ -1,8 +1,6 @@
-"""A pruned run goes on, is replayed, shares its stages and survives a killed pruning as if nothing had gone."""
+"""A pruned run continues, is replayed, shares its stages and survives a killed prune as if nothing were deleted."""
 
 import asyncio
-import contextvars
-import json
 import os
 import subprocess
 import sys
@@ -14,21 +12,29 @@ from flows.pipeline.requests import ReplayRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.replay.replay import replay
-from tasks.progress import listen
 from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows import pruned_runs
-from tests.flows.conftest import REPOSITORY, Heard, Runs, Start
-from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, contents, deleted, images, iteration, pruned
+from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.pruning.conftest import (
+    EVALUATED,
+    EVERYTHING,
+    ITERATIONS,
+    RUN,
+    contents,
+    deleted,
+    images,
+    iteration,
+    pruned,
+)
+from tests.flows.replay.replays import policy_digest
 from tests.s3_server import forget_clients, s3_server
 
-trained, runs = pruned_runs.trained, pruned_runs.runs
 pytestmark = pytest.mark.slow
 
 
-class TestTheSameAsIfNothingHadGone:
+class TestSameAsUnpruned:
     def test_the_run_goes_on(self, runs: Runs, empty: Runs) -> None:
-        pruned(runs, policies_last=1, images_older_than="0i", evaluations=True)
+        pruned(runs, **EVERYTHING)
         longer = runs.start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
         unpruned = Runs(empty.root.parent / "unpruned").start(RUN, run__iterations=ITERATIONS + 1, **EVALUATED)
         assert longer.stages[0] == "iteration 5: collect rollouts"
@@ -41,21 +47,11 @@ class TestTheSameAsIfNothingHadGone:
         assert asyncio.run(replay(request)).policy_digest == trained[1].summary.policy_digest
 
     def test_another_run_that_shares_its_stages(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
-        pruned(runs, policies_last=1, images_older_than="0i", evaluations=True)
-        heard = Heard([], [])
-
-        def body() -> Start:
-            listen(heard)
-            return runs.start("other", run__iterations=2, **EVALUATED)
-
-        contextvars.copy_context().run(body)
+        pruned(runs, **EVERYTHING)
+        runs.start("other", run__iterations=2, **EVALUATED)
         assert stored_versions(ArtifactStore(str(runs.root), "other")) == [1, 2]
         assert [images(runs, iteration(number), "other") for number in (1, 2)] == [4, 4]
-        digests = [
-            json.loads(runs_.path("policies", "000002", "training_state.json", run=run).read_text())["policy_digest"]
-            for runs_, run in ((runs, "other"), (trained[0], RUN))
-        ]
-        assert digests[0] == digests[1]
+        assert policy_digest(runs, 2, "other") == policy_digest(trained[0], 2, RUN)
 
 
 KILLED = """
@@ -68,7 +64,7 @@ from tasks.pruning import artifacts
 from tasks.storage.artifacts.store import ArtifactStore
 
 root, run = Path(sys.argv[1]), sys.argv[2]
-ASKED = dict(policies_last=1, images_older_than="0i", evaluations=True)
+EVERYTHING = dict(policies_last=1, images_older_than="0i", evaluations=True)
 STEPS = [(ArtifactStore, "write_manifest"), (ArtifactStore, "put_file"), (LocalFileSystem, "rm_file"),
          (artifacts, "strip_images")]
 left = 0
@@ -91,7 +87,7 @@ while True:
     pid = os.fork()
     if pid == 0:
         left = number
-        prune(PruneRequest((run,), root=str(root / f"killed-{number}"), **ASKED))
+        prune(PruneRequest((run,), root=str(root / f"killed-{number}"), **EVERYTHING))
         os._exit(0)
     if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
         break
@@ -105,24 +101,22 @@ def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> No
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
     kills = int(ended.stdout.split()[-1])
     assert kills >= 20
-    requested = {"policies_last": 1, "images_older_than": "0i", "evaluations": True}
-    pruned(runs, **requested)
+    pruned(runs, **EVERYTHING)
     expected = files_of_artifacts(runs.root / RUN)
     for number in range(1, kills + 1):
         folder = runs.root / f"killed-{number}"
         store = ArtifactStore(str(folder), RUN)
         places = [path.relative_to(folder / RUN) for path in (folder / RUN).rglob("*.manifest.json")]
-        whole = [store.find(place.as_posix().removesuffix(".manifest.json")) for place in places]
-        assert all(reference is not None for reference in whole), number
-        prune(PruneRequest((RUN,), root=str(folder), **requested))
+        found = [store.find(place.as_posix().removesuffix(".manifest.json")) for place in places]
+        assert all(reference is not None for reference in found), number
+        prune(PruneRequest((RUN,), root=str(folder), **EVERYTHING))
         assert files_of_artifacts(folder / RUN) == expected, number
-        assert deleted(prune(PruneRequest((RUN,), root=str(folder), **requested))) == {}
+        assert deleted(prune(PruneRequest((RUN,), root=str(folder), **EVERYTHING))) == {}
 
 
 def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lock in runs.root.rglob(".lock"):
         lock.unlink()
-    requested = {"policies_last": 1, "images_older_than": "0i", "evaluations": True}
     with s3_server(tmp_path) as server:
         for name, value in {**server.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
             monkeypatch.setenv(name, value)
@@ -131,21 +125,21 @@ def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store = ArtifactStore(f"s3://{bucket}/runs", RUN)
         store.filesystem.put(f"{runs.root}/", f"{bucket}/runs/", recursive=True)
         seen = len(server.requests())
-        told = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **requested))
+        planned = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **EVERYTHING))
         assert {request.split()[0] for request in server.requests(seen)} <= {"GET", "HEAD"}
-        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **requested))
-        here = pruned(runs, **requested)
-        for summary in (told, there):
+        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **EVERYTHING))
+        here = pruned(runs, **EVERYTHING)
+        for summary in (planned, there):
             assert (deleted(summary), summary.runs[0].kept) == (deleted(here), here.runs[0].kept)
         assert stored_versions(store) == stored_versions(ArtifactStore(str(runs.root), RUN))
         for path in runs.root.rglob("*.parquet"):
             assert store.filesystem.cat_file(f"{bucket}/runs/{path.relative_to(runs.root)}") == path.read_bytes()
-        assert deleted(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **requested))) == {}
+        assert deleted(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **EVERYTHING))) == {}
     forget_clients()
 
 
 def files_of_artifacts(run: Path) -> dict[str, str]:
-    """All but the manifests and the copies of them; a copy is what it is a copy of."""
+    """Every file except manifests and their copies, which must be equal."""
     found = contents(run)
     copies = {name: sha for name, sha in found.items() if name.startswith(".pruned/")}
     for name, sha in copies.items():

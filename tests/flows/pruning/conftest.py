@@ -1,4 +1,4 @@
-"""A run of four updates, what is pruned of it, and what is left."""
+"""A run of four updates, to be pruned."""
 
 import hashlib
 import shutil
@@ -11,7 +11,6 @@ import pytest
 
 from flows.pruning.prune import PruneSummary, prune
 from flows.pruning.request import PruneRequest
-from grpo_core.errors import InputError, InputErrors
 from tests.flows.conftest import REPOSITORY, Runs, Start
 
 RUN = "pruned"
@@ -24,10 +23,11 @@ EVALUATED = {
     "evaluate__every": 2,
 }
 ITERATIONS = 4
-SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
+# Deletes every kind of artifact that a prune can.
+EVERYTHING: dict[str, Any] = {"policies_last": 1, "images_older_than": "0i", "evaluations": True}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runs, Start]]:
     """An image run of four updates, evaluated at 0, 2 and 4; no test changes it."""
     runs = Runs(tmp_path_factory.mktemp("pruned"))
@@ -56,15 +56,13 @@ def kept(summary: PruneSummary, kind: str) -> dict[str, str]:
     return {name: each.reason for each in summary.runs[0].kept if each.kind == kind for name in each.names}
 
 
-def refused(**requested: Any) -> list[tuple[str, object]]:
-    with pytest.raises((InputError, InputErrors)) as caught:
-        prune(PruneRequest(**{"sources": (RUN,), **requested}))
-    errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
-    return [(error.place, error.value) for error in errors]
+def again(runs: Runs, **changes: object) -> Start:
+    """Start the pruned run once more."""
+    return runs.start(RUN, **{"run__iterations": ITERATIONS, **EVALUATED, **changes})
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:
-    """Every file and folder with its time and, of a file, its sha256."""
+    """Every file and folder with its time, and the sha256 of a file."""
     return {
         path.relative_to(folder).as_posix(): (
             path.stat().st_mtime_ns,
@@ -75,8 +73,8 @@ def tree(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file but locks and what their holders write for a moment."""
-    return {name: sha for name, (_, sha) in tree(folder).items() if sha and ".lock" not in name and "lock" not in name}
+    """Every file except locks."""
+    return {name: sha for name, (_, sha) in tree(folder).items() if sha and "lock" not in name}
 
 
 def best(runs: Runs) -> int:
@@ -91,7 +89,7 @@ def best(runs: Runs) -> int:
 
 
 def images(runs: Runs, place: str, run: str = RUN) -> int:
-    """How many samples have theirs."""
+    """Number of samples that have their image."""
     table = pl.read_parquet(runs.path(place, "rollouts", "*.parquet", run=run))
     return table.height - table["image"].null_count()
 

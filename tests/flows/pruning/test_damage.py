@@ -1,4 +1,4 @@
-"""Damage in a pruned run: it goes on where anything still says what is gone, and is told what is lost where not."""
+"""Damage in a pruned run: it continues where the deleted content is still described, and names what is lost."""
 
 import contextlib
 import random
@@ -11,22 +11,10 @@ import pytest
 from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError
-from tests.flows import pruned_runs
-from tests.flows.conftest import Runs, Start
-from tests.flows.pruned_runs import EVALUATED, ITERATIONS, RUN, best, deleted, images, iteration, kept, pruned
+from tests.flows.conftest import Runs, Start, flip
+from tests.flows.pruning.conftest import RUN, again, best, deleted, images, iteration, kept, pruned
 
-trained, runs = pruned_runs.trained, pruned_runs.runs
 PRUNES = {"policies_last": 1, "images_older_than": "1i"}
-
-
-def flip(path: Path, chance: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-
-
-def again(runs: Runs, **changes: object) -> Start:
-    return runs.start(RUN, **{"run__iterations": ITERATIONS, **EVALUATED, **changes})
 
 
 def test_damaged_manifests_of_what_was_pruned(runs: Runs, trained: tuple[Runs, Start]) -> None:
@@ -36,13 +24,13 @@ def test_damaged_manifests_of_what_was_pruned(runs: Runs, trained: tuple[Runs, S
         *(runs.path("policies", f"{version:06d}.manifest.json", run=RUN) for version in {1, 2, 3} - {best(runs)}),
         *(runs.path(iteration(number), "rollouts.manifest.json", run=RUN) for number in (1, 3)),
     ]
-    whole = [path.read_bytes() for path in manifests]
+    original = [path.read_bytes() for path in manifests]
     for path in manifests[1:]:
         flip(path, chance)
     manifests[0].write_bytes(b"")
     start = again(runs)
     assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
-    assert [path.read_bytes() for path in manifests] == whole
+    assert [path.read_bytes() for path in manifests] == original
     assert sum("took its place" in reason for reason in runs.reasons(RUN)) == len(manifests)
     assert again(runs).summary.quarantined == []
 
@@ -63,7 +51,7 @@ def test_another_configuration_takes_nothing_that_was_pruned(runs: Runs) -> None
 
 
 class TestScoresOfRemovedImages:
-    def test_a_damaged_table_is_told_and_put_back(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
+    def test_a_damaged_table_is_an_error_until_it_is_put_back(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
         pruned(runs, **PRUNES)
         table = f"{iteration(2)}/rewards/ssim"
         (scores,) = runs.path(table, run=RUN).iterdir()
@@ -71,12 +59,10 @@ class TestScoresOfRemovedImages:
         for _ in range(2):
             with pytest.raises(InputError) as caught:
                 again(runs)
-        (aside,) = runs.path("quarantine", run=RUN).iterdir()
-        told = str(caught.value)
-        assert told.startswith(f"{RUN}/{table}: got 'damaged'. It is in {aside} (scores.parquet has sha256 ")
-        assert f"the images of {RUN}/{iteration(2)}/rollouts were removed by `grpo prune --images" in told
-        assert "start under another --run name, which begins anew. Other iterations are untouched." in told
-        # As it says; a copy of the run has them.
+        (quarantined,) = runs.path("quarantine", run=RUN).iterdir()
+        assert (caught.value.place, caught.value.value) == (f"{RUN}/{table}", "damaged")
+        assert str(quarantined) in caught.value.hint
+        # Putting back the files of a copy repairs the run.
         for name in (table, f"{table}.manifest.json"):
             source, target = trained[0].path(name, run=RUN), runs.path(name, run=RUN)
             shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
@@ -96,7 +82,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "emptied": lambda path: path.write_bytes(b""),
     "missing": Path.unlink,
     "changed": lambda path: flip(path, random.Random(3)),
-    # Whoever reads this footer without looking first ends with the process.
+    # A reader that trusts this footer crashes the process.
     "changed in its footer": lambda path: path.write_bytes(
         path.read_bytes()[:-40] + bytes(32) + path.read_bytes()[-8:]
     ),
@@ -108,14 +94,14 @@ def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], o
     (part,) = runs.path(iteration(1), "rollouts", run=RUN).iterdir()
     damage(part)
     left = part.read_bytes() if part.exists() else None
-    told = pruned(runs, dry_run=True, **PRUNES)
+    planned = pruned(runs, dry_run=True, **PRUNES)
     done = pruned(runs, **PRUNES)
-    assert deleted(done)[VERSIONS] == deleted(told)[VERSIONS]
-    assert (deleted(done)[IMAGES], deleted(told)[IMAGES]) == (2, 3)
+    assert deleted(done)[VERSIONS] == deleted(planned)[VERSIONS]
+    assert (deleted(done)[IMAGES], deleted(planned)[IMAGES]) == (2, 3)
     (note,) = [each for each in done.runs[0].notes if "damaged" in each]
-    assert f"{RUN}/{iteration(1)}/rollouts: one of its files is changed or missing" in note
-    assert kept(done, IMAGES) == kept(told, IMAGES)
-    # It is for the next start to move it.
+    assert f"{RUN}/{iteration(1)}/rollouts" in note
+    assert kept(done, IMAGES) == kept(planned, IMAGES)
+    # Only the next start moves it.
     assert not runs.path("quarantine", run=RUN).exists()
     with contextlib.suppress(FileNotFoundError):
         assert part.read_bytes() == left

@@ -1,0 +1,126 @@
+"""Full and failing disks: one message, nothing damaged, and the same end once there is room."""
+
+import asyncio
+import contextlib
+import contextvars
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from configs.loader import read_config
+from flows.command_line.main import application
+from flows.training.train import train
+from grpo_core.errors import InputError, InputErrors
+from tasks.progress import listen
+from tasks.storage.filesystem.failures import StorageError
+from tests.flows.conftest import TINY, Runs, Start
+
+Compare = Callable[[Runs, Start], None]
+PAGE = 4096
+
+
+def fill(disk: Path, left: int = 0) -> None:
+    """Write until nothing goes, then leave so many bytes."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as stream:
+        # The file system gives no more than whole pages.
+        with contextlib.suppress(OSError):
+            while stream.write(bytes(PAGE)):
+                pass
+        stream.truncate(max(0, filler.stat().st_size // PAGE * PAGE - left))
+
+
+def tables(runs: Runs) -> dict[str, object]:
+    return dict(runs.tables()) if runs.path().exists() else {}
+
+
+@pytest.mark.slow
+def test_full_again_and_again_wherever_that_falls(
+    undisturbed: tuple[Runs, Start], small_disk: Path, final: Compare
+) -> None:
+    runs, failures, left = Runs(small_disk), 0, 2 * PAGE
+    while True:
+        fill(small_disk, left)
+        before = tables(runs)
+        try:
+            again = runs.start()
+            break
+        except StorageError:
+            failures += 1
+        assert before.items() <= tables(runs).items()
+        # A little more each time, so that what was written stays and the next thing is cut short.
+        left = PAGE * (2 + 3 * failures)
+        assert failures < 150
+    (small_disk / "filler").unlink()
+    final(runs, again)
+    assert failures > 5
+    assert runs.start().stages == ()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EROFS, "the disk is read-only"),
+        pytest.param(errno.EIO, "the disk reports an error", marks=pytest.mark.slow),
+        pytest.param(errno.EDQUOT, "the quota is used up", marks=pytest.mark.slow),
+    ],
+)
+def test_a_disk_that_fails_while_it_writes(
+    empty: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    real = os.fsync
+
+    def failing(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    class Listener:
+        def advance(self, stage: str, done: int, total: int) -> None:
+            if stage == "iteration 1: update policy":
+                monkeypatch.setattr(os, "fsync", failing)
+
+        def log(self, line: str) -> None:
+            pass
+
+    def body() -> None:
+        listen(Listener())
+        asyncio.run(train(read_config(TINY, empty.overrides(run__name="run"))))
+
+    with pytest.raises(StorageError, match=f"storage.root: got '{empty.root}', where {reason}"):
+        contextvars.copy_context().run(body)
+    monkeypatch.setattr(os, "fsync", real)
+    again = empty.start()
+    assert again.stages[0] == "iteration 1: update policy"
+    final(empty, again)
+
+
+def test_full_before_anything_was_written(
+    undisturbed: tuple[Runs, Start], small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(small_disk)
+    with pytest.raises((InputError, InputErrors, StorageError), match=r"storage\.root: got .*(No space left|is full)"):
+        Runs(small_disk).start()
+    assert shutil.disk_usage(small_disk).free < PAGE
+
+
+def test_the_command_names_a_full_disk_and_continues_when_there_is_room(
+    undisturbed: tuple[Runs, Start], small_disk: Path, final: Compare
+) -> None:
+    runs = Runs(small_disk)
+    runs.start(run__iterations=1)
+    before = runs.tables()
+    fill(small_disk, 150_000)
+    result = CliRunner().invoke(application, ["train", str(TINY), *runs.sets()])
+    assert result.exit_code == 1
+    (message,) = [line for line in result.stderr.splitlines() if line.startswith("failed")]
+    assert re.match(r"failed: StorageError: storage\.root: got '.*', where the disk is full", message)
+    assert before.items() <= runs.tables().items()
+    (small_disk / "filler").unlink()
+    again = runs.start()
+    assert not {"iteration 1: collect rollouts", "iteration 1: update policy"} & {*again.stages}
+    final(runs, again)
