@@ -56,27 +56,23 @@ class TestForm:
             assert asked_for(found, {"config": config}, {"config": required}) == [None, None]
 
     @pytest.mark.parametrize(
-        ("path", "value", "told"),
+        ("path", "value"),
         [
-            (("update", "learning_rat"), 1.0, "'config.update'. Failure reason: Additional properties are not allowed"),
-            (("update", "mismatch", "mod"), "none", "'config.update.mismatch'. Failure reason: Additional properties"),
-            (("trainer",), {}, "'config'. Failure reason: Additional properties are not allowed ('trainer' was"),
-            (
-                ("rollout", "group_size"),
-                "8",
-                "'config.rollout.group_size'. Failure reason: '8' is not of type 'integer'",
-            ),
-            (("rollout", "max_completion_length"), 9, "('max_completion_length' was unexpected)"),
-            (("advantages", "scale"), "grup", "'config.advantages.scale'. Failure reason: 'grup' is not one of"),
-            (("run", "name"), "../elsewhere", "'config.run.name'. Failure reason: '../elsewhere' does not match"),
+            (("update", "learning_rat"), 1.0),
+            (("update", "mismatch", "mod"), "none"),
+            (("trainer",), {}),
+            (("rollout", "group_size"), "8"),
+            (("rollout", "max_completion_length"), 9),
+            (("advantages", "scale"), "grup"),
+            (("run", "name"), "../elsewhere"),
         ],
     )
     def test_the_server_refuses_what_the_configuration_would(
-        self, form: DeploymentResponse, path: tuple[str, ...], value: object, told: str
+        self, form: DeploymentResponse, path: tuple[str, ...], value: object
     ) -> None:
         config = form.parameters["config"]
         (answer,) = asked_for(form, {"config": changed(config, *path, value=value)})
-        assert told in str(answer)
+        assert path[-1] in str(answer)
 
     def test_the_server_refuses_a_configuration_without_a_section(self, form: DeploymentResponse) -> None:
         without = {key: section for key, section in form.parameters["config"].items() if key != "data"}
@@ -87,16 +83,15 @@ class TestForm:
         deployed(run="others", evaluation=True, rescorings=(MIX,))
         found = on_the_server("others")
         evaluation, rescoring = found["grpo evaluate/others"], found["grpo rescore/others-mix"]
-        unknown = "Additional properties are not allowed ('polcy' was unexpected)"
         request, mix = evaluation.parameters["request"], rescoring.parameters["request"]
         wrong = [{"request": {**request, **each}} for each in ({"polcy": 3}, {"policy": "last"}, {"policy": 3})]
-        told = asked_for(evaluation, {"request": request}, *wrong)
-        assert (told[0], told[3]) == (None, None)
-        assert unknown in str(told[1])
-        assert "'request.policy'" in str(told[2])
-        told = asked_for(rescoring, {"request": mix}, {"request": {**mix, "polcy": 3}})
-        assert told[0] is None
-        assert unknown in str(told[1])
+        right, unknown, malformed, other = asked_for(evaluation, {"request": request}, *wrong)
+        assert (right, other) == (None, None)
+        assert "polcy" in str(unknown)
+        assert "'request.policy'" in str(malformed)
+        right, unknown = asked_for(rescoring, {"request": mix}, {"request": {**mix, "polcy": 3}})
+        assert right is None
+        assert "polcy" in str(unknown)
 
     @pytest.mark.parametrize(("file", "kind"), [(TINY, ImageRunConfig), (TINY_TEXT, TextRunConfig)])
     def test_the_flow_reads_what_the_server_keeps(self, file: Path, kind: type) -> None:
@@ -106,21 +101,20 @@ class TestForm:
         assert type(read) is kind
         assert train.validate_parameters({"config": config})["config"] is config
 
-    def test_the_flow_tells_every_mistake_with_its_mend(self) -> None:
+    def test_the_flow_reports_every_mistake(self) -> None:
         values = read_config(TINY).model_dump(mode="json")
         values["update"]["learning_rat"] = 1.0
         values["rollout"]["group_size"] = 1
         del values["data"]
-        told = unread(train, {"config": values})
-        assert "update.learning_rat: got 1.0. There is no such key. Did you mean update.learning_rate?" in told
-        assert "rollout.group_size: got 1. Input should be greater than or equal to 2." in told
-        assert "data: got None. It is missing and has no default; add it." in told
+        message = unread(train, {"config": values})
+        for mistake in ("update.learning_rat: got 1.0", "rollout.group_size: got 1", "data: got None"):
+            assert mistake in message
 
     def test_the_flow_refuses_what_a_schema_cannot_say(self) -> None:
         values = changed(read_config(TINY).model_dump(mode="json"), "update", "minibatch_size", value=97)
-        assert "update.minibatch_size: got 97. An iteration has 96 rows" in unread(train, {"config": values})
-        assert "overrides.0" in unread(evaluate, {"request": {"run": "tiny", "overrides": [3]}})
-        assert "There is no such key. Did you mean sources?" in unread(rescore, {"request": {"source": ["tiny"]}})
+        assert "update.minibatch_size: got 97" in unread(train, {"config": values})
+        assert "overrides.0: got 3" in unread(evaluate, {"request": {"run": "tiny", "overrides": [3]}})
+        assert "source: got" in unread(rescore, {"request": {"source": ["tiny"]}})
 
 
 def unread(flow: Flow[..., Any], parameters: dict[str, Any]) -> str:
@@ -133,7 +127,7 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
     values = read_config(TINY, empty.overrides(run__name="requested")).model_dump(mode="json")
     state = asyncio.run(train(changed(values, "update", "learning_rat", value=1), return_state=True))
     assert state.is_failed()
-    assert "There is no such key. Did you mean update.learning_rate?" in str(state.message)
+    assert "update.learning_rat: got 1" in str(state.message)
     with pytest.raises(InputErrors):
         asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
     assert not empty.path(run="requested").exists()
