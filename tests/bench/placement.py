@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from rich.table import Table
 from tasks.checkout import CHECKOUT
 from tasks.execution.pool_run import WORKER_LABEL
 from tasks.storage.artifacts.store import ArtifactStore
+from tests.flows.server.grpo_ui import grpo_ui
 from tests.postgres_server import postgres_server
 from tests.s3_server import s3_server
 
@@ -54,8 +54,8 @@ class Measured:
     """One run.
 
     Attributes:
-        summary: what it told.
-        wall: seconds of the command, from its start to its end.
+        summary: its summary.
+        wall: seconds from the start of the command to its end.
     """
 
     summary: Mapping[str, object]
@@ -68,43 +68,8 @@ def program(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, database: str, home: Path) -> Iterator[str]:
-    """`grpo ui` on PostgreSQL; the address of its API."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_API_DATABASE_CONNECTION_URL": database}
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            program("ui", "--port", str(port)), cwd=CHECKOUT, env=environment, stdout=log, stderr=log
-        )
-    url = f"http://127.0.0.1:{port}/api"
-    try:
-        _await(lambda: _healthy(url), server, folder / "server.log")
-        yield url
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2.0).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _await(ready: object, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    assert callable(ready)
-    limit = time.monotonic() + SECONDS_TO_START
-    while not ready():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < limit, log.read_text()
-        time.sleep(0.2)
-
-
-@contextlib.contextmanager
 def working(folder: Path, environment: Mapping[str, str]) -> Iterator[list[Path]]:
-    """The workers; what each of them says."""
+    """Start the workers; yield their logs."""
     logs, processes = [], []
     try:
         for number, pool in enumerate(POOLS):
@@ -113,7 +78,11 @@ def working(folder: Path, environment: Mapping[str, str]) -> Iterator[list[Path]
                 command = program("worker", pool)
                 processes.append(subprocess.Popen(command, cwd=CHECKOUT, env=environment, stdout=log, stderr=log))
         for log_file, process in zip(logs, processes, strict=True):
-            _await(lambda log_file=log_file: "started!" in log_file.read_text(), process, log_file)
+            limit = time.monotonic() + SECONDS_TO_START
+            while "started!" not in log_file.read_text():
+                assert process.poll() is None, log_file.read_text()
+                assert time.monotonic() < limit, log_file.read_text()
+                time.sleep(0.2)
         yield logs
     finally:
         for process in processes:
@@ -198,7 +167,9 @@ def main(iterations: int) -> None:
         folder = Path(scratch)
         postgres.sql("CREATE DATABASE prefect")
         common = [f"run.iterations={iterations}", "evaluate.every=0", "rollout.prompts_per_batch=6"]
-        with s3_server(folder) as bucket, serving(folder, postgres.url("prefect"), folder / "server-home") as url:
+        database = {"PREFECT_API_DATABASE_CONNECTION_URL": postgres.url("prefect")}
+        with s3_server(folder) as bucket, grpo_ui(folder / "server-home", database) as ui:
+            url = ui.api_url
             away = {**os.environ, **bucket.environment, "PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "home")}
             away["XDG_CACHE_HOME"] = str(folder / "cache")
             here = {**os.environ, "PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "home")}
@@ -213,7 +184,7 @@ def main(iterations: int) -> None:
 
 
 def show(alone: Measured, pooled: Measured, loads: Sequence[int], beyond: Mapping[str, Sequence[Dispatched]]) -> None:
-    """The figures, side by side."""
+    """Print the metrics side by side."""
     table = Table("", "one process, local disk", "two pools, three workers, PostgreSQL, S3")
     table.add_row("policy digest", *(str(each.summary["policy_digest"])[:16] for each in (alone, pooled)))
     table.add_row("seconds, command", f"{alone.wall:.1f}", f"{pooled.wall:.1f}")
@@ -225,9 +196,9 @@ def show(alone: Measured, pooled: Measured, loads: Sequence[int], beyond: Mappin
     console.print(f"model loads by worker: {list(loads)}")
     for stage, several in beyond.items():
         seconds = [each.overhead for each in several]
-        told = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
+        overhead = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
         queued = statistics.median(each.queued for each in several)
-        console.print(f"{stage}: {told} beyond its own work, {len(several)} times; queued {queued:.2f} s before")
+        console.print(f"{stage}: {overhead} beyond its own work, {len(several)} times; queued {queued:.2f} s before")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A reward that rises while a guardrail falls: what is told, when a run ends by it, and what a later start does."""
+"""A reward that rises while a guardrail falls: what is reported, when the run stops, and what a later start does."""
 
 import json
 import textwrap
@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from grpo_core.errors import InputErrors
-from tests.flows.conftest import Runs, Start
+from tests.flows.conftest import Runs, Start, refused
 
 PLANNED = 6
 
@@ -59,26 +58,25 @@ def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any
     return runs.start_text(**settings, **changes)
 
 
-def test_a_hacked_run_ends_where_the_guardrail_has_fallen_and_goes_on_when_told_to(empty: Runs, rewards: str) -> None:
+def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(empty: Runs, rewards: str) -> None:
     stopped = start(empty, rewards, watch={"fall": 0.6})
     # The guardrail is .8 - .2 n at the n-th evaluation, the first being before training: .8, .6, .4, .2.
     assert (stopped.summary.iterations, stopped.summary.stopped_early) == (3, True)
-    (told,) = stopped.summary.hacking
-    assert "second fell from 0.8 to 0.2 (-75%) and has been low since policy 3" in told
+    (sign,) = stopped.summary.hacking
+    assert "second fell from 0.8 to 0.2" in sign
     assert stopped.summary.watch is not None
     assert Path(stopped.summary.watch).read_bytes().startswith(b"\x89PNG")
     note = json.loads(empty.path("watch.json", run="text").read_text())
-    assert (note["version"], note["signs"], note["stopped"]) == (3, [told], True)
+    assert (note["version"], note["signs"], note["stopped"]) == (3, [sign], True)
     page = empty.root / "page.html"
     arguments = ["inspect", "text", "--root", str(empty.root), "--html", str(page)]
     result = CliRunner().invoke(application, arguments)
     assert result.exit_code == 0, result.output
     assert "second fell from" in page.read_text()
-    assert "Guardrails" in page.read_text()
 
     again = start(empty, rewards, watch={"fall": 0.6})
     assert again.stages == ()
-    assert (again.summary.policy_digest, again.summary.hacking) == (stopped.summary.policy_digest, [told])
+    assert (again.summary.policy_digest, again.summary.hacking) == (stopped.summary.policy_digest, [sign])
 
     on = start(empty, rewards, watch={"fall": 0.6, "stop": False})
     assert (on.summary.iterations, on.summary.stopped_early, len(on.summary.hacking)) == (PLANNED, False, 1)
@@ -92,19 +90,18 @@ def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "place"),
     [
-        ({"watch__guardrails": [], "watch__stop": True}, "watch.stop: got True. Nothing is watched"),
-        ({"evaluate__every": 0}, "watch.stop: got True. Only the first and the last policy are evaluated"),
-        ({"evaluate__prompts": None}, "They are scored on held-out samples"),
-        ({"watch__guardrails": [{"reward": "answer", "weight": 2.0}]}, "watch.guardrails.0.weight: got 2.0"),
-        ({"watch__guardrails": [{"reward": "ssim"}]}, "watch.guardrails.0.reward: got 'ssim'. It scores images"),
-        ({"watch__guardrails": [{"reward": "answer"}] * 2}, "This name stands twice"),
+        ({"watch__guardrails": [], "watch__stop": True}, "watch.stop"),
+        ({"evaluate__every": 0}, "watch.stop"),
+        ({"evaluate__prompts": None}, "watch.guardrails"),
+        ({"watch__guardrails": [{"reward": "answer", "weight": 2.0}]}, "watch.guardrails.0.weight"),
+        ({"watch__guardrails": [{"reward": "ssim"}]}, "watch.guardrails.0.reward"),
+        ({"watch__guardrails": [{"reward": "answer"}] * 2}, "watch.guardrails"),
         ({"watch__fall": 1.5}, "watch.fall"),
     ],
 )
-def test_a_watch_that_cannot_be_is_refused(empty: Runs, changes: dict[str, Any], told: str) -> None:
+def test_an_impossible_watch_is_refused(empty: Runs, changes: dict[str, Any], place: str) -> None:
     plain = {"watch__guardrails": [{"reward": "answer"}], "watch__stop": True, "evaluate__every": 1}
-    with pytest.raises(InputErrors) as caught:
-        empty.start_text(**{**plain, **changes})
-    assert told in str(caught.value)
+    errors = refused(lambda: empty.start_text(**{**plain, **changes}))
+    assert any(error.place.startswith(place) for error in errors), errors
