@@ -1,4 +1,4 @@
-"""What must not happen whatever lies in a file: code run from it, a read or write elsewhere, memory without bound."""
+"""No file may run code, cause a read or write elsewhere, or take memory without bound."""
 
 import hashlib
 import json
@@ -88,7 +88,7 @@ class TestModels:
         error = refusal(lambda: load_model(str(text_model), dtype=torch.float32, device=CPU))
         assert (error.place, error.value) == ("policy.model", str(text_model))
 
-    def test_code_beside_a_language_model(self, text_model: Path, exploded: Path) -> None:
+    def test_code_next_to_a_language_model(self, text_model: Path, exploded: Path) -> None:
         (text_model / "evil.py").write_text(hostile_module(exploded))
         classes = {f"Auto{kind}": "evil.Evil" for kind in ("Config", "ModelForCausalLM", "Tokenizer")}
         config = json.loads((text_model / "config.json").read_text())
@@ -154,12 +154,10 @@ class TestNames:
         ],
     )
     def test_of_runs_rewards_and_datasets(self, key: str, value: str, name: str) -> None:
-        text = json.dumps(name)
-        override = f"{key}={text if value == '{}' else value.format(text)}"
-        with pytest.raises((InputError, InputErrors)) as caught:
-            read_config(REPOSITORY / "configs" / "tiny.yaml", [override])
-        errors = caught.value.errors if isinstance(caught.value, InputErrors) else (caught.value,)
-        assert [error for error in errors if "name" in error.place and error.value == name]
+        override = f"{key}={value.format(json.dumps(name))}"
+        error = refusal(lambda: read_config(REPOSITORY / "configs" / "tiny.yaml", [override]))
+        assert "name" in error.place
+        assert error.value == name
 
 
 class TestInputFiles:

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.reading import Write
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    """The store of an empty run on a local disk, which the stages of the test use."""
+    store = ArtifactStore(str(tmp_path / "runs"), "run")
+    use_store(store)
+    return store
 
 
 @pytest.fixture

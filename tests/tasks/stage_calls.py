@@ -1,11 +1,9 @@
 """The stages as plain functions over one run's folder."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pytest
 
 from configs.scoring import RewardSection
 from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection
@@ -24,7 +22,7 @@ from tasks.rollouts.plan import RolloutPlan, plan_round
 from tasks.runs.layout import SCORES_FILE
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.policy import update_policy_task
 from tests.tiny_policy import MODEL
 
@@ -101,13 +99,6 @@ def update(
     return update_policy_task.fn(
         policy, drawn, advantages, spec(), section, 11, max_staleness, "iteration 1", PLACEMENT
     )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    store = ArtifactStore(str(tmp_path), "run")
-    use_store(store)
-    return store
 
 
 def content(store: ArtifactStore, reference: ArtifactRef) -> dict[str, bytes]:

@@ -1,12 +1,7 @@
-"""What is taken away from a run: images alone from a table, calls and writes that nobody waits for."""
+"""Pruning: images deleted from a table, and old calls and writes that nothing waits for."""
 
-import contextlib
-import hashlib
 import itertools
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +17,6 @@ from PIL import Image
 from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
-from tasks.checkout import CHECKOUT
 from tasks.execution.pool import CALLS
 from tasks.pruning.artifacts import delete_images, find_prunable, image_bytes, strip_images
 from tasks.pruning.leftovers import abandoned_writes, delete_moved, moved_folders, old_calls
@@ -32,6 +26,8 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.checked_json import dump_checked
 from tasks.storage.tables.parquet import TableWriter, part_digests
 from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tests.tasks.reports.made_runs import contents
+from tests.tasks.storage.made_artifacts import writer_elsewhere
 
 GROUPS, SIBLINGS = 3, 2
 FOLDER = "iteration_000001/rollouts"
@@ -73,10 +69,13 @@ class TestImages:
         assert pq.read_schema(after).equals(pq.read_schema(before), check_metadata=True)
         assert part_digests(after) == part_digests(before)
         assert pq.read_metadata(after).num_row_groups == GROUPS
-        previous, present = pl.read_parquet(before), pl.read_parquet(after)
-        assert present.drop("image").equals(previous.drop("image"))
-        assert present["image"].null_count() == present.height == GROUPS * SIBLINGS
+        previous, current = pl.read_parquet(before), pl.read_parquet(after)
+        assert current.drop("image").equals(previous.drop("image"))
+        assert current["image"].null_count() == current.height == GROUPS * SIBLINGS
         assert before.stat().st_size > GROUPS * SIBLINGS * 20_000 > 10_000 > after.stat().st_size - 20_000
+        rows = datasets.Dataset.from_parquet(str(after), cache_dir=str(tmp_path / "cache"))
+        assert isinstance(rows.features["image"], datasets.Image)
+        assert rows[0]["image"] is None
 
     def test_once_more_gives_the_same_bytes(self, tmp_path: Path) -> None:
         paths = [tmp_path / f"{number}.parquet" for number in range(3)]
@@ -85,32 +84,23 @@ class TestImages:
             strip_images(source, target)
         assert paths[1].read_bytes() == paths[2].read_bytes()
 
-    def test_datasets_reads_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "rollouts.parquet"
-        write_rollouts(path)
-        strip_images(path, tmp_path / "stripped.parquet")
-        rows = datasets.Dataset.from_parquet(str(tmp_path / "stripped.parquet"), cache_dir=str(tmp_path / "cache"))
-        assert isinstance(rows.features["image"], datasets.Image)
-        assert rows[0]["image"] is None
-
     def test_texts_are_copied(self, tmp_path: Path) -> None:
         before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
         write_rollouts(before, TEXT_ROLLOUTS)
         strip_images(before, after)
         assert after.read_bytes() == before.read_bytes()
 
-    def test_what_it_frees_is_told_before(self, store: ArtifactStore) -> None:
-        held = commit(store)
-        told, sizes = image_bytes(store, held), [total(store)]
-        assert told > GROUPS * SIBLINGS * 20_000
-        delete_images(store, held, PRUNED)
-        sizes.append(total(store))
-        assert sizes[0] - sizes[1] == pytest.approx(told, rel=0.02)
-        gone = find_prunable(store, FOLDER)
-        assert gone is not None
-        assert (gone.is_complete, gone.half_pruned, image_bytes(store, gone)) == (False, False, 0)
-        assert gone.reference.digest == held.reference.digest
-        assert store.restore_artifact(held.reference) == held.reference
+    def test_the_freed_bytes_are_known_before(self, store: ArtifactStore) -> None:
+        valid = commit(store)
+        expected, size = image_bytes(store, valid), total(store)
+        assert expected > GROUPS * SIBLINGS * 20_000
+        delete_images(store, valid, PRUNED)
+        assert size - total(store) == pytest.approx(expected, rel=0.02)
+        pruned = find_prunable(store, FOLDER)
+        assert pruned is not None
+        assert (pruned.is_complete, pruned.half_pruned, image_bytes(store, pruned)) == (False, False, 0)
+        assert pruned.reference.digest == valid.reference.digest
+        assert store.restore_artifact(valid.reference) == valid.reference
 
     def test_no_reward_scores_what_has_no_image(self, tmp_path: Path) -> None:
         write_rollouts(tmp_path / "rollouts.parquet")
@@ -118,7 +108,7 @@ class TestImages:
         strip_images(tmp_path / "rollouts.parquet", tmp_path / "without" / "rollouts.parquet")
         section = RewardSection(reward="jpeg")
         (batch,) = batches_of(tmp_path / "without", 32, frozenset({"0-0"}), with_tokens=False)
-        with pytest.raises(InputError, match=r"sample 0-0: got 'no image'\. It was removed by `grpo prune`"):
+        with pytest.raises(InputError, match="sample 0-0"):
             score_rows(build_reward("jpeg", {}), section, batch)
 
 
@@ -128,17 +118,17 @@ def commit(store: ArtifactStore):  # type: ignore[no-untyped-def]
         store.commit(
             staged, FOLDER, digest=digest, schema_version=SCHEMA_VERSION, rows=6, seconds=1.0, metrics={"num_tokens": 1}
         )
-    held = find_prunable(store, FOLDER)
-    assert held is not None
-    assert held.is_complete
-    return held
+    found = find_prunable(store, FOLDER)
+    assert found is not None
+    assert found.is_complete
+    return found
 
 
 def total(store: ArtifactStore) -> int:
     return sum(store.filesystem.size(path) for path in store.filesystem.find(store.path(FOLDER)))
 
 
-def test_a_contact_sheet_says_where_a_image_was() -> None:
+def test_a_contact_sheet_marks_a_deleted_image() -> None:
     red = Image.new("RGB", (64, 64), "#ff0000")
     row = SheetRow("a circle", None, [None], [red], 0.1, 0.2)
     sheet = contact_sheet([row], title="held-out")
@@ -189,17 +179,6 @@ class TestMovedFolders:
         assert moved_folders(store) == []
 
 
-WRITER = """
-import sys, time
-from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import dump_checked
-with ArtifactStore(sys.argv[1], "run").staging() as staged:
-    (staged / "half").write_bytes(b"half")
-    print("writing", flush=True)
-    time.sleep(600)
-"""
-
-
 class TestLeftovers:
     def test_calls_of_more_than_a_day_ago(self, store: ArtifactStore) -> None:
         assert old_calls(store, datetime.now(UTC)) == []
@@ -211,33 +190,14 @@ class TestLeftovers:
         assert [Path(path).name for path in found] == ["aa.json", "aa.outcome.json"]
 
     def test_writes_of_processes_that_are_gone(self, tmp_path: Path) -> None:
-        store, writers = ArtifactStore(str(tmp_path), "run"), []
-        for _ in range(2):
-            command = [sys.executable, "-c", WRITER, str(tmp_path)]
-            writers.append(subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE))
-        try:
-            for writer in writers:
-                assert writer.stdout is not None
-                assert writer.stdout.readline() == b"writing\n"
+        store = ArtifactStore(str(tmp_path), "run")
+        with writer_elsewhere(store) as (writer, _), writer_elsewhere(store):
             assert abandoned_writes(store) == []
-            writers[0].kill()
-            writers[0].wait()
-            before = stamps(tmp_path)
+            writer.kill()
+            writer.wait()
+            before = contents(tmp_path)
             (gone,) = abandoned_writes(store)
-            assert stamps(tmp_path) == before
+            assert contents(tmp_path) == before
             store.clear_abandoned()
             assert not Path(gone).exists()
             assert abandoned_writes(store) == []
-        finally:
-            for writer in writers:
-                writer.kill()
-                with contextlib.suppress(AssertionError):
-                    assert writer.stdout is not None
-                    writer.stdout.close()
-                writer.wait()
-
-
-def stamps(folder: Path) -> dict[str, tuple[int, str]]:
-    time.sleep(0.01)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files}

@@ -1,7 +1,5 @@
 """Scores that are to be made a second time when the images are gone."""
 
-from pathlib import Path
-
 import pytest
 
 from grpo_core.errors import InputError
@@ -9,12 +7,6 @@ from tasks.rewards.lost import refuse_lost_scores
 from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.storage.made_artifacts import FOLDER, commit
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(str(tmp_path), "run")
-
 
 TABLE = "iteration_000001/rewards/ssim"
 SHARD = "iteration_000001/shards/01of02/rewards/ssim"

@@ -10,12 +10,11 @@ import pytest
 
 from configs.sections import PolicySection
 from configs.training import ParitySection
+from grpo_core.parity import ParityTolerance
 from tasks.storage.artifacts.reference import PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks import stage_calls
+from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.stage_calls import base, collect, compare, content, plan, score, scores_of, update
-
-store = stage_calls.store
 
 
 def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
@@ -69,13 +68,7 @@ def test_advantages_are_the_definition_over_the_stored_rewards(store: ArtifactSt
         assert group["advantage"].to_list() == pytest.approx(expected, abs=1e-6)
 
 
-def corrupt(path: Path) -> None:
-    changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2] ^= 1
-    path.write_bytes(changed)
-
-
-@pytest.mark.parametrize("damage", [corrupt, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_last_byte, Path.unlink])
 def test_damaged_input_is_refused_by_name_and_quarantined(store: ArtifactStore, damage: Callable[[Path], None]) -> None:
     rollouts = collect(base(), plan())
     damage(Path(store.path(f"{rollouts.folder}/part-00000.parquet")))
@@ -104,11 +97,10 @@ def test_rollouts_of_another_policy_are_refused(store: ArtifactStore) -> None:
         ({"dtype": "float32", "autocast": "bfloat16"}, 1.0, 0.05),
     ],
 )
-def test_the_parity_gate_allows_what_the_precision_needs_unless_told_otherwise(
+def test_the_parity_tolerance_follows_the_precision_unless_configured(
     policy: dict[str, Any], largest: float, mean: float
 ) -> None:
     section = PolicySection(model="m", **policy)
-    left_open = ParitySection().tolerance(in_fp32=section.in_fp32)
-    assert (left_open.max_difference, left_open.mean_difference) == (largest, mean)
-    told = ParitySection(max_difference=0.5).tolerance(in_fp32=section.in_fp32)
-    assert (told.max_difference, told.mean_difference) == (0.5, mean)
+    assert ParitySection().tolerance(in_fp32=section.in_fp32) == ParityTolerance(largest, mean)
+    configured = ParitySection(max_difference=0.5)
+    assert configured.tolerance(in_fp32=section.in_fp32) == ParityTolerance(0.5, mean)

@@ -16,7 +16,6 @@ from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from grpo_core.rewards.reward import Score
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks import stage_calls
 from tests.tasks.stage_calls import (
     MIX,
     base,
@@ -30,8 +29,6 @@ from tests.tasks.stage_calls import (
     table_of,
     update,
 )
-
-store = stage_calls.store
 
 
 def test_a_image_that_the_policy_left_broken_is_floored(

@@ -6,7 +6,6 @@ import pytest
 from configs.training import MismatchSection, ReferenceSection
 from grpo_core.rewards.image_statistics.jpeg import JpegReward
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks import stage_calls
 from tests.tasks.stage_calls import (
     ROLLOUT,
     UPDATE,
@@ -21,8 +20,6 @@ from tests.tasks.stage_calls import (
     table_of,
     update,
 )
-
-store = stage_calls.store
 
 
 def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: ArtifactStore) -> None:

@@ -1,6 +1,5 @@
 """A call says all that a stage needs, and names it: the same stage on the same inputs has the same digest."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.errors import InputError
 from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_file, call_of, carry_out
-from tasks.execution.errors import RemoteStageError, Retryable
 from tasks.execution.pool import leave_outcome, read_outcome
 from tasks.execution.stages import stage_named
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.execution.test_dispatch import rollout_arguments
+from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import TEXTS, UPDATE
 
 HERE = PlacementSection(device="cpu")
@@ -34,18 +32,7 @@ SECTION = RewardSection(reward="jpeg", clamp=(0.1, 1.0), where={"n": (1, "two", 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("collect rollouts", rollout_arguments("iteration_000001", HERE)),
     ("collect rollouts", {**rollout_arguments("iteration_000001", HERE), "rollout": TEXTS.rollout}),
-    (
-        "score reward",
-        {
-            "rollouts": TABLE,
-            "section": SECTION,
-            "folder": "iteration_000001/rewards",
-            "title": "an iteration",
-            "placement": HERE,
-            "earlier": (TABLE,),
-            "part": (1, 3),
-        },
-    ),
+    ("score reward", {**reward_arguments(TABLE, SECTION), "earlier": (TABLE,), "part": (1, 3)}),
     (
         "compute advantages",
         {
@@ -75,18 +62,13 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(str(tmp_path / "runs"), "run")
-
-
 @pytest.mark.parametrize(("name", "arguments"), CALLS, ids=[name for name, _ in CALLS])
 def test_arguments_come_back_as_they_were(store: ArtifactStore, name: str, arguments: dict[str, Any]) -> None:
     stage = stage_named(name)
     call = call_of(stage, arguments, store)
-    told = StageCall.model_validate_json(call.model_dump_json())
-    assert arguments_of(told, stage) == arguments
-    assert told.digest == call.digest
+    received = StageCall.model_validate_json(call.model_dump_json())
+    assert arguments_of(received, stage) == arguments
+    assert received.digest == call.digest
     again = call_of(stage, {**arguments, "placement": PlacementSection(device="cpu", torch_threads=2)}, store)
     assert again.digest != call.digest
 
@@ -118,17 +100,6 @@ def test_errors_come_back(store: ArtifactStore) -> None:
     assert missing.error.retryable is None
     with pytest.raises(Exception, match=r"rollouts\.manifest\.json is missing"):
         StageOutcome.model_validate_json(missing.model_dump_json()).reference()
-
-
-def test_the_kind_of_an_error_without_a_class_here_comes_back(store: ArtifactStore) -> None:
-    name, arguments = CALLS[2]
-    record = carry_out(call_of(stage_named(name), arguments, store)).error
-    assert record is not None
-    change = {"kind": "ConnectionResetError", "retryable": Retryable.STORAGE}
-    lost = StageOutcome(error=record.model_copy(update=change))
-    with pytest.raises(RemoteStageError) as raised:
-        lost.reference()
-    assert raised.value.retryable is Retryable.STORAGE
 
 
 def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> None:

@@ -27,8 +27,9 @@ from tasks.progress import listen
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.execution.test_dispatch import rollout_arguments
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.progress import ProgressLog
+from tests.tasks.execution.test_dispatch import reward_arguments, rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES
 
 HERE = PlacementSection(device="cpu")
@@ -45,24 +46,6 @@ say("ready", True)
 for line in {source}:
 {deeds}
 """
-
-
-class Heard:
-    """Notes what is reported, and does something at the first sign of progress."""
-
-    def __init__(self, then: Callable[[], object] | None = None) -> None:
-        self.lines: list[str] = []
-        self.stages: set[str] = set()
-        self.then = then
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        self.stages.add(stage)
-        then, self.then = self.then, None
-        if then is not None:
-            then()
-
-    def log(self, line: str) -> None:
-        self.lines.append(line)
 
 
 Child = Callable[..., ChildProcess]
@@ -89,7 +72,7 @@ def child_of(process: ChildProcess) -> psutil.Process:
 
 
 def ask(process: ChildProcess, timeout: float | None = 60.0, payload: object = None) -> Any:
-    return process.request("a stage", payload, timeout, Heard())
+    return process.request("a stage", payload, timeout, ProgressLog())
 
 
 def is_gone(pid: int) -> bool:
@@ -117,9 +100,9 @@ def test_one_that_dies_between_requests_is_replaced(child: Child) -> None:
         ("sys.stdout.write('{\"outcome\": [')\nsys.stdout.flush()\nos.kill(os.getpid(), 11)", "ended by SIGSEGV"),
         ("sys.exit('a word at the end')", "ended with code 1\na word at the end"),
     ],
-    ids=["a whole value without the end of its line", "half a value", "none"],
+    ids=["a complete value without the end of its line", "half a value", "none"],
 )
-def test_one_that_dies_in_the_middle_of_its_answer_has_given_none(child: Child, deeds: str, message: str) -> None:
+def test_death_in_the_middle_of_an_answer_gives_none(child: Child, deeds: str, message: str) -> None:
     with pytest.raises(LostStageError, match=message):
         ask(child(deeds), None)
 
@@ -164,20 +147,22 @@ def test_one_that_reads_nothing_runs_into_the_timeout(child: Child) -> None:
         ask(child("pass", source="[time.sleep(300)]"), 1.0, "x" * 10**6)
 
 
-def test_one_that_stopped_is_killed_at_the_timeout(child: Child) -> None:
-    process = child("say('log', os.getpid())\nos.kill(os.getpid(), signal.SIGSTOP)")
-    heard = Heard()
-    with pytest.raises(StageTimeoutError):
-        process.request("a stage", None, 1.0, heard)
-    assert is_gone(int(heard.lines[0]))
-
-
-def test_one_that_closes_its_output_and_lives_on_is_killed(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("deeds", "timeout", "error"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 1.0, StageTimeoutError),
+        ("os.close(1)\ntime.sleep(300)", None, LostStageError),
+    ],
+    ids=["stopped", "closed its output"],
+)
+def test_one_that_can_give_no_answer_is_killed(
+    child: Child, monkeypatch: pytest.MonkeyPatch, deeds: str, timeout: float | None, error: type[Exception]
+) -> None:
     monkeypatch.setattr(child_process, "SECONDS_TO_END", 0.2)
-    process, heard = child("say('log', os.getpid())\nos.close(1)\ntime.sleep(300)"), Heard()
-    with pytest.raises(LostStageError, match="does not answer"):
-        process.request("a stage", None, None, heard)
-    assert is_gone(int(heard.lines[0]))
+    log = ProgressLog()
+    with pytest.raises(error):
+        child(f"say('log', os.getpid())\n{deeds}").request("a stage", None, timeout, log)
+    assert is_gone(int(log.lines[0]))
 
 
 def test_one_that_dies_before_it_is_ready_says_why() -> None:
@@ -198,7 +183,7 @@ def test_an_interrupted_request_leaves_no_answer_for_the_next(child: Child) -> N
 
     process = child("request = json.loads(line)\nsay('advance', ['a stage', 1, 2])\nanswer(request)")
     with pytest.raises(KeyboardInterrupt):
-        process.request("a stage", "first", None, Heard(interrupt))
+        process.request("a stage", "first", None, ProgressLog(interrupt))
     assert ask(process, None, "second") == "second"
 
 
@@ -267,7 +252,7 @@ def test_an_interrupt_in_the_terminal_does_not_reach_it(child: Child) -> None:
 def test_idle_children_are_lent_again_and_all_are_ended() -> None:
     children, command = ChildProcesses(), ("-c", PROGRAM.format(source="sys.stdin", deeds="    answer(os.getpid())"))
     with children.borrow("group", "a", command) as one, children.borrow("group", "b", command) as two:
-        pids = one.request("a", None, None, Heard()), two.request("b", None, None, Heard())
+        pids = ask(one), ask(two)
     with children.borrow("group", "b", command) as again, children.borrow("other", "b", command) as other:
         assert again is two
         assert other not in (one, two)
@@ -286,28 +271,13 @@ def stages() -> Iterator[ChildProcess]:
     process.end()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    store = ArtifactStore(str(tmp_path / "runs"), "run")
-    use_store(store)
-    return store
-
-
 def collecting(store: ArtifactStore, folder: str) -> StageCall:
     return call_of(stage_named("collect rollouts"), rollout_arguments(folder, HERE), store)
 
 
 def scoring(store: ArtifactStore, function: str) -> StageCall:
-    arguments = {
-        "rollouts": IMAGES.collect(),
-        "section": RewardSection(reward="function", settings={"function": f"{LOUD}:{function}"}),
-        "folder": "iteration_000001/rewards",
-        "title": "第一",
-        "placement": PlacementSection(device="cpu"),
-        "earlier": (),
-        "part": None,
-    }
-    return call_of(stage_named("score reward"), arguments, store)
+    section = RewardSection(reward="function", settings={"function": f"{LOUD}:{function}"})
+    return call_of(stage_named("score reward"), reward_arguments(IMAGES.collect(), section, title="第一"), store)
 
 
 def half_written(store: ArtifactStore) -> list[Path]:
@@ -316,20 +286,20 @@ def half_written(store: ArtifactStore) -> list[Path]:
 
 
 def carry_out(
-    process: ChildProcess, call: StageCall, timeout: float | None = None, heard: Heard | None = None
+    process: ChildProcess, call: StageCall, timeout: float | None = None, log: ProgressLog | None = None
 ) -> StageOutcome:
-    listen(heard or Heard())
+    listen(log or ProgressLog())
     return carry_out_in(process, call, timeout)
 
 
 @pytest.mark.slow
 def test_the_same_artifact_and_one_load_for_several_stages(stages: ChildProcess, store: ArtifactStore) -> None:
-    heard = Heard()
-    first = carry_out(stages, collecting(store, "one"), 300.0, heard).reference()
+    log = ProgressLog()
+    first = carry_out(stages, collecting(store, "one"), 300.0, log).reference()
     child = child_of(stages)
-    second = carry_out(stages, collecting(store, "two"), None, heard).reference()
+    second = carry_out(stages, collecting(store, "two"), None, log).reference()
     assert child_of(stages) == child
-    assert [line.startswith("loaded ") for line in heard.lines] == [True]
+    assert [line.startswith("loaded ") for line in log.lines] == [True]
     here = collect_rollouts_task.fn(**rollout_arguments("three", HERE))
     assert isinstance(first, ArtifactRef)
     assert isinstance(second, ArtifactRef)
@@ -342,7 +312,7 @@ def test_a_killed_child_leaves_nothing_half_and_is_replaced(stages: ChildProcess
     carry_out(stages, collecting(store, "before"))
     child = child_of(stages)
     with pytest.raises(LostStageError, match="ended by SIGKILL; the machine's memory may have run out"):
-        carry_out(stages, collecting(store, "one"), heard=Heard(child.kill))
+        carry_out(stages, collecting(store, "one"), log=ProgressLog(child.kill))
     assert store.find("one/rollouts") is None
     assert half_written(store) == []
     assert carry_out(stages, collecting(store, "one")).reference() == store.find("one/rollouts")
@@ -364,9 +334,9 @@ def test_a_timeout_in_the_middle_of_the_commit_leaves_nothing_half(stages: Child
 def test_what_a_reward_prints_is_no_answer_and_letters_are_those_that_were_sent(
     stages: ChildProcess, store: ArtifactStore
 ) -> None:
-    heard = Heard()
-    made = carry_out(stages, scoring(store, "prints_everywhere"), 600.0, heard).reference()
-    assert heard.stages == {"第一: score function"}
+    log = ProgressLog()
+    made = carry_out(stages, scoring(store, "prints_everywhere"), 600.0, log).reference()
+    assert log.stages == {"第一: score function"}
     assert isinstance(made, ArtifactRef)
     values = pl.read_parquet(store.local_files(made) / SCORES_FILE)["value"]
     assert values.to_list() == [len(prompt) for prompt in IMAGES.prompts for _ in range(4)]

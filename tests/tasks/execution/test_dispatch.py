@@ -14,11 +14,11 @@ from tasks.execution.dispatch import run_in_shards
 from tasks.execution.stages import Part, clear_shards, stage_named
 from tasks.rewards.score import score_reward_task
 from tasks.rollouts.collect import collect_rollouts_task
-from tasks.rollouts.plan import GroupPlan, RolloutPlan
+from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.update.update_jobs import IMAGES
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.update.update_jobs import IMAGES, groups_of
 
 PROMPTS = tuple(f"a {colour} {shape}" for colour in ("red", "blue") for shape in ("circle", "cross", "square"))[:5]
 POOLED = PlacementSection(
@@ -42,38 +42,36 @@ class Done:
         return self.value
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    store = ArtifactStore(str(tmp_path / "runs"), "run")
-    use_store(store)
-    return store
-
-
-def plan(folder: str) -> RolloutPlan:
-    groups = tuple(
-        GroupPlan(
-            group_id=f"g{place}",
-            prompt_id=f"p{place}",
-            dataset="default" if place % 2 else "odd",
-            prompt=prompt,
-            columns={"n": place},
-            target_uri=None,
-            target_sha256=None,
-        )
-        for place, prompt in enumerate(PROMPTS)
-    )
-    return RolloutPlan(folder=folder, title="an iteration", seed=5, group_size=2, shared_noise=True, groups=groups)
-
-
 def rollout_arguments(folder: str, placement: PlacementSection) -> dict[str, Any]:
     spec = IMAGES.spec()
+    groups = groups_of(PROMPTS, datasets=("odd", "default"))
     return {
         "policy": PolicyRef(version=0, digest=spec.digest),
-        "plan": plan(folder),
+        "plan": RolloutPlan(
+            folder=folder, title="an iteration", seed=5, group_size=2, shared_noise=True, groups=groups
+        ),
         "model": spec,
         "rollout": IMAGES.rollout.model_copy(update={"prompts_per_batch": 2}),
         "with_reference": False,
         "placement": placement,
+    }
+
+
+def reward_arguments(
+    rollouts: ArtifactRef,
+    section: RewardSection,
+    folder: str = "iteration_000001/rewards",
+    placement: PlacementSection = HERE,
+    title: str = "an iteration",
+) -> dict[str, Any]:
+    return {
+        "rollouts": rollouts,
+        "section": section,
+        "folder": folder,
+        "title": title,
+        "placement": placement,
+        "earlier": (),
+        "part": None,
     }
 
 
@@ -94,7 +92,7 @@ def files(store: ArtifactStore, reference: ArtifactRef) -> list[Path]:
 
 @pytest.fixture
 def collected(store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
-    whole = collect_rollouts_task.fn(**rollout_arguments("whole", HERE))
+    whole = collect_rollouts_task.fn(**rollout_arguments("uncut", HERE))
     stage = stage_named("collect rollouts")
     joined = run_in_shards(stage, rollout_arguments("cut", POOLED), here(collect_rollouts_task))
     assert isinstance(joined, ArtifactRef)
@@ -137,15 +135,7 @@ SECTIONS = [
 def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef], section: RewardSection) -> None:
     rollouts = collected[0]
     whole = score_reward_task.fn(rollouts, section, "whole/rewards", "an iteration", HERE)
-    arguments = {
-        "rollouts": rollouts,
-        "section": section,
-        "folder": "cut/rewards",
-        "title": "an iteration",
-        "placement": POOLED,
-        "earlier": (),
-        "part": None,
-    }
+    arguments = reward_arguments(rollouts, section, "cut/rewards", POOLED)
     joined = run_in_shards(stage_named("score reward"), arguments, here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
@@ -156,18 +146,11 @@ def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]
 def test_failures_count_over_all_shards(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:
     def arguments(share: float) -> dict[str, Any]:
         settings = {"function": f"{Path(__file__).parent / 'failing.py'}:fails_for_reds"}
-        return {
-            "rollouts": collected[0],
-            "section": RewardSection(reward="function", settings=settings, max_failures=share),
-            "folder": f"cut/rewards/{share}",
-            "title": "an iteration",
-            "placement": POOLED,
-            "earlier": (),
-            "part": None,
-        }
+        section = RewardSection(reward="function", settings=settings, max_failures=share)
+        return reward_arguments(collected[0], section, f"cut/rewards/{share}", POOLED)
 
     stage = stage_named("score reward")
-    # The first shard fails whole: beyond the limit of its own samples, within that of all.
+    # Every sample of the first shard fails: above the limit of its own samples, within that of all.
     joined = run_in_shards(stage, arguments(0.6), here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
     assert joined.metrics["rewards/function/failed"] == 6

@@ -17,10 +17,7 @@ from tasks.execution.fingerprint import PACKAGES, Symbol, code_fingerprint, reac
 from tasks.execution.stages import STAGES, stage_named
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks import stage_calls
 from tests.tasks.stage_calls import MIX, PLACEMENT, ROLLOUT, UPDATE, base, plan, spec
-
-store = stage_calls.store
 
 MADE = {
     "tasks/__init__.py": "",

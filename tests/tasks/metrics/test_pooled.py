@@ -11,10 +11,6 @@ def stage(rows: int, **metrics: float) -> ArtifactRef:
     return ArtifactRef(uri="r/x", sha256="0", schema_version=4, rows=rows, digest="d", seconds=0.0, metrics=named)
 
 
-def test_one_draw_is_itself() -> None:
-    assert pool_rounds([stage(4, num_tokens=7.0, rewards__a__mean=0.5)]) == {"num_tokens": 7.0, "rewards/a/mean": 0.5}
-
-
 def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> None:
     first = stage(6, num_tokens=7.0, completions__min_length=2.0, completions__max_length=5.0, rewards__a__mean=0.5)
     second = stage(2, num_tokens=3.0, completions__min_length=1.0, completions__max_length=4.0, rewards__a__mean=0.9)
@@ -26,7 +22,7 @@ def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> Non
     }
 
 
-def test_a_draw_without_a_figure_has_no_weight_in_it() -> None:
+def test_a_round_without_a_metric_has_no_weight_in_it() -> None:
     assert pool_rounds([stage(6, rewards__a__mean=0.5, rewards__a__null=1.0), stage(2, rewards__a__null=2.0)]) == {
         "rewards/a/mean": 0.5,
         "rewards/a/null": 3.0,
@@ -34,7 +30,7 @@ def test_a_draw_without_a_figure_has_no_weight_in_it() -> None:
 
 
 def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None:
-    """Each draw also has samples that the reward does not apply to, one in the first and three in the second."""
+    """Each round also has samples that the reward does not apply to, one in the first and three in the second."""
     first, second = [0.1, 0.5, 0.9], [0.2, 0.3]
     figures = [
         stage(

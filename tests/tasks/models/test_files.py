@@ -6,24 +6,16 @@ import pytest
 
 from tasks.models.files import model_digest
 
-
-@pytest.mark.parametrize("name", ["transformer/model.safetensors", "transformer/pytorch_model.bin", "vae/config.json"])
-def test_every_file_that_may_be_loaded_counts(tmp_path: Path, name: str) -> None:
-    digests = []
-    for content in (b"one", b"two"):
-        folder = tmp_path / content.decode()
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_bytes(content)
-        digests.append(model_digest(str(folder)))
-    assert digests[0] != digests[1]
+LOADED = ("transformer/model.safetensors", "transformer/pytorch_model.bin", "vae/config.json")
 
 
-def test_what_is_only_read_by_people_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "counts"), [*((name, True) for name in LOADED), ("README.md", False)])
+def test_files_that_may_be_loaded_count_and_others_do_not(tmp_path: Path, name: str, counts: bool) -> None:
     digests = []
     for content in ("one", "two"):
-        folder = tmp_path / content
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "README.md").write_text(content)
-        digests.append(model_digest(str(folder)))
-    assert digests[0] == digests[1]
+        file = tmp_path / content / name
+        file.parent.mkdir(parents=True)
+        (tmp_path / content / "config.json").write_text("{}")
+        file.write_text(content)
+        digests.append(model_digest(str(tmp_path / content)))
+    assert (digests[0] != digests[1]) is counts

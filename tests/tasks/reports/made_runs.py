@@ -1,4 +1,4 @@
-"""Small runs of both media, written through the real store, with values that a test can work out by hand."""
+"""Small runs of both modalities, written through the real store, with values that a test can work out by hand."""
 
 import hashlib
 import io
@@ -112,7 +112,7 @@ class RunMaker:
             writer = TableWriter(staged / "part-00000.parquet", schema)
             for group in range(len(self.prompts)):
                 rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
-                writer.write({name: [row[name] for row in rows] for name in schema.names})
+                writer.write({name: [row.get(name) for row in rows] for name in schema.names})
             writer.close()
             return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"num_tokens": 16.0})
 
@@ -130,11 +130,7 @@ class RunMaker:
             "target_sha256": hashlib.sha256(target.read_bytes()).hexdigest() if target else None,
             "token_ids": [1, 2, 3],
             "rollout_logprobs": LOGPROBS,
-            "scored_logprobs": None,
-            "ref_logprobs": None,
             "loss_mask": MASK,
-            "support_ids": None,
-            "support_counts": None,
             "length": 2,
             "max_length": 2 if self.texts else 3,
             "finished": not self.texts or sibling != 1,
@@ -152,56 +148,48 @@ class RunMaker:
             "policy_digest": "base" * 16,
             "max_completion_length": 2,
             "stop": "[]",
-            "system_prompt": None,
-            "chat_template": None,
-            "defect": None,
             "completion": self.written.get((group, sibling), completion(group, sibling)),
             "image": {"bytes": png(colour(group, sibling), self.side), "path": f"{sibling}.png"},
         }
 
     def rewards(self, place: str, prefix: str, shift: float = 0.0) -> tuple[ArtifactRef, ...]:
-        """Of every label; each takes less time than the one before."""
-        return tuple(self.reward(label, place, prefix, shift) for label in self.labels)
-
-    def reward(self, label: str, place: str, prefix: str, shift: float = 0.0) -> ArtifactRef:
-        samples = self._samples(prefix)
-        values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
-        with self.store.staging() as staged:
-            columns = {
-                "sample_id": [name for *_, name in samples],
-                "value": values,
-                "raw": values,
-                "failure": [None] * len(samples),
-                "seconds": [0.0] * len(samples),
-                "provenance": ["{}"] * len(samples),
-            }
-            write_table(staged / SCORES_FILE, REWARDS, columns)
-            seconds = SECONDS["rewards"] / (1 + self.labels.index(label))
-            return self.commit(staged, f"{place}/rewards/{label}", seconds, self._figures(label, shift))
+        """Write the scores of every label; each takes less time than the one before."""
+        values = [reward_of(group, sibling, shift) for group, sibling, _ in self._samples(prefix)]
+        return tuple(
+            self._scores(
+                f"{place}/rewards/{label}", prefix, values, SECONDS["rewards"] / number, self._metrics(label, shift)
+            )
+            for number, label in enumerate(self.labels, start=1)
+        )
 
     def guardrail(self, version: int, label: str, mean: float) -> ArtifactRef:
-        """What a guardrail thought of the held-out samples of a policy."""
-        samples = self._samples("heldout")
-        with self.store.staging() as staged:
-            columns = {
-                "sample_id": [name for *_, name in samples],
-                "value": [mean] * len(samples),
-                "raw": [None] * len(samples),
-                "failure": [None] * len(samples),
-                "seconds": [0.0] * len(samples),
-                "provenance": ["{}"] * len(samples),
-            }
-            write_table(staged / SCORES_FILE, REWARDS, columns)
-            folder = f"evaluations/{version:06d}/guardrails/{label}"
-            return self.commit(staged, folder, 1.0, {f"rewards/{label}/mean": mean, f"rewards/{label}/null": 0.0})
+        """Write a guardrail's scores of the held-out samples of a policy."""
+        values: list[float | None] = [mean] * len(self._samples("heldout"))
+        metrics = {f"rewards/{label}/mean": mean, f"rewards/{label}/null": 0.0}
+        return self._scores(f"evaluations/{version:06d}/guardrails/{label}", "heldout", values, 1.0, metrics)
 
-    def _figures(self, label: str, shift: float, rounds: int = 1) -> dict[str, float]:
-        """Of one reward; the last sibling of each group has none."""
-        figures = {"mean": 0.5 + shift, "null": float(rounds * len(self.prompts)), "failed": 0.0}
-        return {f"rewards/{label}/{kind}": value for kind, value in figures.items()}
+    def _scores(
+        self, folder: str, prefix: str, values: list[float | None], seconds: float, metrics: dict[str, float]
+    ) -> ArtifactRef:
+        columns = {
+            "sample_id": [name for *_, name in self._samples(prefix)],
+            "value": values,
+            "raw": values,
+            "failure": [None] * len(values),
+            "seconds": [0.0] * len(values),
+            "provenance": ["{}"] * len(values),
+        }
+        with self.store.staging() as staged:
+            write_table(staged / SCORES_FILE, REWARDS, columns)
+            return self.commit(staged, folder, seconds, metrics)
+
+    def _metrics(self, label: str, shift: float, rounds: int = 1) -> dict[str, float]:
+        """Give a reward's metrics; the last sibling of each group has no value."""
+        metrics = {"mean": 0.5 + shift, "null": float(rounds * len(self.prompts)), "failed": 0.0}
+        return {f"rewards/{label}/{kind}": value for kind, value in metrics.items()}
 
     def advantages(self, place: str, *prefixes: str, shift: float = 0.0) -> ArtifactRef:
-        """Of the samples of these draws; with more than one, groups without spread are left out."""
+        """Write the advantages of these sampling rounds; with more than one, groups without spread are dropped."""
         samples, redrawn = self._samples(*prefixes), len(prefixes) > 1
         values = [reward_of(group, sibling, shift) for group, sibling, _ in samples]
         dropped = [redrawn and group > 0 for group, *_ in samples]
@@ -252,16 +240,16 @@ class RunMaker:
         for draw, prefix in enumerate(prefixes, start=1):
             self.draw(place, draw, prefix, prefixes[:draw], shift)
         self.update(number)
-        figures = {"num_tokens": 16.0 * rounds}
+        metrics = {"num_tokens": 16.0 * rounds}
         for label in self.labels:
-            figures |= self._figures(label, shift, rounds)
+            metrics |= self._metrics(label, shift, rounds)
         scored = self.store.find(f"{place}/advantages" if rounds == 1 else f"{place}/round_{rounds:02d}/advantages")
         assert scored is not None
-        figures |= scored.metrics
-        self.metrics(number, figures | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
+        metrics |= scored.metrics
+        self.metrics(number, metrics | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
 
     def draw(self, place: str, draw: int, prefix: str, prefixes: list[str], shift: float = 0.0) -> None:
-        """The first three stages of a draw."""
+        """Write the first three stages of a sampling round."""
         folder = place if draw == 1 else f"{place}/round_{draw:02d}"
         self.rollouts(folder, prefix)
         self.rewards(folder, prefix, shift)

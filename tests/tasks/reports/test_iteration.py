@@ -13,7 +13,7 @@ EVIL = "a | b\n\n# head\n<script>x</script> ![i](http://x) `c`\r| d |"
 
 
 def record_of(maker: RunMaker, iteration: int = 1, rounds: int = 1) -> IterationRecord:
-    """As the flow makes it, with the artifacts of every draw."""
+    """Give the record that the flow makes, with the artifacts of every round."""
     maker.iteration(iteration, rounds=rounds)
     place = f"iteration_{iteration:06d}"
     folders = [place if draw == 1 else f"{place}/round_{draw:02d}" for draw in range(1, rounds + 1)]
@@ -76,7 +76,7 @@ def test_each_prompts_best_and_worst_completion(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])
-def test_nothing_that_was_asked_or_written_breaks_out_of_its_cell(tmp_path: Path, modality: str) -> None:
+def test_no_prompt_or_completion_breaks_out_of_its_cell(tmp_path: Path, modality: str) -> None:
     maker = RunMaker(tmp_path, modality=modality, prompts=(EVIL, "plain"), datasets=(EVIL, "other"))
     maker.written = {(0, 2): EVIL, (0, 1): "", (1, 0): EVIL * 100}
     markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
@@ -116,14 +116,14 @@ def test_all_rounds_count_and_dropped_groups_are_marked(tmp_path: Path) -> None:
     assert "iteration_000001/round_02/advantages" in markdown
 
 
-def test_images_of_a_later_draw_are_found(tmp_path: Path) -> None:
+def test_images_of_a_later_round_are_found(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
     best = rows(markdown, "| image")
     assert [cells[-1] for cells in best[:2]] == ["`i000001.p0000.s02`", "`i000001.d02.p0000.s02`"]
 
 
-def test_a_row_a_figure_to_six_digits(tmp_path: Path) -> None:
+def test_a_row_per_metric_with_six_digits(tmp_path: Path) -> None:
     record = record_of(RunMaker(tmp_path))
     table = iteration_table(IterationRecord(1, record.rounds, record.advantages, {"b": 1 / 3, "a": 2.0}))
     assert table == [{"metric": "a", "value": 2.0}, {"metric": "b", "value": 0.333333}]

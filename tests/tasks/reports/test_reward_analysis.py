@@ -34,7 +34,7 @@ def test_signal_is_the_spread_that_siblings_have() -> None:
     assert one(made("abcd", {"x": values})).signal_ratio is None
 
 
-def test_what_does_not_apply_is_not_a_failure() -> None:
+def test_samples_a_reward_does_not_apply_to_are_no_failures() -> None:
     failures = {"x": ["timeout", None, "timeout", "refused", None]}
     reward = one(made("aaaaa", {"x": [None, None, None, None, 0.5]}, failures=failures))
     assert (reward.spread.samples, reward.spread.values, reward.not_applicable, reward.failures) == (5, 1, 1, 3)
@@ -102,14 +102,14 @@ def test_the_summary_is_json_without_nan() -> None:
     assert (flat.spread.std, flat.spread.groups_without_spread, flat.signal_ratio) == (0.0, 1.0, None)
 
 
-def test_what_cannot_be_analysed_is_refused() -> None:
+def test_scores_that_cannot_be_analysed_are_refused() -> None:
     scores = made("aa", {"x": [0.1, 0.2]})
-    with pytest.raises(ValueError, match="scores are empty"):
-        analyse(scores.clear())
-    with pytest.raises(ValueError, match="scores lack the columns seconds"):
-        analyse(scores.drop("seconds"))
-    with pytest.raises(ValueError, match="repeats hold run 'run', sample_id 's0', label 'x' more than once"):
-        analyse(scores, pl.concat([scores, scores.head(1)]))
+    twice = pl.concat([scores, scores.head(1)])
+    for frame, repeats, word in ((scores.clear(), None, "empty"), (scores.drop("seconds"), None, "seconds")):
+        with pytest.raises(ValueError, match=word):
+            analyse(frame, repeats)
+    with pytest.raises(ValueError, match=r"repeats .*'s0'"):
+        analyse(scores, twice)
 
 
 def agreement(groups: list[int], first: list[float | None], second: list[float | None]) -> Agreement:
@@ -130,27 +130,15 @@ def test_means_are_of_those_that_have_both() -> None:
     # The sibling without a second value would move the first one's mean above 2.
     found = agreement([0, 0, 0], [1.0, 2.0, 90.0], [5.0, 6.0, None])
     assert (found.ranks.pairs, found.centred, found.same_sign) == (2, 2, 1.0)
+    found = agreement([0, 0], [1.0, None], [None, 2.0])
+    assert (found.ranks.pairs, found.ranks.overall, found.centred, found.same_sign) == (0, None, 0, None)
 
 
-def test_constant_groups_have_no_side() -> None:
+def test_samples_on_their_groups_mean_have_no_side() -> None:
     found = agreement([0] * 3 + [1] * 3, [0.1] * 3 + [0.1, 0.2, 0.6], [1.0, 2.0, 3.0, 0.7, 0.7, 0.7])
     assert (found.centred, found.same_sign, found.ranks.within_groups) == (0, None, None)
-
-
-def test_equal_deviations_are_zero_whatever_the_last_bit() -> None:
     # The middle one is the mean of the three, but not in floating point.
-    found = agreement([0] * 3, [0.1, 0.2, 0.3], [0.0, 0.9, 0.3])
-    assert found.centred == 2
-
-
-def test_nothing_in_common() -> None:
-    found = agreement([0, 0], [1.0, None], [None, 2.0])
-    assert (found.ranks.pairs, found.ranks.overall, found.centred, found.same_sign) == (
-        0,
-        None,
-        0,
-        None,
-    )
+    assert agreement([0] * 3, [0.1, 0.2, 0.3], [0.0, 0.9, 0.3]).centred == 2
 
 
 def test_every_pair_once() -> None:

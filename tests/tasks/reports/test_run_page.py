@@ -141,7 +141,7 @@ def test_a_run_with_nothing_yet_has_a_page(tmp_path: Path) -> None:
     assert "iteration 1 has rollouts" in text
 
 
-def test_texts_are_shown_whole_and_as_data(tmp_path: Path) -> None:
+def test_texts_are_shown_in_full_and_as_data(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, modality="text", prompts=("ask " + EVIL, "plain"))
     long = "begin " + "word\n" * 400 + EVIL
     maker.written = {(0, 2): long, (0, 1): EVIL, (1, 0): "", (0, 0): "<table><tr><td>|\x1b"}

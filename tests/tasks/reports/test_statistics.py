@@ -28,22 +28,18 @@ def column(*values: float | None) -> list[float | None]:
     return settled(frame, ["a"])["a"].to_list()
 
 
-def test_what_rounding_left_makes_no_difference() -> None:
-    one, other = column(0.1 + 0.2, 0.3)
-    assert one == other
-    tiny, zero = column(1e-17, 0.0, 0.5)[:2]
-    assert tiny == zero
-    large, near = column(1e6 * (0.1 + 0.2), 3e5)
-    assert large == near
+@pytest.mark.parametrize("values", [(0.1 + 0.2, 0.3), (1e-17, 0.0, 0.5), (1e6 * (0.1 + 0.2), 3e5)])
+def test_rounding_makes_no_difference(values: tuple[float, ...]) -> None:
+    first, second, *_ = column(*values)
+    assert first == second
 
 
-def test_what_differs_stays_different() -> None:
+def test_different_values_stay_different() -> None:
     assert column(0.3, 0.3 + 1e-9) == [0.3, 0.3 + 1e-9]
-    small = column(1e-20, 2e-20)
-    assert small == pytest.approx([1e-20, 2e-20])
+    assert column(1e-20, 2e-20) == pytest.approx([1e-20, 2e-20])
 
 
-def test_what_is_not_finite_is_not_there() -> None:
+def test_values_that_are_not_finite_become_null() -> None:
     assert column(math.nan, math.inf, -math.inf, None, 1.0) == [None, None, None, None, 1.0]
     assert column(None, math.nan) == [None, None]
     assert settled(pl.DataFrame({"a": [None, None]}), ["a"])["a"].dtype == pl.Float64
@@ -55,11 +51,11 @@ def test_groups_of_two_runs_are_not_one() -> None:
     assert first == third != second
 
 
-def test_what_is_missing_or_there_twice_is_named() -> None:
+def test_missing_columns_and_repeated_rows_are_named() -> None:
     frame = pl.DataFrame({"run": ["a", "a"], "sample_id": ["s", "s"]})
-    with pytest.raises(ValueError, match="scores lack the columns value, raw; they have run, sample_id"):
+    with pytest.raises(ValueError, match=r"scores .*value, raw"):
         require_columns(frame, ["run", "value", "raw"], "scores")
-    with pytest.raises(ValueError, match="scores hold run 'a', sample_id 's' more than once"):
+    with pytest.raises(ValueError, match=r"scores .*'a', sample_id 's'"):
         require_unique(frame, ["run", "sample_id"], "scores")
 
 
@@ -82,13 +78,10 @@ def test_equal_values_have_no_spread_to_the_last_bit() -> None:
     assert (found.std, found.within_groups, found.groups_without_spread) == (0.0, 0.0, 1.0)
 
 
-def test_groups_of_one_have_no_spread_to_speak_of() -> None:
+def test_groups_of_one_and_of_none_have_no_spread() -> None:
     found = spread([0, 1], [1, 2])
     assert (found.within_groups, found.groups_without_spread) == (None, 1.0)
     assert found.std == pytest.approx(math.sqrt(0.5))
-
-
-def test_without_values_there_is_no_spread() -> None:
     assert spread([0, 0], [None, None]) == Spread(2, 0, 1.0, None, None, None, 0, None)
     assert spread([], []) == Spread(0, 0, None, None, None, None, 0, None)
 

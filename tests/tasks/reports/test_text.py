@@ -16,7 +16,7 @@ def test_a_text_that_fits_is_left_alone_and_a_long_one_keeps_both_ends() -> None
 
 
 @given(anything, st.integers(3, 40), st.integers(3, 9))
-def test_the_ends_of_a_text_are_no_longer_than_was_asked(text: str, letters: int, lines: int) -> None:
+def test_the_ends_of_a_text_are_no_longer_than_requested(text: str, letters: int, lines: int) -> None:
     shown = excerpt(text, letters, lines)
     assert len(shown) <= letters + len(" … ")
     assert shown.count("\n") <= lines - 1
@@ -56,7 +56,7 @@ def test_a_fence_is_closed_by_its_own_end_alone(text: str) -> None:
     assert ends == [len(lines) - 1]
 
 
-def test_a_fence_shows_the_text_as_it_is() -> None:
+def test_a_fence_shows_the_text_unchanged() -> None:
     assert fenced("a\n```\nb | *c*\t<d>\x1b") == "````text\na\n```\nb | *c*\t<d>\N{REPLACEMENT CHARACTER}\n````"
 
 

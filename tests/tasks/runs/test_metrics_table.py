@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import polars as pl
-import pytest
 
 from tasks.runs.metrics_table import gather_metrics, write_metrics
 from tasks.runs.records import SamplingRound
@@ -26,16 +25,11 @@ def kept(store: ArtifactStore) -> dict[str, float]:
     return dict(zip(table["metric"], table["value"], strict=True))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(str(tmp_path), "run")
-
-
 UPDATE = artifact("policies/000001", 0.5, kl=0.1)
 ADVANTAGES = artifact("iteration_000001/advantages", 0.25, reward=0.4)
 
 
-def test_figures_of_all_stages_with_their_seconds() -> None:
+def test_metrics_of_all_stages_with_their_seconds() -> None:
     # The rewards are computed side by side, so the slowest is what the stage took.
     rewards = {
         "a": artifact("iteration_000001/rewards/a", 1.0, a=1.0),
@@ -68,19 +62,14 @@ def test_seconds_of_several_rounds_are_summed() -> None:
     assert (metrics["seconds/rollouts"], metrics["seconds/rewards"]) == (5.0, 1.0 + 0.75)
 
 
-def test_a_replay_has_advantages_and_an_update_alone() -> None:
-    metrics = gather_metrics((), ADVANTAGES, UPDATE, None)
-    assert (metrics["seconds/rollouts"], metrics["seconds/rewards"], metrics["step_time"]) == (0.0, 0.0, 0.75)
-
-
-def test_running_moments_are_no_figures_of_the_iteration() -> None:
+def test_a_replay_has_advantages_and_an_update_and_no_running_moments() -> None:
     scored = artifact("iteration_000001/advantages", 0.25, **{"reward": 0.4, "running/x/mean": 0.5})
-    metrics = gather_metrics((), scored, UPDATE, None)
-    assert metrics["reward"] == 0.4
-    assert not [name for name in metrics if name.startswith("running")]
+    seconds = {"rollouts": 0.0, "rewards": 0.0, "advantages": 0.25, "update": 0.5}
+    expected = {"reward": 0.4, "kl": 0.1, "step_time": 0.75, **{f"seconds/{stage}": s for stage, s in seconds.items()}}
+    assert gather_metrics((), scored, UPDATE, None) == expected
 
 
-def test_guardrails_stand_beside_the_heldout_reward() -> None:
+def test_guardrails_have_a_metric_each_where_they_apply() -> None:
     heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
     guardrails = {
         "jpeg": artifact("c", 7.0, **{"rewards/jpeg/mean": 0.3, "rewards/jpeg/null": 1.0}),

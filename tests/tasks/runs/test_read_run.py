@@ -77,7 +77,7 @@ def test_guardrails_by_label(tmp_path: Path) -> None:
     assert run.damages == ()
 
 
-def test_a_damaged_reward_leaves_the_others(tmp_path: Path) -> None:
+def test_a_damaged_score_table_leaves_the_others(tmp_path: Path) -> None:
     maker = whole_run(tmp_path, labels=("x", "y"))
     flip_last_byte(maker.folder / "iteration_000002/rewards/x/scores.parquet")
     run = read(maker)
@@ -99,40 +99,40 @@ def test_a_damaged_stage_is_left_out_and_named(tmp_path: Path, stage: str, itera
     assert len(run.iterations[iteration - 1].stages) == 3
 
 
-def test_the_last_whole_policy_counts(tmp_path: Path) -> None:
+def test_the_last_valid_policy_counts(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     flip_last_byte(maker.folder / "policies/000002/adapter_model.safetensors")
     run = read(maker)
     assert (run.policy_version, run.policy_digest, run.finished) == (1, f"{1:064d}", False)
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", None])
-def test_a_table_of_metrics_that_is_not_what_the_stages_say(tmp_path: Path, content: bytes | None) -> None:
+TABLE = "iteration_000001/metrics.parquet"
+
+
+@pytest.mark.parametrize(
+    ("place", "content"),
+    [
+        *((TABLE, content) for content in (b"", b"PAR1 and no more", None)),
+        *(("config.yaml", content) for content in (b"run: [", b"\xff\xfe\x00", b"7", None)),
+    ],
+)
+def test_metrics_come_from_the_stages_whatever_else_is_damaged(
+    tmp_path: Path, place: str, content: bytes | None
+) -> None:
     maker = whole_run(tmp_path)
-    if content is None:
+    if content is not None:
+        (maker.folder / place).write_bytes(content)
+    elif place == TABLE:
         maker.metrics(1, {"reward": 0.987, "kl": 0.01})
     else:
-        (maker.folder / "iteration_000001/metrics.parquet").write_bytes(content)
+        (maker.folder / place).unlink()
     run = read(maker)
-    assert [damage.place for damage in run.damages] == ["iteration_000001/metrics.parquet"]
-    assert run.series("reward")[0] == (1.0, 0.5)
-
-
-@pytest.mark.parametrize("content", [b"run: [", b"\xff\xfe\x00", b"7", None])
-def test_a_damaged_configuration(tmp_path: Path, content: bytes | None) -> None:
-    maker = whole_run(tmp_path)
-    path = maker.folder / "config.yaml"
-    if content is None:
-        path.unlink()
-    else:
-        path.write_bytes(content)
-    run = read(maker)
-    assert [damage.place for damage in run.damages] == ["config.yaml"]
-    assert run.planned is None
+    assert [damage.place for damage in run.damages] == [place]
+    assert run.planned == (2 if place == TABLE else None)
     assert run.series("reward") == [(1.0, 0.5), (2.0, 0.6)]
 
 
-def test_what_was_moved_away_and_why(tmp_path: Path) -> None:
+def test_moved_folders_and_their_reasons(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     maker.store.move_to_previous(["iteration_000002"], reason="the configuration changed: seed 1 -> 2")
     broken = maker.folder / "previous" / "0002-abcdef"
@@ -180,17 +180,8 @@ def test_a_damaged_round_leaves_the_others(tmp_path: Path) -> None:
     assert [reference.folder for reference in view.stages["rollouts"]] == ["iteration_000001/rollouts"]
     assert "num_tokens" not in view.metrics  # half of them would mislead
     assert view.metrics["reward"] == 0.5
-
-
-def test_damaged_advantages_are_not_replaced_by_superseded_ones(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path)
-    maker.iteration(1, rounds=2)
+    # Damaged advantages are not replaced by those of an earlier round.
     flip_last_byte(maker.folder / "iteration_000001/round_02/advantages/advantages.parquet")
     (view,) = read(maker).iterations
     assert "advantages" not in view.stages
     assert "reward" not in view.metrics
-
-
-def test_what_a_sample_is_called(tmp_path: Path) -> None:
-    assert read(RunMaker(tmp_path, "a")).noun == "image"
-    assert read(RunMaker(tmp_path, "b", modality="text")).noun == "completion"

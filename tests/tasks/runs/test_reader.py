@@ -1,11 +1,16 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tasks.runs import reader as artifact_reader
-from tasks.runs.reader import Damage, RunReader
+from tasks.runs.reader import RunReader
 from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
+
+SCORES = "iteration_000001/rewards/ssim"
+FILE = f"{SCORES}/scores.parquet"
+MANIFEST = f"{SCORES}.manifest.json"
 
 
 @pytest.fixture
@@ -17,9 +22,9 @@ def maker(tmp_path: Path) -> RunMaker:
 
 def test_finds_and_verifies_what_the_store_committed(maker: RunMaker) -> None:
     reader = RunReader(maker.store)
-    found = reader.find("iteration_000001/rewards/ssim")
+    found = reader.find(SCORES)
     assert found is not None
-    assert found.reference == maker.store.find("iteration_000001/rewards/ssim")
+    assert found.reference == maker.store.find(SCORES)
     assert reader.verify(found)
     assert reader.damages == []
     assert reader.find("iteration_000002/rewards/ssim") is None
@@ -39,48 +44,53 @@ def test_lists_artifacts_by_their_manifests_and_rounds_by_their_folders(maker: R
     assert reader.scored_rounds("iteration_000001") == []
 
 
-def test_a_flipped_byte_is_told_and_left_where_it_is(maker: RunMaker) -> None:
-    flip_last_byte(maker.folder / "iteration_000001/rewards/ssim/scores.parquet")
+def test_a_flipped_byte_is_reported_and_left_where_it_is(maker: RunMaker) -> None:
+    flip_last_byte(maker.folder / FILE)
     before = contents(maker.folder)
     reader = RunReader(maker.store)
-    found = reader.find("iteration_000001/rewards/ssim")
+    found = reader.find(SCORES)
     assert found is not None
     assert not reader.verify(found)
     assert not reader.verify_within_budget(found)
     (damage,) = reader.damages
-    assert damage.place == "iteration_000001/rewards/ssim/scores.parquet"
+    assert damage.place == FILE
     assert found.manifest.files["scores.parquet"][:12] in damage.reason
     assert contents(maker.folder) == before
 
 
-def test_a_missing_file_is_told(maker: RunMaker) -> None:
-    (maker.folder / "iteration_000001/rewards/ssim/scores.parquet").unlink()
+def of_version_99(valid: bytes) -> bytes:
+    return dump_checked(load_checked(valid) | {"schema_version": 99})
+
+
+NO_MANIFESTS = [b"", b"[]", b'{"files": {}}', b'{"files": 3}', b"\xff\xfe", b'{"digest": "x"']
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "named"),
+    [
+        (FILE, None, FILE),
+        (MANIFEST, of_version_99, SCORES),
+        *((MANIFEST, content, MANIFEST) for content in NO_MANIFESTS),
+    ],
+)
+def test_damage_that_shows_without_reading_the_files(
+    maker: RunMaker, place: str, content: bytes | Callable[[bytes], bytes] | None, named: str
+) -> None:
+    path = maker.folder / place
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content(path.read_bytes()))
     reader = RunReader(maker.store)
-    assert reader.find("iteration_000001/rewards/ssim") is None
-    assert reader.damages == [Damage("iteration_000001/rewards/ssim/scores.parquet", "it is missing")]
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"files": {}}', b'{"files": 3}', b"\xff\xfe", b'{"digest": "x"'])
-def test_what_is_no_manifest_is_told(maker: RunMaker, content: bytes) -> None:
-    (maker.folder / "iteration_000001/rewards/ssim.manifest.json").write_bytes(content)
-    reader = RunReader(maker.store)
-    assert reader.find("iteration_000001/rewards/ssim") is None
-    assert [damage.place for damage in reader.damages] == ["iteration_000001/rewards/ssim.manifest.json"]
-
-
-def test_another_schema_version_is_told(maker: RunMaker) -> None:
-    manifest = maker.folder / "iteration_000001/rewards/ssim.manifest.json"
-    manifest.write_bytes(dump_checked(load_checked(manifest.read_bytes()) | {"schema_version": 99}))
-    reader = RunReader(maker.store)
-    assert reader.find("iteration_000001/rewards/ssim") is None
-    assert "99" in reader.damages[0].reason
+    assert reader.find(SCORES) is None
+    assert [damage.place for damage in reader.damages] == [named]
 
 
 def test_beyond_the_budget_nothing_is_read_but_counted(maker: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    flip_last_byte(maker.folder / "iteration_000001/rewards/ssim/scores.parquet")
+    flip_last_byte(maker.folder / FILE)
     monkeypatch.setattr(artifact_reader, "VERIFIED_BYTES", 10)
     reader = RunReader(maker.store)
-    found = reader.find("iteration_000001/rewards/ssim")
+    found = reader.find(SCORES)
     assert found is not None
     assert reader.verify_within_budget(found)
     assert reader.unverified == 1

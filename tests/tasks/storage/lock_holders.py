@@ -15,7 +15,8 @@ from grpo_core.errors import InputError
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import RunLock, locked
-from tests.tasks.storage.made_artifacts import REPOSITORY
+from tests.progress import ProgressLog
+from tests.tasks.storage.made_artifacts import REPOSITORY, root_url
 
 # Locks a run and obeys one word a line; answers with a line each.
 HOLDER = """
@@ -81,13 +82,9 @@ class Process:
         self.child.communicate()
 
 
-def url(store: ArtifactStore) -> str:
-    return str(store.filesystem.unstrip_protocol(store.root))
-
-
 @contextlib.contextmanager
 def held_elsewhere(store: ArtifactStore) -> Iterator[Process]:
-    process = Process(url(store))
+    process = Process(root_url(store))
     try:
         assert process.read() == "held", process.ended()
         yield process
@@ -95,21 +92,10 @@ def held_elsewhere(store: ArtifactStore) -> Iterator[Process]:
         process.close()
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        pass
-
-    def log(self, line: str) -> None:
-        self.lines.append(line)
-
-
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that are logged."""
-    listener, context = Lines(), contextvars.copy_context()
+    listener, context = ProgressLog(), contextvars.copy_context()
     listen(listener)
     yield listener.lines
     for variable, value in context.items():

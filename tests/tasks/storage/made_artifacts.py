@@ -1,6 +1,10 @@
 """Artifacts for tests of the store, and what is left of them, on any root."""
 
+import contextlib
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -27,9 +31,33 @@ def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, 
         )
 
 
+def root_url(store: ArtifactStore) -> str:
+    return str(store.filesystem.unstrip_protocol(store.root))
+
+
 def another(store: ArtifactStore, run: str = "run") -> ArtifactStore:
     """A run of the same root, opened anew."""
-    return ArtifactStore(str(store.filesystem.unstrip_protocol(store.root)), run)
+    return ArtifactStore(root_url(store), run)
+
+
+WRITER = """
+import sys
+from tasks.storage.artifacts.store import ArtifactStore
+with ArtifactStore(sys.argv[1], "run").staging() as staged:
+    (staged / "theirs").write_bytes(b"x")
+    print(staged, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def writer_elsewhere(store: ArtifactStore) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
+    """A process that has begun to write an artifact, and its staging folder."""
+    command = [sys.executable, "-c", WRITER, root_url(store)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        yield child, Path(child.stdout.readline().strip())
+        child.kill()
 
 
 def read(store: ArtifactStore, reference: ArtifactRef, folder: Path) -> dict[str, bytes]:

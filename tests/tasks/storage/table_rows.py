@@ -25,15 +25,9 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
         "dataset": "default",
         "prompt": "a cup, 一只猫",
         "columns": '{"tag": "x"}',
-        "target_uri": None,
-        "target_sha256": None,
         "token_ids": [1, 2, 3],
         "rollout_logprobs": [-0.5, -0.25, 0.0],
-        "scored_logprobs": None,
-        "ref_logprobs": None,
         "loss_mask": [True, True, False],
-        "support_ids": None,
-        "support_counts": None,
         "length": 2,
         "max_length": 3,
         "finished": True,
@@ -49,9 +43,8 @@ def rollouts(rows: int, *, seed: int = 2**63 - 1) -> dict[str, list[object]]:
         "noise_seed": 7,
         "policy_version": 0,
         "policy_digest": "d" * 64,
-        "defect": None,
     }
-    columns: dict[str, list[object]] = {name: [value] * rows for name, value in one.items()}
+    columns: dict[str, list[object]] = {name: [one.get(name)] * rows for name in schemas.IMAGE_ROLLOUTS.names}
     columns["sibling"] = list(range(rows))
     columns["image"] = [{"bytes": image(shade), "path": f"{shade}.png"} for shade in range(rows)]
     return columns

@@ -1,4 +1,4 @@
-"""The record of a finished stage: kept in the run and beside the runs, decoded by the codec alone."""
+"""The record of a finished stage: kept in the run and next to the runs, decoded by the codec alone."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from prefect.serializers import PickleSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import QUARANTINE, ArtifactStore, use_store
-from tasks.storage.prefect_results import FOLDER, StageRecords, decode_reference, encode_reference, reference_serializer
+from tasks.storage.prefect_results import FOLDER, StageRecords, encode_reference, reference_serializer
 from tests.tasks.storage.made_artifacts import commit
 
 KEY = "collect-rollouts-" + "a" * 64
@@ -38,30 +38,23 @@ def own(store: ArtifactStore) -> Path:
     return Path(store.path(f"{FOLDER}/{KEY}.json"))
 
 
-def test_reference_comes_back_from_its_record(store: ArtifactStore) -> None:
+def test_references_come_back_from_their_records(store: ArtifactStore) -> None:
+    with pytest.raises(StaleReferenceError):
+        read(KEY)
     reference = commit(store)
-    write(KEY, reference)
-    assert read(KEY) == reference
-
-
-def test_policies_come_back_with_their_checkpoint(store: ArtifactStore) -> None:
     policy = PolicyRef(version=1, digest="e" * 64, checkpoint=commit(store, "policies/000001"))
-    write(KEY, policy)
-    assert read(KEY) == policy
-    base = PolicyRef(version=0, digest="f" * 64)
-    assert decode_reference(encode_reference(base)) == base
-
-
-def test_missing_record_is_a_miss(store: ArtifactStore) -> None:
-    with pytest.raises(StaleReferenceError, match="no stage has been recorded"):
-        StageRecords().read_path(KEY)
+    for recorded in (reference, policy, PolicyRef(version=0, digest="f" * 64)):
+        write(KEY, recorded)
+        assert read(KEY) == recorded
+    with pytest.raises(TypeError):
+        encode_reference(object())
 
 
 def test_record_of_damaged_artifact_is_a_miss(store: ArtifactStore) -> None:
     reference = commit(store)
     write(KEY, reference)
     Path(store.path(f"{reference.folder}/part-00000.parquet")).unlink()
-    with pytest.raises(StaleReferenceError, match=r"part-00000.parquet is missing"):
+    with pytest.raises(StaleReferenceError, match=r"part-00000\.parquet"):
         read(KEY)
 
 
@@ -145,11 +138,6 @@ def test_no_record_can_choose_its_decoder(
     with pytest.raises(StaleReferenceError, match="not the record that was written"):
         StageRecords().read_path(KEY)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_only_references_are_kept() -> None:
-    with pytest.raises(TypeError, match="tasks return references only"):
-        encode_reference(object())
 
 
 def test_shared_record_that_was_lost_half_written_is_made_again(store: ArtifactStore, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The update in several processes: the weights and moments of one, every row once, and failures that are told."""
+"""The update in several processes: the weights and moments of one, every row once, and failures that are reported."""
 
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.job import refuse_unusable_placement
 from tasks.update.policy import update_policy_task
+from tests.progress import ProgressLog
 from tests.tasks.update.update_jobs import (
     ADVANTAGE_OF,
     IMAGES,
@@ -37,55 +38,41 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = {"images": IMAGES, "texts": TEXTS}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    store = ArtifactStore(str(tmp_path / "runs"), "run")
-    use_store(store)
-    return store
-
-
 def tokens_of_trained_rows(store: ArtifactStore, rollouts: ArtifactRef) -> list[list[int]]:
     table = pl.read_parquet(store.local_files(rollouts) / "*.parquet")
     rows = [row for row, value in enumerate(ADVANTAGE_OF) if value is not None]
     return [table["token_ids"][row].to_list() for row in rows]
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", MEDIA)
-def test_two_processes_come_to_the_weights_of_one(
-    store: ArtifactStore, tmp_path: Path, name: str, sharding: str
-) -> None:
-    modality = MEDIA[name]
-    rollouts = modality.collect()
-    advantages = advantages_of(rollouts)
-    one = alone(job_of(modality, rollouts, advantages), tmp_path / "one")
-    two = together(job_of(modality, rollouts, advantages, processes=2, sharding=sharding), tmp_path / "two")
-    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
-    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
-    assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
-    assert two.rows == one.rows == 7
-
-
 REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)})
 RECOMPUTED = {"gradient_checkpointing": True}
 # A head that is tied to the embedding and one that is not; all weights and adapters; references of every kind.
-SHARDED = {
+UPDATES = {
+    "images": (IMAGES, UPDATE),
+    "texts": (TEXTS, UPDATE),
     "texts, refreshed reference": (TEXTS, REFRESHED),
     "texts, adapters": (changed(TEXTS, lora=LoraSection(rank=4, alpha=8.0), **RECOMPUTED), REFRESHED),
     "images, all weights": (changed(IMAGES, lora=None, **RECOMPUTED), UPDATE),
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_shares_of_a_model_come_to_the_weights_of_the_whole(store: ArtifactStore, tmp_path: Path, name: str) -> None:
-    modality, update = SHARDED[name]
+@pytest.mark.parametrize(
+    ("name", "sharding"), [("images", "ddp"), ("texts", "ddp"), *((name, "fsdp2") for name in UPDATES)]
+)
+def test_two_processes_compute_the_weights_of_one(
+    store: ArtifactStore, tmp_path: Path, name: str, sharding: str
+) -> None:
+    modality, update = UPDATES[name]
     rollouts = modality.collect()
     advantages = advantages_of(rollouts)
-    alone(job_of(modality, rollouts, advantages, update=update), tmp_path / "one")
-    job = job_of(modality, rollouts, advantages, update=update, processes=2, sharding="fsdp2")
-    together(job, tmp_path / "two")
+    one = alone(job_of(modality, rollouts, advantages, update=update), tmp_path / "one")
+    job = job_of(modality, rollouts, advantages, update=update, processes=2, sharding=sharding)
+    two = together(job, tmp_path / "two")
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
     assert (tmp_path / "two" / "reference").exists() == (update == REFRESHED)
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
+    assert two.rows == one.rows == 7
 
 
 def test_the_weights_are_not_those_before(store: ArtifactStore, tmp_path: Path) -> None:
@@ -117,7 +104,7 @@ def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path:
 def test_a_run_goes_on_with_another_number_of_processes(
     store: ArtifactStore, tmp_path: Path, sharding: str, name: str
 ) -> None:
-    modality, update = SHARDED[name]
+    modality, update = UPDATES[name]
     rollouts = modality.collect()
     advantages = advantages_of(rollouts)
     last: dict[str, Path] = {}
@@ -146,49 +133,26 @@ def test_a_run_goes_on_with_another_number_of_processes(
         ({"sharding": "fsdp2"}, "adamw", "placement.sharding"),
         ({"sharding": "fsdp2", "processes": 2}, "adamw_8bit", "update.optimizer"),
         ({"device": "cuda", "processes": 4096}, "adamw", "placement.processes"),
+        ({"processes": 9}, "adamw", "placement.processes"),
+        ({"processes": 9, "sharding": "fsdp2"}, "adamw", "placement.processes"),
+        ({"processes": 8}, "adamw", None),
+        ({"processes": 8, "sharding": "fsdp2"}, "adamw", None),
     ],
 )
-def test_what_cannot_be_shared_is_refused(placement: dict[str, object], optimizer: str, place: str) -> None:
+def test_an_update_that_cannot_be_shared_is_refused(
+    monkeypatch: pytest.MonkeyPatch, placement: dict[str, object], optimizer: str, place: str | None
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     section = PlacementSection(**{"device": "cpu", **placement})
+    if place is None:
+        refuse_unusable_placement(section, UpdateSection(optimizer=optimizer))
+        return
     with pytest.raises(InputError) as caught:
         refuse_unusable_placement(section, UpdateSection(optimizer=optimizer))
     assert caught.value.place == place
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_processes_on_the_cpu_are_as_many_as_its_cores(monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-    refuse_unusable_placement(PlacementSection(device="cpu", processes=8, sharding=sharding), UpdateSection())
-    with pytest.raises(InputError, match=r"placement\.processes: got 9\..*this machine has 8"):
-        refuse_unusable_placement(PlacementSection(device="cpu", processes=9, sharding=sharding), UpdateSection())
-
-
 # --- launched: half a minute and more each, nearly all of it the imports of the processes
-
-
-class Heard:
-    """Notes how far the update is, and does something at the first news."""
-
-    def __init__(self) -> None:
-        self.done: list[int] = []
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        self.done.append(done)
-        if done == 1:
-            self.at_first()
-
-    def log(self, line: str) -> None:
-        """Nothing is announced."""
-
-    def at_first(self) -> None:
-        """Nothing."""
-
-
-class Killing(Heard):
-    """Kills the last of the update's processes."""
-
-    def at_first(self) -> None:
-        update_processes(psutil.Process())[-1].kill()
 
 
 def update_processes(parent: psutil.Process) -> list[psutil.Process]:
@@ -201,13 +165,13 @@ def run_task(
     modality: Modality,
     values: tuple[float | None, ...] = ADVANTAGE_OF,
     *,
-    heard: Heard | None = None,
+    log: ProgressLog | None = None,
     update: UpdateSection = UPDATE,
     **placement: object,
 ) -> PolicyRef:
     rollouts = modality.collect()
     job = job_of(modality, rollouts, advantages_of(rollouts, values), update=update, **placement)
-    listen(heard or Heard())
+    listen(log or ProgressLog())
     return update_policy_task.fn(
         job.policy,
         job.rollouts,
@@ -226,9 +190,9 @@ def run_task(
 def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_versions(
     store: ArtifactStore, tmp_path: Path, name: str, sharding: str
 ) -> None:
-    modality, heard = MEDIA[name], Heard()
-    two = run_task(modality, heard=heard, processes=2, sharding=sharding)
-    assert heard.done == list(range(heard.done[-1] + 1))
+    modality, log = MEDIA[name], ProgressLog()
+    two = run_task(modality, log=log, processes=2, sharding=sharding)
+    assert log.done == list(range(log.done[-1] + 1))
     drawn = modality.collect(two)
     kept = ArtifactStore(store.root, "alone")
     use_store(kept)
@@ -246,7 +210,7 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
 
 
 @pytest.mark.slow
-def test_a_number_that_is_not_finite_is_told_by_sample_and_leaves_no_version(store: ArtifactStore) -> None:
+def test_a_loss_that_is_not_finite_names_its_sample_and_leaves_no_version(store: ArtifactStore) -> None:
     values = tuple(float("nan") if row == 4 else value for row, value in enumerate(ADVANTAGE_OF))
     with pytest.raises(NonFiniteError) as caught:
         run_task(TEXTS, values, processes=2)
@@ -262,9 +226,10 @@ LONG = UPDATE.model_copy(update={"epochs": 5000})
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_told_and_leaves_no_version(store: ArtifactStore) -> None:
+def test_a_process_that_is_killed_is_reported_and_leaves_no_version(store: ArtifactStore) -> None:
+    log = ProgressLog(lambda: update_processes(psutil.Process())[-1].kill())
     with pytest.raises(LostStageError, match="SIGKILL"):
-        run_task(TEXTS, heard=Killing(), update=LONG, processes=2)
+        run_task(TEXTS, log=log, update=LONG, processes=2)
     assert store.find("policies/000001") is None
     assert not update_processes(psutil.Process())
     assert not [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
@@ -273,14 +238,11 @@ def test_a_process_that_is_killed_is_told_and_leaves_no_version(store: ArtifactS
 PROGRAM = """
 import sys
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tests.tasks.update.test_process import LONG, TEXTS, Heard, run_task
-
-class Telling(Heard):
-    def at_first(self):
-        print("running", flush=True)
+from tests.progress import ProgressLog
+from tests.tasks.update.test_process import LONG, TEXTS, run_task
 
 use_store(ArtifactStore(sys.argv[1], "run"))
-run_task(TEXTS, heard=Telling(), update=LONG, processes=2)
+run_task(TEXTS, log=ProgressLog(lambda: print("running", flush=True)), update=LONG, processes=2)
 """
 
 

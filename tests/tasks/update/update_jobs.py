@@ -52,6 +52,22 @@ ADVANTAGE_OF = (1.0, -1.0, 0.5, None, -0.5, 1.5, -1.5, 0.25)
 """Of eight samples; the one without is left out."""
 
 
+def groups_of(prompts: Sequence[str], datasets: Sequence[str] = ("default",)) -> tuple[GroupPlan, ...]:
+    """Plan a group per prompt; the datasets alternate."""
+    return tuple(
+        GroupPlan(
+            group_id=f"g{place}",
+            prompt_id=f"p{place}",
+            dataset=datasets[place % len(datasets)],
+            prompt=prompt,
+            columns={"n": place},
+            target_uri=None,
+            target_sha256=None,
+        )
+        for place, prompt in enumerate(prompts)
+    )
+
+
 @dataclass(frozen=True)
 class Modality:
     """A tiny model and how it is sampled."""
@@ -69,25 +85,13 @@ class Modality:
     def collect(self, policy: PolicyRef | None = None) -> ArtifactRef:
         """Rollouts of a version, of the model as it is given by default."""
         policy = policy or PolicyRef(version=0, digest=self.spec().digest)
-        groups = tuple(
-            GroupPlan(
-                group_id=f"g{place}",
-                prompt_id=f"p{place}",
-                dataset="default",
-                prompt=prompt,
-                columns={},
-                target_uri=None,
-                target_sha256=None,
-            )
-            for place, prompt in enumerate(self.prompts)
-        )
         plan = RolloutPlan(
             folder=f"iteration_{policy.version + 1:06d}",
             title="an iteration",
             seed=11,
             group_size=4,
             shared_noise=True,
-            groups=groups,
+            groups=groups_of(self.prompts),
         )
         return collect_rollouts_task.fn(policy, plan, self.spec(), self.rollout, False, PlacementSection(device="cpu"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.scoring import RewardSection
-from configs.sections import PlacementSection, StorageSection
+from configs.sections import StorageSection
 from tasks.execution.call import StageCall, call_of, carry_out, carry_out_in
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcess
@@ -16,34 +16,16 @@ from tasks.progress import listen
 from tasks.storage.artifacts.open_store import described, open_store, open_store_elsewhere
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tests.progress import ProgressLog
+from tests.tasks.execution.test_dispatch import reward_arguments
 from tests.tasks.update.update_jobs import IMAGES
-
-
-class Lines:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        """Not of interest."""
-
-    def log(self, line: str) -> None:
-        self.said.append(line)
 
 
 def scoring(store: ArtifactStore) -> tuple[StageCall, ArtifactRef]:
     """A call that reads an artifact of the bucket, as it comes out of the file that it travels in."""
     use_store(store)
     rollouts = IMAGES.collect()
-    arguments = {
-        "rollouts": rollouts,
-        "section": RewardSection(reward="jpeg"),
-        "folder": "iteration_000001/rewards",
-        "title": "an iteration",
-        "placement": PlacementSection(device="cpu"),
-        "earlier": (),
-        "part": None,
-    }
-    call = call_of(stage_named("score reward"), arguments, store)
+    call = call_of(stage_named("score reward"), reward_arguments(rollouts, RewardSection(reward="jpeg")), store)
     return StageCall.model_validate_json(call.model_dump_json()), rollouts
 
 
@@ -83,21 +65,20 @@ def test_a_machine_without_that_folder_keeps_its_own(bucket: str, tmp_path: Path
     call, rollouts = scoring(store)
     shutil.rmtree(tmp_path / "copies")
     (tmp_path / "copies").write_text("here it is a file")
-    lines = Lines()
+    log = ProgressLog()
 
     def elsewhere() -> None:
-        listen(lines)
+        listen(log)
         assert carry_out(call).error is None
         assert carry_out(call).error is None
 
     contextvars.copy_context().run(elsewhere)
     assert copies(tmp_path / "cache" / "grpo") >= contents_of(store, rollouts)
-    (told,) = [line for line in lines.said if "cache_dir" in line]
-    assert str(tmp_path / "copies") in told
-    assert told.endswith("Here they are kept in the user's cache folder.")
+    (line,) = [line for line in log.lines if "cache_dir" in line]
+    assert str(tmp_path / "copies") in line
 
 
-def test_only_a_folder_that_was_chosen_is_told_to_others(
+def test_only_a_folder_that_was_chosen_goes_with_a_call(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = section(bucket, tmp_path / "copies")
@@ -112,9 +93,9 @@ def test_only_a_folder_that_was_chosen_is_told_to_others(
 
 
 def test_another_user_has_a_cache_of_his_own(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = described(open_store(StorageSection(root=bucket), "run"))
+    section = described(open_store(StorageSection(root=bucket), "run"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    cache = open_store_elsewhere(told, "run").files.cache
+    cache = open_store_elsewhere(section, "run").files.cache
     assert cache is not None
     assert cache.folder == tmp_path / "another" / "grpo"
 

@@ -210,37 +210,19 @@ def test_only_a_valid_artifact_is_replaced_and_by_nothing_new(store: ArtifactSto
 
 
 KILLED = """
-import itertools, os, signal, sys
+import sys
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.storage.artifacts.test_replace import FEWER, replace
+from tests.tasks.storage.kill_steps import kill_before_each_step
 from tests.tasks.storage.made_artifacts import FOLDER
 
-root, files = sys.argv[1], {"fewer": FEWER, "none": None}[sys.argv[2]]
-left = 0
+def prepare(number):
+    store = ArtifactStore(sys.argv[1], f"run{number}")
+    reference = store.find(FOLDER)
+    steps = [(store, name) for name in ("write_file", "write_manifest", "put_file")] + [(store.filesystem, "rm_file")]
+    return steps, lambda: replace(store, reference, {"fewer": FEWER, "none": None}[sys.argv[2]])
 
-def counted(real):
-    def step(*arguments, **options):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return step
-
-for number in itertools.count(1):
-    pid = os.fork()
-    if pid == 0:
-        store = ArtifactStore(root, f"run{number}")
-        reference = store.find(FOLDER)
-        for owner, name in ((store, "write_file"), (store, "write_manifest"), (store, "put_file"),
-                            (store.filesystem, "rm_file")):
-            setattr(owner, name, counted(getattr(owner, name)))
-        left = number
-        replace(store, reference, files)
-        os._exit(0)
-    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
-        break
-    print(number, flush=True)
+kill_before_each_step(prepare)
 """
 
 

@@ -1,17 +1,25 @@
 """An artifact is complete or absent, whoever else writes it and whenever its writer is killed."""
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tasks.storage.artifacts.store import INCOMING, PREVIOUS, QUARANTINE, ArtifactStore
-from tests.tasks.storage.made_artifacts import FILES, FOLDER, REPOSITORY, another, commit, contents, moved, read
+from tests.tasks.storage.made_artifacts import (
+    FILES,
+    FOLDER,
+    REPOSITORY,
+    another,
+    commit,
+    contents,
+    moved,
+    read,
+    root_url,
+    writer_elsewhere,
+)
 
 AT_ONCE = """
 import sys
@@ -28,7 +36,7 @@ for turn in range(4):
 
 def write_at_once(store: ArtifactStore, *rows: int) -> list[list[str]]:
     """Commit to four runs from several processes that begin together; the sha256 that each got back."""
-    root = str(store.filesystem.unstrip_protocol(store.root))
+    root = root_url(store)
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -149,50 +157,20 @@ class TestKill:
 
 
 KILL_REQUESTS = """
-import itertools, os, signal, sys
+import sys
 from tasks.storage.artifacts.store import ArtifactStore
+from tests.tasks.storage.kill_steps import kill_before_each_step
 from tests.tasks.storage.made_artifacts import commit
 
 CALLS = ("put_file", "pipe_file", "cp_file", "rm_file", "cat_file", "exists", "info", "find", "glob", "ls")
-left = 0
 
-def counted(real):
-    def call(*arguments, **options):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **options)
-    return call
+def prepare(number):
+    store = ArtifactStore(sys.argv[1], f"run{number}")
+    commit(store, rows=4)
+    return [(store.filesystem, name) for name in CALLS], lambda: commit(store, rows=5)
 
-for number in itertools.count(1):
-    pid = os.fork()
-    if pid == 0:
-        store = ArtifactStore(sys.argv[1], f"run{number}")
-        commit(store, rows=4)
-        for name in CALLS:
-            setattr(store.filesystem, name, counted(getattr(store.filesystem, name)))
-        left = number
-        commit(store, rows=5)
-        os._exit(0)
-    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
-        break
-    print(number, flush=True)
+kill_before_each_step(prepare)
 """
-
-
-@pytest.fixture
-def writer(store: ArtifactStore, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has begun to write files of an artifact; it says in which folder."""
-    script = (
-        "import sys; from tasks.storage.artifacts.store import ArtifactStore\n"
-        "with ArtifactStore(sys.argv[1], 'run').staging() as staged:\n"
-        "    (staged / 'theirs').write_bytes(b'x'); print(staged, flush=True); sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", script, str(store.filesystem.unstrip_protocol(store.root))]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        yield child
-        child.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -202,17 +180,14 @@ def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
-def test_unfinished_files_of_living_processes_are_left_alone(
-    store: ArtifactStore, writer: "subprocess.Popen[str]"
-) -> None:
-    assert writer.stdout is not None
-    theirs = Path(writer.stdout.readline().strip())
-    with store.staging() as ours:
-        store.clear_abandoned()
-        assert ours.is_dir()
-        assert (theirs / "theirs").read_bytes() == b"x"
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.wait()
-    assert theirs.is_dir()
-    another(store).clear_abandoned()
-    assert not theirs.parent.exists()
+def test_unfinished_files_of_living_processes_are_left_alone(store: ArtifactStore) -> None:
+    with writer_elsewhere(store) as (writer, theirs):
+        with store.staging() as ours:
+            store.clear_abandoned()
+            assert ours.is_dir()
+            assert (theirs / "theirs").read_bytes() == b"x"
+        writer.kill()
+        writer.wait()
+        assert theirs.is_dir()
+        another(store).clear_abandoned()
+        assert not theirs.parent.exists()

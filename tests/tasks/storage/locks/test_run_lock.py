@@ -21,7 +21,7 @@ from tasks.storage.locks.lease import Lease, take_lease
 from tasks.storage.locks.lock_holder import read_holder, this_process
 from tasks.storage.locks.run_lock import LOCK, LockLostError
 from tests.tasks.storage import lock_holders
-from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal, url, winners
+from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal, winners
 from tests.tasks.storage.made_artifacts import another
 
 logged = lock_holders.logged
@@ -265,4 +265,3 @@ class TestLease:
                 assert "LockLostError: run is no longer held" in said
                 assert f"process {os.getpid()}" in said
                 lock.require_held()
-        assert url(remote).startswith("s3://")

@@ -58,7 +58,7 @@ class TestDigest:
         assert first == second
         assert (tmp_path / "1.parquet").read_bytes() == (tmp_path / "2.parquet").read_bytes()
 
-    def test_parts_of_several_workers_come_to_the_digest_of_one(self, tmp_path: Path) -> None:
+    def test_parts_of_several_workers_have_the_digest_of_one(self, tmp_path: Path) -> None:
         groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
 
         def written(name: str, batches: list[dict[str, list[object]]]) -> tuple[Path, str]:
@@ -79,11 +79,8 @@ class TestDigest:
 
     def test_file_without_digests_is_refused_by_name(self, tmp_path: Path) -> None:
         pq.write_table(schemas.METRICS.empty_table(), tmp_path / "metrics.parquet")
-        with pytest.raises(ValueError, match=r"metrics\.parquet holds no digests"):
+        with pytest.raises(ValueError, match=r"metrics\.parquet"):
             part_digests(tmp_path / "metrics.parquet")
-
-    def test_order_of_tables_counts(self) -> None:
-        assert joint_digest(["a", "b"]) != joint_digest(["b", "a"])
 
 
 class TestReadTable:
@@ -91,14 +88,6 @@ class TestReadTable:
         for part, seed in ((1, 11), (0, 10)):
             write_table(tmp_path / f"part-{part:05d}.parquet", schemas.IMAGE_ROLLOUTS, rollouts(2, seed=seed))
         assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"])["seed"].to_pylist() == [10, 10, 11, 11]
-
-    def test_batches_of_a_writer_are_one_table(self, tmp_path: Path) -> None:
-        writer = TableWriter(tmp_path / "part-00000.parquet", schemas.IMAGE_ROLLOUTS)
-        for seed in (1, 2):
-            writer.write(rollouts(2, seed=seed))
-        writer.close()
-        assert writer.rows == 4
-        assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS)["seed"].to_pylist() == [1, 1, 2, 2]
 
     def test_other_schema_is_refused_by_name(self, tmp_path: Path) -> None:
         write_table(tmp_path / "scores.parquet", schemas.METRICS, {"iteration": [1], "metric": ["x"], "value": [1.0]})
