@@ -67,22 +67,15 @@ def test_another_run_of_the_root_finds_the_record_and_keeps_its_own(store: Artif
     assert own(other).read_bytes() == own(store).read_bytes()
 
 
-def test_run_folder_alone_is_enough(store: ArtifactStore, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_record_is_noticed_or_without_effect(store: ArtifactStore, tmp_path: Path) -> None:
     reference = commit(store)
     write(KEY, reference)
     (tmp_path / FOLDER / f"{KEY}.json").unlink()
     assert read(KEY) == reference
-
-
-def test_every_flipped_bit_of_a_record_is_noticed_or_without_effect(store: ArtifactStore, tmp_path: Path) -> None:
-    reference = commit(store)
-    write(KEY, reference)
-    shared = tmp_path / FOLDER / f"{KEY}.json"
-    shared.unlink()
-    whole = own(store).read_bytes()
+    valid = own(store).read_bytes()
     noticed = 0
-    for position in range(0, len(whole), 3):
-        changed = bytearray(whole)
+    for position in range(0, len(valid), 3):
+        changed = bytearray(valid)
         changed[position] ^= 1 << (position % 8)
         own(store).write_bytes(changed)
         try:
@@ -91,7 +84,7 @@ def test_every_flipped_bit_of_a_record_is_noticed_or_without_effect(store: Artif
             assert KEY in str(error)  # noqa: PT017 - most flips raise, flips of white space need not
             noticed += 1
             assert not own(store).exists()
-    assert noticed > len(whole) / 3 * 0.7
+    assert noticed > len(valid) / 3 * 0.7
     notes = [json.loads(path.read_text()) for path in Path(store.path(QUARANTINE)).glob("*/reason.json")]
     assert len(notes) == noticed
     assert {tuple(note["paths"]) for note in notes} == {(f"{FOLDER}/{KEY}.json",)}
@@ -100,10 +93,10 @@ def test_every_flipped_bit_of_a_record_is_noticed_or_without_effect(store: Artif
 def test_damaged_record_is_healed_from_the_shared_one(store: ArtifactStore) -> None:
     reference = commit(store)
     write(KEY, reference)
-    whole = own(store).read_bytes()
-    own(store).write_bytes(whole[:-1])
+    valid = own(store).read_bytes()
+    own(store).write_bytes(valid[:-1])
     assert read(KEY) == reference
-    assert own(store).read_bytes() == whole
+    assert own(store).read_bytes() == valid
 
 
 def test_record_of_another_key_is_refused(store: ArtifactStore) -> None:
@@ -144,7 +137,7 @@ def test_shared_record_that_was_lost_half_written_is_made_again(store: ArtifactS
     reference = commit(store)
     write(KEY, reference)
     shared = tmp_path / FOLDER / f"{KEY}.json"
-    whole = shared.read_bytes()
+    valid = shared.read_bytes()
     shared.write_bytes(b"")
     use_store(ArtifactStore(store.root, "other"))
     with pytest.raises(StaleReferenceError, match="is not the record that was written"):
@@ -152,4 +145,4 @@ def test_shared_record_that_was_lost_half_written_is_made_again(store: ArtifactS
     use_store(store)
     assert read(KEY) == reference
     write(KEY, reference)
-    assert shared.read_bytes() == whole
+    assert shared.read_bytes() == valid

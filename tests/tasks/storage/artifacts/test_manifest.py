@@ -44,7 +44,7 @@ def test_entries_of_the_wrong_kind_are_refused(entry: dict[str, object]) -> None
         read_manifest(dump_checked({**DESCRIBED, **entry}))
 
 
-def test_what_was_written_is_read() -> None:
+def test_written_manifests_are_read_back() -> None:
     first = Manifest({"digest": "d"}, {"a": "b"})
     second = Manifest({"digest": "d"}, {"a": "c"}, (first.sha256,), {"why": "age"}, {"a": "b", "gone": "d"})
     assert [read_manifest(each.content) for each in (first, second)] == [first, second]

@@ -1,5 +1,6 @@
-"""What a run says of itself is believed only as it was written."""
+"""A run's description and configuration are read only as they were written."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,31 +31,22 @@ def test_both_are_read_as_they_were_written(store: ArtifactStore) -> None:
     assert read_config_file(store) == CONFIG
 
 
-def test_a_flipped_bit_anywhere_in_the_configuration_is_told(store: ArtifactStore) -> None:
-    for position in range(len(CONFIG)):
-        flipped = CONFIG[:position] + bytes([CONFIG[position] ^ 1]) + CONFIG[position + 1 :]
-        store.write_file(CONFIG_FILE, flipped)
-        with pytest.raises(
-            InputError, match=r"run/config\.yaml: got 'sha256 .*not what the run wrote.*its own command"
-        ):
-            read_config_file(store)
+@pytest.mark.parametrize(("name", "reader"), [(CONFIG_FILE, read_config_file), (RUN_FILE, read_description)])
+def test_a_flipped_bit_anywhere_is_refused(
+    store: ArtifactStore, name: str, reader: Callable[[ArtifactStore], object]
+) -> None:
+    valid = store.read_file(name)
+    assert valid is not None
+    for position in range(len(valid)):
+        store.write_file(name, valid[:position] + bytes([valid[position] ^ 1]) + valid[position + 1 :])
+        with pytest.raises(InputError) as caught:
+            reader(store)
+        assert caught.value.place == f"run/{name}"
+        assert lineage_of(store) == (None if name == RUN_FILE else "a")
 
 
-def test_a_flipped_bit_anywhere_in_the_description_is_told(store: ArtifactStore) -> None:
-    whole = store.read_file(RUN_FILE)
-    assert whole is not None
-    refused = []
-    for position in range(len(whole)):
-        store.write_file(RUN_FILE, whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        try:
-            read_description(store)
-        except InputError as error:
-            refused.append((error.place, error.hint, lineage_of(store)))
-    assert len(refused) == len(whole)
-    assert {(place, lineage) for place, _, lineage in refused} == {("run/run.json", None)}
-
-
-def test_a_run_without_a_configuration_is_told(store: ArtifactStore) -> None:
+def test_a_run_without_a_configuration_is_refused(store: ArtifactStore) -> None:
     store.filesystem.rm_file(store.path(CONFIG_FILE))
-    with pytest.raises(InputError, match=r"RUN: got 'run'\. It has no config\.yaml"):
+    with pytest.raises(InputError) as caught:
         read_config_file(store)
+    assert (caught.value.place, caught.value.value) == ("RUN", "run")

@@ -1,4 +1,4 @@
-"""An artifact is complete or absent, whoever else writes it and whenever its writer is killed."""
+"""An artifact is complete or absent, with several writers and after a kill at any step."""
 
 import contextlib
 import subprocess
@@ -21,66 +21,46 @@ from tests.tasks.storage.made_artifacts import (
     writer_elsewhere,
 )
 
+# Both writers have the same result for the first three runs, and each its own for the others.
 AT_ONCE = """
 import sys
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.storage.made_artifacts import commit
 
-root, number, rows = sys.argv[1:]
+root, number = sys.argv[1], int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
-for turn in range(4):
-    print(commit(ArtifactStore(root, f"run{turn}"), seconds=float(number), rows=int(rows)).sha256, flush=True)
+for turn in range(6):
+    rows = 4 if turn < 3 else 4 + number
+    print(commit(ArtifactStore(root, f"run{turn}"), seconds=float(number), rows=rows).sha256, flush=True)
 """
 
 
-def write_at_once(store: ArtifactStore, *rows: int) -> list[list[str]]:
-    """Commit to four runs from several processes that begin together; the sha256 that each got back."""
-    root = root_url(store)
+def test_writers_at_once_get_the_first_result_or_move_it_to_previous(store: ArtifactStore, tmp_path: Path) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    commands = [[sys.executable, "-c", AT_ONCE, root_url(store), str(number)] for number in range(2)]
     with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", AT_ONCE, root, str(number), str(count)],
-                    cwd=REPOSITORY,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for number, count in enumerate(rows)
-        ]
+        writers = [stack.enter_context(subprocess.Popen(command, cwd=REPOSITORY, **pipes)) for command in commands]
         for writer in writers:
             assert writer.stdout is not None
-            assert writer.stdout.readline() == "ready\n"
+            assert writer.stdout.readline() == b"ready\n"
         for writer in writers:
             assert writer.stdin is not None
-            writer.stdin.write("go\n")
+            writer.stdin.write(b"go\n")
             writer.stdin.flush()
-        found = [writer.communicate(timeout=300)[0].split() for writer in writers]
-        assert [writer.returncode for writer in writers] == [0] * len(rows)
-    return found
-
-
-class TestWritersAtOnce:
-    def test_all_get_the_first_where_they_have_the_same_result(self, store: ArtifactStore, tmp_path: Path) -> None:
-        written = write_at_once(store, 4, 4)
-        for turn in range(4):
-            run = another(store, f"run{turn}")
-            found = run.find(FOLDER)
-            assert found is not None
-            assert {each[turn] for each in written} == {found.sha256}
+        written = [writer.communicate(timeout=300)[0].decode().split() for writer in writers]
+        assert [writer.returncode for writer in writers] == [0, 0]
+    for turn in range(6):
+        run = another(store, f"run{turn}")
+        found = run.find(FOLDER)
+        assert found is not None
+        references = [found.model_copy(update={"sha256": each[turn]}) for each in written]
+        if turn < 3:
+            assert references == [found, found]
             assert read(run, found, tmp_path / str(turn)) == FILES
             assert moved(run) == []
-
-    def test_each_other_result_is_kept_in_previous(self, store: ArtifactStore) -> None:
-        written = write_at_once(store, 4, 5)
-        for turn in range(4):
-            run = another(store, f"run{turn}")
-            found = run.find(FOLDER)
-            assert found is not None
+        else:
             assert moved(run) == moved(run, PREVIOUS) == ["another result of the same stage took its place"]
-            references = [found.model_copy(update={"sha256": each[turn]}) for each in written]
             assert [run.restore_artifact(each) for each in references] == references
 
 
