@@ -1,4 +1,4 @@
-"""Scores that are to be made a second time when the images are gone."""
+"""Scores that would have to be computed again after the images were deleted."""
 
 import pytest
 
@@ -27,12 +27,11 @@ def test_a_quarantined_table_is_named_with_the_last_reason(store: ArtifactStore,
     with pytest.raises(InputError) as caught:
         refuse_lost_scores(store, rollouts, folder)
     assert caught.value.place == f"run/{TABLE}"
-    assert "(it was cut short)" in caught.value.hint
-    assert f"{FOLDER} were removed by `{PRUNED['by']}` on 2026-01-01" in caught.value.hint
-    assert f"Put {store.path(TABLE)} and {store.path(TABLE)}.manifest.json back" in caught.value.hint
+    for word in ("(it was cut short)", FOLDER, PRUNED["by"], f"{store.path(TABLE)}.manifest.json"):
+        assert word in caught.value.hint
 
 
-def test_what_was_never_scored_or_moved_with_its_run_is_not_meant(store: ArtifactStore) -> None:
+def test_scores_never_made_or_moved_with_their_run_are_not_lost(store: ArtifactStore) -> None:
     rollouts = commit(store)
     store.write_file("iteration_000001/rewards/psnr/scores.parquet", b"x")
     store.move_to_previous(["iteration_000001"], reason="the configuration changed")

@@ -37,7 +37,7 @@ def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
     assert (state["policy_version"], state["policy_digest"], state["optimizer_steps"]) == (1, first[4].digest, 2)
 
 
-def test_rows_say_how_they_were_drawn(store: ArtifactStore) -> None:
+def test_rows_name_their_seeds_and_settings(store: ArtifactStore) -> None:
     rows = pl.read_parquet(store.local_files(collect(base(), plan())) / "*.parquet").to_dicts()
     requested = {
         name: (seed, noise)

@@ -1,4 +1,4 @@
-"""What the stages make of rewards that are missing, not finite, too few, or of another dataset."""
+"""The stages with rewards that are missing, not finite, too few, or of another dataset."""
 
 import hashlib
 from pathlib import Path
@@ -31,7 +31,7 @@ from tests.tasks.stage_calls import (
 )
 
 
-def test_a_image_that_the_policy_left_broken_is_floored(
+def test_an_image_with_broken_pixels_gets_the_lowest_score(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By every reward that applies to it; the first prompt has a target to compare with, the second none."""
@@ -71,24 +71,20 @@ def test_a_image_that_the_policy_left_broken_is_floored(
     assert min(advantages[::2]) > 0 > max(advantages[1::2])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_reward_that_is_not_finite_names_its_samples(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, value: float
+def test_rewards_that_are_not_finite_or_too_few_are_refused(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts = collect(base(), plan())
-    monkeypatch.setattr(JpegReward, "score", scoring(lambda name: value if name.endswith("p0001.s01") else 0.5))
-    with pytest.raises(
-        FailedSamplesError, match=r"reward jpeg: 1 of 4 samples .* \(i000001\.p0001\.s01: .*not a finite"
-    ):
-        score(rollouts)
-    assert store.find("iteration_000001/rewards/jpeg") is None
-
-
-def test_reward_that_gives_too_few_scores_is_refused(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts = collect(base(), plan())
     monkeypatch.setattr(JpegReward, "score", lambda self, batch: [Score(0.5, 0.5)])
-    with pytest.raises(InputError, match=r"reward jpeg: got '1 scores'\. It got 4 samples"):
+    with pytest.raises(InputError) as caught:
         score(rollouts)
+    assert (caught.value.place, caught.value.value) == ("reward jpeg", "1 scores")
+    for value in (float("nan"), float("inf")):
+        values = {"i000001.p0001.s01": value}
+        monkeypatch.setattr(JpegReward, "score", scoring(lambda name, values=values: values.get(name, 0.5)))
+        with pytest.raises(FailedSamplesError, match=r"reward jpeg: 1 of 4 samples .*i000001\.p0001\.s01"):
+            score(rollouts)
+    assert store.find("iteration_000001/rewards/jpeg") is None
 
 
 def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(

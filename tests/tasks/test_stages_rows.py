@@ -1,4 +1,4 @@
-"""What a row may carry besides, and what the later stages make of it: kept ids, references, draws, versions."""
+"""Rows with kept ids, reference log-probs, later rounds and earlier versions, through all stages."""
 
 import polars as pl
 import pytest
@@ -37,7 +37,7 @@ def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: Artifa
     assert policy.checkpoint.metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-def test_a_kl_in_the_reward_needs_the_reference_beside_the_rollouts(store: ArtifactStore) -> None:
+def test_a_kl_in_the_reward_needs_reference_logprobs_with_the_rollouts(store: ArtifactStore) -> None:
     without = collect(base(), plan())
     with pytest.raises(ValueError, match=r"advantages\.kl_coef needs the reference's log-probs"):
         compare(score(without), kl_coef=0.5)
@@ -66,7 +66,7 @@ def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch
     assert advantages.metrics["groups_dropped"] == 2.0
 
 
-def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_round_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
     first, second = collect(base(), plan()), collect(base(), plan(draw=2))
@@ -83,7 +83,7 @@ def test_a_later_draw_joins_the_groups_of_the_first(store: ArtifactStore, monkey
     assert policy.checkpoint.rows == 4
 
 
-def test_where_every_group_is_dropped_the_policy_stays_as_it_is(
+def test_where_every_group_is_dropped_the_weights_do_not_change(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))

@@ -1,4 +1,4 @@
-"""A reward function that says on every stream what only its process may say, and leaves a process behind."""
+"""Reward functions that write an outcome to every stream, or leave a process running."""
 
 import os
 import subprocess

@@ -106,22 +106,22 @@ def test_another_model_under_the_same_name_is_refused(store: ArtifactStore) -> N
     arguments = rollout_arguments("iteration_000001", HERE)
     other = arguments["model"].model_copy(update={"digest": "another"})
     call = call_of(stage_named("collect rollouts"), {**arguments, "model": other}, store)
-    with pytest.raises(InputError, match=r"policy.model: .* Its files here are"):
+    with pytest.raises(InputError, match=r"policy\.model"):
         carry_out(call).reference()
     assert store.find("iteration_000001/rollouts") is None
 
 
-def test_nothing_is_made_of_a_call_that_was_withdrawn(store: ArtifactStore) -> None:
+def test_a_withdrawn_call_makes_nothing(store: ArtifactStore) -> None:
     arguments = rollout_arguments("iteration_000001", HERE)
     call = call_of(stage_named("collect rollouts"), arguments, store, withdrawable=True)
-    with pytest.raises(StaleReferenceError, match=r"run/iteration_000001/rollouts: the run"):
+    with pytest.raises(StaleReferenceError, match="run/iteration_000001/rollouts"):
         carry_out(call).reference()
     assert store.find("iteration_000001/rollouts") is None
     store.write_file(call_file(call.digest), b"requested")
     assert carry_out(call).reference() == store.find("iteration_000001/rollouts")
 
 
-def test_a_call_that_was_withdrawn_gets_no_answer(store: ArtifactStore) -> None:
+def test_a_withdrawn_call_gets_no_outcome(store: ArtifactStore) -> None:
     call = call_of(stage_named("score reward"), CALLS[2][1], store, withdrawable=True)
     outcome = carry_out(call)
     leave_outcome(store, call.digest, outcome)

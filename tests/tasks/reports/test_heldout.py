@@ -20,7 +20,7 @@ def evaluated(root: Path, **options: Any) -> tuple[RunMaker, ArtifactRef, Artifa
     return maker, sides[0], sides[1]
 
 
-def test_texts_before_and_after_stand_whole_under_their_prompt(tmp_path: Path) -> None:
+def test_full_texts_before_and_after_under_their_prompt(tmp_path: Path) -> None:
     maker, before, after = evaluated(tmp_path, modality="text", prompts=("what is\n# this", "a blue square"))
     place = Path(write_heldout_texts(maker.store, before, after, "r: held-out prompts"))
     assert place == maker.folder / "heldout.md"

@@ -46,7 +46,7 @@ def test_shrinking_keeps_the_shape_and_the_given_image(size: tuple[int, int], ex
     assert image.size == size
 
 
-def test_a_link_holds_the_bytes_themselves() -> None:
+def test_a_data_uri_contains_the_bytes() -> None:
     assert data_uri(b"\x00<>\xff", "image/png") == "data:image/png;base64,ADw+/w=="
 
 

@@ -52,7 +52,7 @@ def test_agreement_is_symmetric_and_names_what_is_not_defined() -> None:
     assert said == ["", "-1.00", "–", "-1.00", "", "–", "–", "–", ""]
 
 
-def test_trend_and_cost_show_their_figures() -> None:
+def test_trend_and_cost_show_their_values() -> None:
     trend, cost = plot_trend(analysed()), plot_cost(analysed(seconds=0.25))
     assert trend is not None
     assert cost is not None

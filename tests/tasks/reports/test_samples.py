@@ -55,7 +55,7 @@ def test_large_images_are_made_smaller_and_small_ones_left_alone(tmp_path: Path)
     assert sizes(read(whole_run(tmp_path / "b")).shown[0]) == [(8, 8)] * 4
 
 
-def test_best_and_worst_texts_are_whole(tmp_path: Path) -> None:
+def test_best_and_worst_texts_are_complete(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, modality="text")
     maker.written[0, 2] = "the best\n" + "word " * 5000
     maker.iteration(1)

@@ -1,4 +1,4 @@
-"""Names and seeds of what is drawn: unique, stable, and a function of the place alone."""
+"""Names and seeds of samples: unique, stable, and a function of the place alone."""
 
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
@@ -44,7 +44,7 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
     assert iteration(7, draw=2).folder == "iteration_000007/round_02"
 
 
-def test_every_sample_of_a_run_has_a_name_and_a_seed_of_its_own() -> None:
+def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
     plans = [iteration(number, draw=draw, count=7, group_size=4) for number in range(1, 6) for draw in (1, 2, 3)]
     drawn_names = [name for plan in plans for name in names(plan)]
     drawn_seeds = [seed for plan in plans for seed in seeds(plan)]

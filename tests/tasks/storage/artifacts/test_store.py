@@ -1,4 +1,4 @@
-"""Artifacts are complete or absent, damage is noticed by name and quarantined, and other runs' results are restored."""
+"""Artifacts are complete or absent, damaged files are named and quarantined, and other runs' results are restored."""
 
 import hashlib
 import json
@@ -179,17 +179,17 @@ class TestRestore:
         assert read(other, home, tmp_path / "fetched") == FILES
         assert ["part-00000.parquet has sha256" in reason for reason in moved(other, QUARANTINE)] == [True]
 
-    @pytest.mark.parametrize("folder", [PREVIOUS, QUARANTINE])
-    def test_what_is_in_previous_comes_back(self, store: ArtifactStore, folder: str) -> None:
+    def test_artifacts_in_previous_come_back_and_those_in_quarantine_do_not(self, store: ArtifactStore) -> None:
         reference = commit(store)
-        move = store.move_to_previous if folder == PREVIOUS else store.quarantine
-        move([MANIFEST, FOLDER], reason="a test")
+        store.move_to_previous([MANIFEST, FOLDER], reason="a test")
         assert store.find(FOLDER) is None
-        if folder == PREVIOUS:
-            assert store.restore_artifact(reference) == reference == store.find(FOLDER)
-            return
+        assert store.restore_artifact(reference) == reference == store.find(FOLDER)
+        quarantined = another(store, "other")
+        reference = commit(quarantined)
+        store.filesystem.rm(store.path(), recursive=True)
+        quarantined.quarantine([MANIFEST, FOLDER], reason="a test")
         with pytest.raises(StaleReferenceError):
-            store.restore_artifact(reference)
+            quarantined.restore_artifact(reference)
 
     def test_the_run_folder_under_another_name_is_enough(self, local: ArtifactStore) -> None:
         reference = commit(local)
@@ -208,7 +208,7 @@ class TestRestore:
 
 
 class TestRequests:
-    """What a bucket is asked for; every request costs time and money."""
+    """Requests to a bucket; every one costs time and money."""
 
     def fetched(self, s3: S3Server, start: int) -> int:
         return len([each for each in s3.requests(start) if each.startswith("GET") and "part-" in each])

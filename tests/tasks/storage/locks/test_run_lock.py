@@ -37,7 +37,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestBothKinds:
-    def test_second_writer_is_told_who_holds_it_and_the_first_continues(self, store: ArtifactStore) -> None:
+    def test_a_second_writer_is_refused_and_the_first_continues(self, store: ArtifactStore) -> None:
         with held_elsewhere(store) as other:
             message = refusal(store)
             for word in (f"process {other.pid}", " on ", ", since ", "UTC (-c "):

@@ -67,13 +67,13 @@ class TestDigest:
                 writer.write(batch)
             return path, writer.close()
 
-        path, whole = written("whole.parquet", groups)
+        path, digest = written("whole.parquet", groups)
         first, _ = written("first.parquet", groups[:2])
-        second, alone = written("second.parquet", groups[2:])
+        second, second_digest = written("second.parquet", groups[2:])
         assert part_digests(path) == part_digests(first) + part_digests(second)
-        assert joint_digest(part_digests(first) + part_digests(second)) == whole
-        assert joint_digest(part_digests(second) + part_digests(first)) != whole
-        assert alone == write_table(tmp_path / "third.parquet", schemas.IMAGE_ROLLOUTS, groups[2])
+        assert joint_digest(part_digests(first) + part_digests(second)) == digest
+        assert joint_digest(part_digests(second) + part_digests(first)) != digest
+        assert second_digest == write_table(tmp_path / "third.parquet", schemas.IMAGE_ROLLOUTS, groups[2])
         assert pq.read_metadata(path).num_row_groups == 3
         assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"]).num_rows == 14
 
