@@ -1,4 +1,4 @@
-"""What a service's token is known to: the environment, and nothing that is written."""
+"""A service's token stays in the environment: nothing that is written contains it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def small(**changes: object) -> dict[str, object]:
     return {"run__iterations": 1, **sizes, "update__micro_batch_size": 8, "evaluate__prompts": None, **changes}
 
 
-def test_no_file_table_parameter_or_report_holds_it(empty: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_table_parameter_or_report_contains_the_token(empty: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     with serving_app(create_app({"answer": AnswerReward()}, token=TOKEN)) as url:
         empty.start_text(run="secret", **small(rewards=remote(url, token_env="REWARD_TOKEN")))
@@ -44,7 +44,7 @@ def test_no_file_table_parameter_or_report_holds_it(empty: Runs, monkeypatch: py
     ("url", "settings"),
     [(f"http://me:{TOKEN}@127.0.0.1:9", {}), ("http://127.0.0.1:9", {"token_env": TOKEN})],
 )
-def test_one_that_stands_in_the_configuration_is_refused_and_not_repeated(
+def test_a_token_in_the_configuration_is_refused_and_not_repeated(
     empty: Runs, url: str, settings: dict[str, object]
 ) -> None:
     with pytest.raises((InputError, InputErrors)) as caught:

@@ -2,14 +2,12 @@ import base64
 import hashlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward
 from grpo_core.rewards.similarity.ssim import SsimReward
 from grpo_core.rewards.text.answer import AnswerReward
-from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 
 REPOSITORY = Path(__file__).parents[3]
 REWARDS: Mapping[str, Reward] = {"jpeg": JpegReward(), "likeness": SsimReward(), "answer": AnswerReward()}
@@ -79,7 +77,7 @@ BEGUN, GO_ON = threading.Event(), threading.Event()
 
 @dataclass(frozen=True)
 class Odd(Reward):
-    """Does as its completions say."""
+    """Scores, fails, waits or raises as its completions say."""
 
     needs_group: bool = False  # type: ignore[assignment]
 
@@ -95,18 +93,10 @@ class Odd(Reward):
         if "raise" in batch.completions:
             raise RuntimeError("a secret of the server")
         for text in batch.completions:
-            if text == "hold":
+            if text == "wait":
                 BEGUN.set()
                 assert GO_ON.wait(60)
-            if text.startswith("sleep"):
-                time.sleep(float(text.removeprefix("sleep")))
         return [given.get(text, Score(0.1 + 0.2, 1 / 3)) for text in batch.completions]
-
-
-def texts(*completions: str, **more: Any) -> ScoringBatch:
-    count = len(completions)
-    ids = [f"s{i}" for i in range(count)]
-    return ScoringBatch(sample_ids=ids, prompts=["p"] * count, completions=completions, **more)
 
 
 def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
@@ -118,7 +108,7 @@ def test_scores_through_the_wire_are_those_of_a_direct_call(url: str) -> None:
     assert len({score.value for score in direct}) > 5
     assert RemoteReward(url=url, reward="likeness", batch_size=3, with_targets=True, **QUICK).score(batch) == direct
     assert RemoteReward(url=url, reward="jpeg", batch_size=2, **QUICK).score(batch) == JpegReward().score(batch)
-    written = texts("cat", "dög", "", columns={"answer": ["cat", "dog", None]})
+    written = make_texts("cat", "dög", "", columns={"answer": ["cat", "dog", None]})
     assert RemoteReward(url=url, reward="answer", **QUICK).score(written) == AnswerReward().score(written)
 
 
@@ -141,12 +131,13 @@ def test_versions_follow_code_settings_and_weights(url: str, trunk_file: Path) -
 def test_what_a_reward_does_not_say_comes_through(caplog: pytest.LogCaptureFixture) -> None:
     with serving({"odd": Odd()}) as url:
         reward = RemoteReward(url=url, reward="odd", **QUICK)
-        nan, failed, null, well = reward.score(texts("nan", "failed", "null", "well"))
+        nan, failed, null, well = reward.score(make_texts("nan", "failed", "null", "well"))
         assert "is nan" in str(nan.failure)
         assert (failed, null, well) == (Score.failed("no"), NOT_APPLICABLE, Score(0.1 + 0.2, 1 / 3))
-        broken = reward.score(texts("raise"))
+        broken = reward.score(make_texts("raise"))
         assert broken == [Score.failed("the service answered with status 500, after 2 attempts")]
-        assert "secret" not in httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("raise")), headers=JSON).text
+        refused = httpx.post(url + wire.SCORE_PATH, content=body("odd", make_texts("raise")), headers=JSON)
+        assert "secret" not in refused.text
         assert "a secret of the server" in caplog.text
 
 
@@ -162,47 +153,40 @@ def with_image(content: bytes) -> bytes:
     return json.dumps({"protocol": 1, "reward": "jpeg", "samples": [sample]}).encode()
 
 
+def refusal(address: str, content: Any, status: int, word: str, headers: Mapping[str, str] = JSON) -> None:
+    """Post a request that the server refuses with this status and a word of its message."""
+    answer = httpx.post(address + wire.SCORE_PATH, content=content, headers=headers)
+    assert answer.status_code == status
+    assert word in answer.json()["error"]
+
+
 @pytest.mark.parametrize(
-    ("content", "status", "message"),
+    ("content", "status", "word"),
     [
-        (b"", 422, "Invalid JSON"),
-        (b"{}", 422, "protocol: Field required"),
+        (b"", 422, "JSON"),
         (b'{"protocol": 2, "reward": "jpeg", "samples": []}', 422, "protocol"),
         (b'{"protocol": 1, "reward": "jpeg", "samples": []}', 422, "samples"),
-        (body("jpg", make_batch([flat(1)])), 404, "no reward 'jpg'; this server has answer, jpeg, likeness"),
-        (body("jpeg", texts("a")), 422, "scores images, and these samples are texts"),
-        (body("answer", make_batch([flat(1)])), 422, "scores texts, and these samples are images"),
+        (body("jpg", make_batch([flat(1)])), 404, "answer, jpeg, likeness"),
+        (body("jpeg", make_texts("a")), 422, "these samples are texts"),
+        (body("answer", make_batch([flat(1)])), 422, "these samples are images"),
         (body("likeness", make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])), 422, "aspect"),
-        (body("likeness", make_batch([noise(0, 8, 8)])), 422, "needs at least 11 pixels a side"),
-        (body("answer", texts("a", columns={"answer": [3]})), 422, "Write the answer as text"),
-        (with_image(b"GIF89a"), 422, "sample s, image: .*Send a PNG file"),
+        (body("likeness", make_batch([noise(0, 8, 8)])), 422, "11 pixels"),
+        (body("answer", make_texts("a", columns={"answer": [3]})), 422, "column answer"),
+        (with_image(b"GIF89a"), 422, "sample s, image: "),
         (with_image(b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\1\0\0" * 2), 422, "PNG"),
     ],
 )
-def test_requests_that_will_not_do_are_told_why(url: str, content: bytes, status: int, message: str) -> None:
-    answer = httpx.post(url + wire.SCORE_PATH, content=content, headers=JSON)
-    assert answer.status_code == status
-    assert re.search(message, answer.json()["error"])
-
-
-def test_a_refusal_names_the_address_and_the_servers_words(url: str) -> None:
-    batch = make_batch([noise(0, 40, 40)], [noise(0, 40, 60)])
-    with pytest.raises(InputError, match=rf"{url}/v1/score: got 'status 422'\. The service says: .*aspect"):
-        RemoteReward(url=url, reward="likeness", with_targets=True, **QUICK).score(batch)
+def test_wrong_requests_are_refused_with_the_reason(url: str, content: bytes, status: int, word: str) -> None:
+    refusal(url, content, status, word)
 
 
 def test_bodies_beyond_the_limit_and_of_another_type() -> None:
-    def endless() -> Iterator[bytes]:
-        for _ in range(100):
-            yield b" " * 100
-
     with serving(max_body_bytes=1000) as url:
-        address = url + wire.SCORE_PATH
-        assert httpx.post(address, content=b" " * 1001, headers=JSON).status_code == 413
-        assert httpx.post(address, content=endless(), headers=JSON).status_code == 413
-        assert httpx.post(address, content=b" " * 999, headers=JSON).status_code == 422
-        assert httpx.post(address, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
-        with pytest.raises(InputError, match="smaller `batch_size`"):
+        refusal(url, b" " * 1001, 413, "")
+        refusal(url, iter([b" " * 100] * 100), 413, "")
+        refusal(url, b" " * 999, 422, "JSON")
+        refusal(url, b"{}", 415, "", {"Content-Type": "text/plain"})
+        with pytest.raises(InputError, match=rf"{url}/v1/score: got 'status 413'"):
             RemoteReward(url=url, reward="jpeg", **QUICK).score(make_batch([noise(0, 64, 64)]))
 
 
@@ -213,8 +197,7 @@ def test_images_beyond_the_limit_are_not_decoded(monkeypatch: pytest.MonkeyPatch
         address = url + wire.SCORE_PATH
         assert httpx.post(address, content=body("jpeg", within), headers=JSON).status_code == 200
         monkeypatch.setattr(wire, "read_batch", None)
-        answer = httpx.post(address, content=body("jpeg", beyond), headers=JSON)
-        assert (answer.status_code, "1001 pixels together" in answer.json()["error"]) == (413, True)
+        refusal(url, body("jpeg", beyond), 413, "1001 pixels")
 
 
 def test_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +215,7 @@ def test_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "token_env" in problem
 
 
-def test_the_scorer_of_the_documentation_does_what_it_says() -> None:
+def test_the_scorer_of_the_documentation_works() -> None:
     page = (REPOSITORY / "docs" / "remote_rewards.md").read_text()
     example = page.partition("## A scorer in thirty lines\n")[2].partition("\nStarted with")[0]
     names: dict[str, Any] = {}
@@ -242,53 +225,43 @@ def test_the_scorer_of_the_documentation_does_what_it_says() -> None:
     assert scores == [Score(0.2, 0.2), Score(1.0, 1.0), Score(0.0, 0.0)]
 
 
-def test_a_busy_server_sends_away_and_is_asked_again() -> None:
+def test_a_busy_server_refuses_and_is_asked_again() -> None:
     with serving({"odd": Odd()}, concurrency=1, max_requests=1) as url:
         first = threading.Thread(
             target=httpx.post,
             args=(url + wire.SCORE_PATH,),
-            kwargs={"content": body("odd", texts("hold")), "headers": JSON, "timeout": 60},
+            kwargs={"content": body("odd", make_texts("wait")), "headers": JSON, "timeout": 60},
         )
         first.start()
         assert BEGUN.wait(60)
-        answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("x")), headers=JSON)
+        answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", make_texts("x")), headers=JSON)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
         threading.Timer(0.2, GO_ON.set).start()
         reward = RemoteReward(url=url, reward="odd", **QUICK | {"attempts": 30})
-        assert reward.score(texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
+        assert reward.score(make_texts("x")) == [Score(0.1 + 0.2, 1 / 3)]
         first.join()
-
-
-def test_a_slow_reward_runs_out_of_the_clients_time() -> None:
-    with serving({"odd": Odd()}) as url:
-        reward = RemoteReward(url=url, reward="odd", timeout_s=0.2, attempts=2, backoff_s=0.01)
-        assert reward.score(texts("sleep0.5")) == [
-            Score.failed("the service did not answer within 0.2 s, after 2 attempts")
-        ]
 
 
 def test_siblings_must_come_together() -> None:
     with serving({"odd": Odd(needs_group=True)}) as url:
         (problem,) = RemoteReward(url=url, reward="odd", **QUICK).preflight()
         assert "compares siblings" in problem
-        answer = httpx.post(url + wire.SCORE_PATH, content=body("odd", texts("a")), headers=JSON)
-        assert (answer.status_code, "without group_id" in answer.json()["error"]) == (422, True)
-        well = RemoteReward(url=url, reward="odd", by_group=True, **QUICK).score(texts("a", "b", group_ids=["g", "h"]))
+        refusal(url, body("odd", make_texts("a")), 422, "group_id")
+        batch = make_texts("a", "b", group_ids=["g", "h"])
+        well = RemoteReward(url=url, reward="odd", by_group=True, **QUICK).score(batch)
         assert [score.failure for score in well] == [None, None]
 
 
 def test_serve_refuses_what_is_not_ready() -> None:
-    with pytest.raises(InputErrors, match=r"rewards\.learned: .*needs weights"):
-        serve({"learned": LpipsReward(), "jpeg": JpegReward()}, port=0)
-    with pytest.raises(InputError, match="Other machines can reach this address"):
-        serve(REWARDS, host="0.0.0.0", port=0)
-    with pytest.raises(InputError, match="environment variable is not set"):
-        serve(REWARDS, port=0, token_env="SURELY_NOT_SET")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(InputError, match=r"host and port: .*Choose others"),
-    ):
-        serve(REWARDS, port=taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for rewards, settings, message in (
+            ({"learned": LpipsReward(), "jpeg": JpegReward()}, {}, r"rewards\.learned: "),
+            (REWARDS, {"host": "0.0.0.0"}, "0.0.0.0"),
+            (REWARDS, {"token_env": "SURELY_NOT_SET"}, "got 'SURELY_NOT_SET'"),
+            (REWARDS, {"port": taken.getsockname()[1]}, "host and port: "),
+        ):
+            with pytest.raises((InputError, InputErrors), match=message):
+                serve(rewards, **{"port": 0, **settings})
 
 
 SERVER = """
@@ -314,7 +287,7 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_fails_the_rest_and_ends_by_itself_on_a_signal() -> None:
+def test_a_server_ends_on_a_signal_and_later_samples_fail() -> None:
     batch = make_batch([noise(i, 24, 24) for i in range(4)])
     with server_process() as (process, url):
         reward = RemoteReward(url=url, reward="jpeg", batch_size=1, concurrency=1, **QUICK)

@@ -1,15 +1,28 @@
-"""Images and weights that the reward tests share."""
+"""Samples, weights and small networks that the reward tests share."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torchvision
 from PIL import Image
 
 from grpo_core.rewards.reward import ScoringBatch
+
+NETWORK: dict[str, Any] = {
+    "embed_dim": 12,
+    "quick_gelu": True,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
+}
+MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -28,11 +41,88 @@ def alexnet() -> torch.nn.Module:
 
 @pytest.fixture(scope="session")
 def trunk_file(alexnet: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its state dict as torchvision names it, with one tensor of the classifier standing for all."""
+    """The AlexNet's state dict as torchvision names it, with one tensor of the classifier standing for all."""
     path = tmp_path_factory.mktemp("weights") / "trunk.pth"
     kept = {k: v for k, v in alexnet.state_dict().items() if k.startswith("features.") or k == "classifier.6.bias"}
     torch.save(kept, path)
     return path
+
+
+def spread_out(model: torch.nn.Module) -> None:
+    """Initialise the matrices with large numbers: with the usual ones a network this small hardly sees its input."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "position" not in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+
+
+def make_clip(config: Path, seed: int) -> torch.nn.Module:
+    """Build the CLIP of a configuration file as open_clip does, with its preparation of images as `transform`."""
+    import open_clip
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{config.parent}", load_weights=False)
+        spread_out(model)
+    model.eval().transform = transform
+    oracle: torch.nn.Module = model
+    return oracle
+
+
+@pytest.fixture(scope="session")
+def clip_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("clip") / "open_clip_config.json"
+    path.write_text(json.dumps({"model_cfg": NETWORK, "preprocess_cfg": {"mean": MEAN, "std": STD}}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def clip_oracle(clip_config: Path) -> torch.nn.Module:
+    """A CLIP of a few thousand random parameters."""
+    return make_clip(clip_config, seed=3)
+
+
+@pytest.fixture(scope="session")
+def clip_weights(clip_oracle: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("clip_weights") / "open_clip_model.safetensors"
+    safetensors.torch.save_file(clip_oracle.state_dict(), path)
+    return path
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def save_changed(source: Path, target: Path, changes: Mapping[str, Change | torch.Tensor | None]) -> Path:
+    """Copy a safetensors file with some tensors computed anew, replaced, added, or left out (None)."""
+    tensors = safetensors.torch.load_file(source)
+    for name, change in changes.items():
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change if isinstance(change, torch.Tensor) else change(tensors[name])
+    safetensors.torch.save_file(tensors, target, metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hub, offline."""
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+def put_into(cache: Path, repo: str, files: Mapping[str, bytes]) -> Path:
+    """Write files into the cache as the Hub's client does; return the snapshot's folder."""
+    root = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = root / "snapshots" / COMMIT
+    for file, content in files.items():
+        path = snapshot / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (root / "refs").mkdir(exist_ok=True)
+    (root / "refs" / "main").write_text(COMMIT)
+    return snapshot
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:
@@ -48,12 +138,22 @@ def make_batch(
     images: Sequence[Image.Image],
     targets: Sequence[Image.Image | None] | None = None,
     sample_ids: Sequence[str] | None = None,
+    prompts: Sequence[str] | None = None,
+    **more: Any,
 ) -> ScoringBatch:
-    """A batch with sample ids s0, s1, ... unless given, without targets unless given."""
+    """A batch of images with sample ids s0, s1, ... unless given, without targets unless given."""
     count = len(images)
     return ScoringBatch(
-        sample_ids=list(sample_ids) if sample_ids is not None else [f"s{i}" for i in range(count)],
-        prompts=[""] * count,
+        sample_ids=list(sample_ids or (f"s{i}" for i in range(count))),
+        prompts=list(prompts or [""] * count),
         images=list(images),
         targets=list(targets) if targets is not None else [None] * count,
+        **more,
     )
+
+
+def make_texts(*completions: str, **more: Any) -> ScoringBatch:
+    """A batch of texts with sample ids s0, s1, ..., the prompt of each "p"."""
+    count = len(completions)
+    fields: dict[str, Any] = {"sample_ids": [f"s{i}" for i in range(count)], "prompts": ["p"] * count}
+    return ScoringBatch(**fields | {"completions": list(completions)} | more)

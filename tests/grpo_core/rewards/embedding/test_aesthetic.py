@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.aesthetic import HEAD, LAYERS, AestheticReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.embedding.clip_score import ClipScoreReward
-from grpo_core.rewards.reward import Score
+from grpo_core.rewards.reward import Reward, Score
 from grpo_core.rewards.weights.files import file_sha256
-from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise, save_changed
 
 WIDTH = 12
 IMAGES = (flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0))
@@ -86,7 +87,7 @@ def test_scores_do_not_depend_on_batch_or_order(reward: AestheticReward) -> None
     assert [alone[3], alone[1], alone[2], alone[0]] == together
 
 
-def test_clip_score_beside_it_computes_no_image_again(
+def test_clip_score_computes_no_image_again(
     reward: AestheticReward, clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_clip(reward._clip(), "cpu")
@@ -94,85 +95,60 @@ def test_clip_score_beside_it_computes_no_image_again(
     seen: list[torch.Tensor] = []
     compute = model._network.encode_image
     monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
-    rewards = (reward, ClipScoreReward(model=str(clip_config), weights=str(clip_weights)))
     batch = make_batch([noise(seed, 32, 32) for seed in range(8)])
-    start, found = threading.Barrier(2), {}
+    start = threading.Barrier(2)
 
-    def work(which: int) -> None:
+    def score(each: Reward) -> Sequence[Score]:
         start.wait()
-        found[which] = rewards[which].score(batch)
+        return each.score(batch)
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(score, (reward, ClipScoreReward(model=str(clip_config), weights=str(clip_weights)))))
     assert len(seen) == len(batch)
-    assert all(score.value is not None for scores in found.values() for score in scores)
+    assert all(score.value is not None for scores in found for score in scores)
 
 
 def test_nan_of_the_head_and_of_the_embedding_are_failures(
     clip_config: Path, clip_weights: Path, head: Path, tmp_path: Path
 ) -> None:
-    zero, nan = tmp_path / "zero.safetensors", tmp_path / "nan.safetensors"
-    tensors = safetensors.torch.load_file(clip_weights)
-    safetensors.torch.save_file({**tensors, "visual.proj": torch.zeros_like(tensors["visual.proj"])}, zero)
-    safetensors.torch.save_file({**make_head(), "layers.7.bias": torch.tensor([torch.nan])}, nan)
-    settings: Sequence[dict[str, str]] = (
-        {"weights": str(zero), "head": str(head)},
-        {"weights": str(clip_weights), "head": str(nan)},
-    )
-    for each in settings:
-        (score,) = AestheticReward(model=str(clip_config), **each).score(make_batch([flat(0)]))
-        assert score.value is None
-        assert score.failure is not None
+    nan = tmp_path / "nan.pth"
+    zero = save_changed(clip_weights, tmp_path / "zero.safetensors", {"visual.proj": torch.zeros_like})
+    torch.save({**make_head(), "layers.7.bias": torch.tensor([torch.nan])}, nan)
     blind = AestheticReward(model=str(clip_config), weights=str(zero), head=str(head))
     assert blind.score(make_batch([flat(0)])) == [Score.failed(NO_DIRECTION)]
-
-
-def test_head_for_another_network_is_told_before_and_at_the_first_score(
-    clip_config: Path, clip_weights: Path, tmp_path: Path
-) -> None:
-    for name in ("head.pth", "head.safetensors"):
-        path = tmp_path / name
-        torch.save(make_head(768), path) if name.endswith("pth") else safetensors.torch.save_file(make_head(768), path)
-        reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
-        (message,) = reward.preflight()
-        assert message.startswith("rewards.aesthetic.head: got ")
-        assert "needs embeddings of 768 numbers, this CLIP has 12" in message
-        with pytest.raises(InputError) as caught:
-            reward.score(make_batch([flat(0)]))
-        assert str(caught.value) == message
-
-
-def test_files_that_are_no_head_are_refused(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
-    path = tmp_path / "head.pth"
-
-    def message_of(content: object) -> str:
-        torch.save(content, path)
-        reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
-        (message,) = reward.preflight()
-        with pytest.raises(InputError) as caught:
-            reward.score(make_batch([flat(0)]))
-        assert str(caught.value) == message
-        return message
-
-    assert "cannot be read as a state dict" in message_of({"layers.0.weight": Path.cwd})
-    assert "layers.7.bias is missing" in message_of({k: v for k, v in make_head().items() if k != "layers.7.bias"})
-    assert "layers.2.weight has shape [3, 3], not [128, 1024]" in message_of(
-        {**make_head(), "layers.2.weight": torch.zeros(3, 3)}
+    (score,) = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(nan)).score(
+        make_batch([flat(0)])
     )
-    whole = tmp_path / "whole.pth"
-    torch.save(make_head(), whole)
-    path.write_bytes(whole.read_bytes()[:5000])
-    (message,) = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path)).preflight()
-    assert "cannot be read as a state dict" in message
+    assert score.value is None
+    assert score.failure is not None
 
 
-def test_missing_head_message_says_where_it_is_and_its_digest_is_known(head: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (make_head(768), "needs embeddings of 768 numbers"),
+        ({"layers.0.weight": Path.cwd}, "cannot be read"),
+        ({k: v for k, v in make_head().items() if k != "layers.7.bias"}, "layers.7.bias is missing"),
+        ({**make_head(), "layers.2.weight": torch.zeros(3, 3)}, "layers.2.weight has shape [3, 3]"),
+    ],
+)
+def test_files_that_are_no_head_are_refused_before_and_at_the_first_score(
+    clip_config: Path, clip_weights: Path, tmp_path: Path, content: object, word: str
+) -> None:
+    path = tmp_path / "head.pth"
+    torch.save(content, path)
+    reward = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(path))
+    with pytest.raises(InputError) as caught:
+        reward.score(make_batch([flat(0)]))
+    assert (caught.value.place, caught.value.value) == ("rewards.aesthetic.head", str(path))
+    assert word in caught.value.hint
+    assert reward.preflight() == [str(caught.value)]
+
+
+def test_a_missing_head_and_the_digest_of_the_published_one(head: Path, tmp_path: Path) -> None:
     message = AestheticReward().preflight()[1]
     assert message.startswith("rewards.aesthetic.head: got None.")
-    assert "github.com/christophschuhmann/improved-aesthetic-predictor" in message
+    assert HEAD.url in message
     published = tmp_path / HEAD.file
     published.write_bytes(head.read_bytes())
     message = AestheticReward(head=str(published)).preflight()[1]

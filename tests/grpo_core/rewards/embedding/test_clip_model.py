@@ -1,5 +1,4 @@
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.embedding import clip_model
 from grpo_core.rewards.embedding.clip import ClipSource, find_architecture
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
-from tests.grpo_core.rewards.conftest import flat, noise
-from tests.grpo_core.rewards.embedding.conftest import MEAN, NETWORK, STD
+from tests.grpo_core.rewards.conftest import MEAN, NETWORK, STD, flat, noise, save_changed
 
 
 def load(config: Path, weights: Path) -> ClipModel:
@@ -71,30 +69,6 @@ def test_activation_of_the_configuration_counts(clip_config: Path, clip_weights:
     assert not torch.allclose(*embeddings, atol=1e-5)
 
 
-def test_two_threads_compute_each_image_once(
-    clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = fresh(clip_config, clip_weights)
-    images, seen = [noise(seed, 32, 32) for seed in range(12)], []
-    compute = model._network.encode_image
-    monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
-    found: dict[int, list[torch.Tensor]] = {}
-    start = threading.Barrier(2)
-
-    def look(worker: int) -> None:
-        start.wait()
-        found[worker] = [model.image_embedding(image) for image in images]
-
-    threads = [threading.Thread(target=look, args=(worker,)) for worker in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == len(images)
-    assert all(pixels.shape[0] == 1 for pixels in seen)
-    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
-
-
 def test_same_bytes_in_another_shape_are_another_image(clip_config: Path, clip_weights: Path) -> None:
     wide = noise(0, 64, 16)
     tall = Image.frombytes("RGB", (16, 64), wide.tobytes())
@@ -112,12 +86,12 @@ def test_cache_is_bounded_and_forgets_the_oldest(
     monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
     for level in (0, 50, 0, 100, 0, 50):
         model.image_embedding(flat(level))
-    # 0, 50; 0 again is at hand; 100 pushes 50 out, so that 50 comes again.
+    # 0, 50; 0 again is cached; 100 pushes 50 out, so that 50 is computed again.
     assert len(seen) == 4
     assert len(model._embeddings) == 2
 
 
-def test_model_is_one_for_all_who_ask_and_draws_no_random_numbers(
+def test_model_is_loaded_once_and_consumes_no_random_numbers(
     clip_config: Path, clip_weights: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy.safetensors"
@@ -141,8 +115,8 @@ def test_weights_in_half_precision_and_from_a_checkpoint_are_read(
     clip_config: Path, clip_weights: Path, tmp_path: Path
 ) -> None:
     tensors = safetensors.torch.load_file(clip_weights)
-    half, checkpoint = tmp_path / "half.safetensors", tmp_path / "epoch_3.pt"
-    safetensors.torch.save_file({name: tensor.half() for name, tensor in tensors.items()}, half)
+    half = save_changed(clip_weights, tmp_path / "half.safetensors", dict.fromkeys(tensors, torch.Tensor.half))
+    checkpoint = tmp_path / "epoch_3.pt"
     scale = {"logit_scale": tensors["logit_scale"].reshape(1)}
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in {**tensors, **scale}.items()}}, checkpoint)
     right = load(clip_config, clip_weights).image_embedding(noise(0, 32, 32))
@@ -150,44 +124,38 @@ def test_weights_in_half_precision_and_from_a_checkpoint_are_read(
     assert cosine_with(load(clip_config, half).image_embedding(noise(0, 32, 32)), right) > 0.9999
 
 
-def test_broken_weights_give_no_number(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
-    tensors = safetensors.torch.load_file(clip_weights)
-    path = tmp_path / "zero.safetensors"
-    safetensors.torch.save_file({**tensors, "visual.proj": torch.zeros_like(tensors["visual.proj"])}, path)
-    assert load(clip_config, path).image_embedding(noise(0, 32, 32)).isnan().all()
-
-
-def test_weights_of_another_network_are_refused(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
-    tensors = safetensors.torch.load_file(clip_weights)
-    path = tmp_path / "other.safetensors"
-
-    def message_of(changed: dict[str, torch.Tensor]) -> str:
-        safetensors.torch.save_file(changed, path)
-        with pytest.raises(InputError, match=r"^rewards\.clip_score\.weights: got ") as caught:
-            load(clip_config, path)
-        return str(caught.value)
-
-    assert "visual.proj is missing" in message_of({k: v for k, v in tensors.items() if k != "visual.proj"})
-    # open_clip itself would stretch these positions to its own resolution.
-    longer = torch.zeros(10, 16)
-    assert "has shape [10, 16], not [5, 16]" in message_of({**tensors, "visual.positional_embedding": longer})
-    deeper = {**tensors, "transformer.resblocks.2.ln_1.bias": torch.zeros(16)}
-    assert "has transformer.resblocks.2.ln_1.bias, which" in message_of(deeper)
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"visual.proj": None}, "visual.proj is missing"),
+        # open_clip itself would stretch these positions to its own resolution.
+        ({"visual.positional_embedding": torch.zeros(10, 16)}, "has shape [10, 16], not [5, 16]"),
+        ({"transformer.resblocks.2.ln_1.bias": torch.zeros(16)}, "has transformer.resblocks.2.ln_1.bias, which"),
+    ],
+)
+def test_weights_of_another_network_are_refused(
+    clip_config: Path, clip_weights: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], word: str
+) -> None:
+    path = save_changed(clip_weights, tmp_path / "other.safetensors", changes)
+    with pytest.raises(InputError) as caught:
+        load(clip_config, path)
+    assert (caught.value.place, caught.value.value) == ("rewards.clip_score.weights", str(path))
+    assert word in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("model", "release", "told"),
+    ("model", "release", "word"),
     [
-        ("ViT-L14", None, "Did you mean ViT-L-14"),
-        ("ViT-L-14", None, "trained with QuickGELU.*Set ViT-L-14-quickgelu"),
-        ("ViT-B-32-quickgelu", "laion2b_s34b_b79k", "laion2b_s34b_b79k.*laion400m_e31|open_clip knows"),
-        ("ViT-B-32", "laion5b", "open_clip knows .*laion2b_s34b_b79k"),
-        ("ViT-B-16-SigLIP", "webli", "parts of other libraries.*hf_tokenizer_name"),
-        ("coca_ViT-B-32", "laion2b_s13b_b90k", "parts of other libraries.*multimodal_cfg"),
+        ("ViT-L14", None, "ViT-L-14"),
+        ("ViT-L-14", None, "ViT-L-14-quickgelu"),
+        ("ViT-B-32-quickgelu", "laion2b_s34b_b79k", "laion400m_e31|open_clip knows"),
+        ("ViT-B-32", "laion5b", "laion2b_s34b_b79k"),
+        ("ViT-B-16-SigLIP", "webli", "hf_tokenizer_name"),
+        ("coca_ViT-B-32", "laion2b_s13b_b90k", "multimodal_cfg"),
     ],
 )
-def test_networks_that_would_score_wrongly_are_refused(model: str, release: str | None, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_networks_that_would_score_wrongly_are_refused(model: str, release: str | None, word: str) -> None:
+    with pytest.raises(InputError, match=word):
         find_architecture("rewards.clip_score.model", model, release)
 
 
@@ -205,12 +173,12 @@ def test_release_brings_its_own_preparation(model: str, release: str | None, qui
     assert found.preparation["mean"][0] == mean
 
 
-def test_configuration_files_that_are_none_are_told(tmp_path: Path) -> None:
+def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
     missing, text, other = tmp_path / "no.json", tmp_path / "text.json", tmp_path / "other.json"
     text.write_text("{")
     other.write_text("{}")
-    for path, told in ((missing, "No such file"), (text, "cannot be read as JSON"), (other, "lacks embed_dim")):
-        with pytest.raises(InputError, match=told):
+    for path, word in ((missing, "No such file"), (text, "JSON"), (other, "embed_dim")):
+        with pytest.raises(InputError, match=word):
             find_architecture("model", str(path), None)
-    with pytest.raises(InputError, match=r"pretrained: got 'openai'\. Leave it out"):
+    with pytest.raises(InputError, match=r"pretrained: got 'openai'"):
         find_architecture("rewards.clip_score.model", str(other), "openai")

@@ -8,10 +8,7 @@ import pytest
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, score_samples
-from tests.grpo_core.rewards.functions import own_functions
-from tests.grpo_core.rewards.functions.own_functions import TEXTS, texts
-
-write = own_functions.write
+from tests.grpo_core.rewards.functions.conftest import TEXTS, texts
 
 
 @pytest.mark.parametrize(

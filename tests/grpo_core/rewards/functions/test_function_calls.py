@@ -13,10 +13,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
-from tests.grpo_core.rewards.functions import own_functions
-from tests.grpo_core.rewards.functions.own_functions import SPY, TEXTS, TOKENS, spied, texts
-
-write = own_functions.write
+from tests.grpo_core.rewards.functions.conftest import SPY, TEXTS, TOKENS, spied, texts
 
 
 def test_keywords_of_a_call_on_texts(write: Callable[[str], str]) -> None:

@@ -13,10 +13,7 @@ from trl.trainer import grpo_trainer
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import ScoringBatch
-from tests.grpo_core.rewards.functions import own_functions
-from tests.grpo_core.rewards.functions.own_functions import COLUMNS, texts
-
-write = own_functions.write
+from tests.grpo_core.rewards.functions.conftest import COLUMNS, texts
 
 
 def as_trl_calls(function: Any, batch: ScoringBatch) -> list[float | None]:

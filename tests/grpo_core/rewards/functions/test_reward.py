@@ -10,10 +10,7 @@ import pytest
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import Score, ScoringBatch, provenance_of
-from tests.grpo_core.rewards.functions import own_functions
-from tests.grpo_core.rewards.functions.own_functions import texts
-
-write = own_functions.write
+from tests.grpo_core.rewards.functions.conftest import texts
 
 
 def test_version_follows_the_file_and_settings_leave_out_the_folder(

@@ -1,3 +1,6 @@
+"""Distances between siblings, and the reward that they make."""
+
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +13,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.image_statistics.diversity import DiversityReward
+from grpo_core.rewards.image_statistics.diversity import (
+    Distance,
+    DiversityReward,
+    lpips_distance,
+    pixel_distance,
+)
+from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.similarity.lpips import LpipsReward
-from grpo_core.rewards.weights.files import file_sha256
+from grpo_core.rewards.similarity.lpips import LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.weights.files import WeightFile, file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
@@ -34,19 +43,8 @@ def test_pixels_by_hand() -> None:
     red = Image.new("RGB", (32, 32), (255, 0, 0))
     scores = DiversityReward().score(grouped([flat(0), flat(255), red], "ggg"))
     # Black to white 1, black to red sqrt(1/3), white to red sqrt(2/3).
-    for score, total in zip(scores, (1 + 3**-0.5, 1 + (2 / 3) ** 0.5, 3**-0.5 + (2 / 3) ** 0.5), strict=True):
-        assert score.raw == pytest.approx(total / 2, abs=1e-12)
-        assert score.value == score.raw
-
-
-def test_lpips_is_that_of_the_likeness_reward(measures: list[DiversityReward], trunk_file: Path) -> None:
-    images = [noise(seed, 40, 36) for seed in range(3)]
-    pairs = make_batch([images[0], images[0], images[1]], [images[1], images[2], images[2]])
-    first, second, third = (score.raw or 0.0 for score in LpipsReward(weights=str(trunk_file)).score(pairs))
-    assert min(first, second, third) > 0.01
-    scores = measures[1].score(grouped(images, "ggg"))
-    expected = [(first + second) / 2, (first + third) / 2, (second + third) / 2]
-    assert [score.raw for score in scores] == pytest.approx(expected, rel=1e-12)
+    totals = (1 + 3**-0.5, 1 + (2 / 3) ** 0.5, 3**-0.5 + (2 / 3) ** 0.5)
+    assert [score.raw for score in scores] == pytest.approx([total / 2 for total in totals], abs=1e-12)
     assert [score.value for score in scores] == [score.raw for score in scores]
 
 
@@ -116,16 +114,62 @@ def test_provenance_names_the_network(measures: list[DiversityReward], trunk_fil
     assert (pixels.settings(), pixels.weight_digests()) == ({"measure": "pixels"}, {})
     assert learned.settings() == {"measure": "lpips", "net": "alex"}
     assert learned.weight_digests() == LpipsReward(weights=str(trunk_file)).weight_digests()
-    assert clip.settings()["measure"] == "clip"
     assert clip.weight_digests() == {"clip": file_sha256(str(clip_weights))}
-    assert "open-clip-" in clip.version
-    assert "open-clip-" not in learned.version
+    assert ["open-clip-" in reward.version for reward in measures] == [False, False, True]
     assert all(reward.preflight() == [] for reward in measures)
 
 
 @pytest.mark.parametrize("measure", ["lpips", "clip"])
-def test_missing_weights_are_told_before_and_when_needed(measure: str) -> None:
+def test_missing_weights_are_reported_before_and_when_needed(measure: str) -> None:
     (problem,) = DiversityReward(measure=measure).preflight()
-    assert problem.startswith("rewards.diversity.weights: got None. This reward needs weights")
-    with pytest.raises(InputError, match=r"rewards\.diversity\.weights: got None"):
+    with pytest.raises(InputError, match=r"^rewards\.diversity\.weights: got None") as caught:
         DiversityReward(measure=measure).score(grouped([flat(0), flat(1)], "gg"))
+    assert problem == str(caught.value)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), width=st.integers(1, 20), height=st.integers(1, 20))
+def test_pixels_are_numpys_root_mean_square(seed: int, width: int, height: int) -> None:
+    first, second = noise(seed, width, height), noise(seed + 1, width, height)
+    difference = np.asarray(first) / 255 - np.asarray(second) / 255
+    expected = pytest.approx(math.sqrt((difference**2).mean()), abs=1e-12)
+    assert pixel_distance().means([first, second]) == [expected] * 2
+
+
+@pytest.mark.parametrize("size", [(31, 31), (64, 48)])
+def test_lpips_is_that_of_the_pair_to_the_bit(trunk_file: Path, size: tuple[int, int]) -> None:
+    network = load_network("alex", WeightFile("weights", str(trunk_file), file_sha256(str(trunk_file))), "cpu")
+    first, second = noise(0, *size), flat(70, *size)
+    with torch.inference_mode():
+        pair = perceptual_distance(network, to_tensor(first), to_tensor(second)).item()
+        reverse = perceptual_distance(network, to_tensor(second), to_tensor(first)).item()
+    assert pair > 0.01
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert lpips_distance(network, "cpu").means([first, second]) == [pair, pair] == [reverse, reverse]
+
+
+def test_every_image_is_prepared_once_and_every_pair_measured_once() -> None:
+    prepared, measured = [], []
+
+    def prepare(image: Image.Image) -> int:
+        prepared.append(image.width)
+        return image.width
+
+    def between(first: int, second: int) -> float:
+        measured.append((first, second))
+        return float(abs(first - second))
+
+    means = Distance(prepare, between).means([flat(0, width, 1) for width in (1, 2, 4, 9)])
+    # Of 1: 1, 3, 8. Of 2: 1, 2, 7. Of 4: 3, 2, 5. Of 9: 8, 7, 5.
+    assert means == [12 / 3, 10 / 3, 10 / 3, 20 / 3]
+    assert prepared == [1, 2, 4, 9]
+    assert sorted(measured) == [(1, 2), (1, 4), (1, 9), (2, 4), (2, 9), (4, 9)]
+
+
+def test_a_distance_that_is_no_number_spoils_both_of_its_pair() -> None:
+    def between(first: int, second: int) -> float:
+        return math.nan if {first, second} == {1, 2} else 0.5
+
+    means = Distance(lambda image: image.width, between).means([flat(0, width, 1) for width in (1, 2, 3)])
+    assert [math.isnan(mean) for mean in means] == [True, True, False]
+    assert means[2] == 0.5

@@ -9,13 +9,11 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.judges.judge import JudgeReward, fill_rubric, read_score, rubric_fields
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch, provenance_of
-from tests.grpo_core.rewards.conftest import make_batch, noise
-from tests.grpo_core.rewards.remote.conftest import Asked, Reply, Stub, closed_url, stub
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
+from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise
+from tests.grpo_core.rewards.remote.conftest import QUICK, Asked, Reply, Stub, closed_url, stub
 
 __all__ = ["closed_url", "stub"]
-
-QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
 
 
 def said(content: str | None, ended: str = "stop") -> Reply:
@@ -26,25 +24,14 @@ def judge(stub: Stub, **more: Any) -> JudgeReward:
     return JudgeReward(url=f"{stub.url}/v1/", model="eye", **{**QUICK, **more})
 
 
-def texts(*completions: str, **more: Any) -> ScoringBatch:
-    ids = [f"s{i}" for i in range(len(completions))]
-    return ScoringBatch(sample_ids=ids, prompts=["draw it"] * len(ids), completions=completions, **more)
-
-
 def test_the_judge_sees_the_image_and_the_rubric(stub: Stub) -> None:
     stub.script(said('{"score": 7}'))
     sent = noise(0, 20, 12)
     reward = judge(stub, rubric="Is {prompt} in it?", low=2, high=12, max_tokens=40, seed=5)
-    batch = ScoringBatch(sample_ids=["s"], prompts=["a {cat}"], images=[sent], targets=[None])
-    assert reward.score(batch) == [Score(0.5, 7.0)]
+    assert reward.score(make_batch([sent], prompts=["a {cat}"])) == [Score(0.5, 7.0)]
     (requested,) = stub.requested
     assert (requested.method, requested.path) == ("POST", "/v1/chat/completions")
-    assert {key: requested.body[key] for key in ("model", "temperature", "seed", "max_tokens")} == {
-        "model": "eye",
-        "temperature": 0.0,
-        "seed": 5,
-        "max_tokens": 40,
-    }
+    assert requested.body.items() >= {"model": "eye", "temperature": 0.0, "seed": 5, "max_tokens": 40}.items()
     ((shown, text),) = [message["content"] for message in requested.body["messages"]]
     kind, _, content = shown["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64"
@@ -58,25 +45,29 @@ def test_texts_and_columns(stub: Stub) -> None:
     stub.script(said('{"score": 3}'))
     reward = judge(stub, rubric="{prompt}: {style}, {count}?", high=4)
     assert reward.needs_column == "style"
-    batch = texts("one", "two", columns={"style": ["plain", None], "count": [3, 4]})
+    batch = make_texts("one", "two", columns={"style": ["plain", None], "count": [3, 4]})
     assert reward.score(batch) == [Score(0.75, 3.0), NOT_APPLICABLE]
     (requested,) = stub.requested
     content = requested.body["messages"][0]["content"]
-    assert content.startswith("draw it: plain, 3?")
+    assert content.startswith("p: plain, 3?")
     assert content.endswith("\n\none")
-    with pytest.raises(InputError, match=r"rewards\.judge\.rubric: got '\{style\}'.*no column style; they have count"):
-        reward.score(texts("one", columns={"count": [1]}))
+    with pytest.raises(InputError, match=r"rewards\.judge\.rubric: got '\{style\}'"):
+        reward.score(make_texts("one", columns={"count": [1]}))
 
 
-@pytest.mark.parametrize(("score", "value"), [(0, 0.0), (10, 1.0), (-3, 0.0), (11.5, 1.0), (2.5, 0.25)])
-def test_value_ends_at_the_bounds(stub: Stub, score: float, value: float) -> None:
-    stub.script(said(f'{{"score": {score}}}'))
-    assert judge(stub).score(texts("x")) == [Score(value, float(score))]
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_values_end_at_the_bounds_and_keep_the_order(stub: Stub, concurrency: int) -> None:
+    def respond(requested: Asked) -> Reply:
+        return said(f'{{"score": {requested.body["messages"][0]["content"].rpartition(chr(10))[2]}}}')
+
+    stub.respond = respond
+    scores = judge(stub, concurrency=concurrency).score(make_texts("0", "10", "-3", "11.5", "2.5"))
+    assert scores == [Score(0.0, 0.0), Score(1.0, 10.0), Score(0.0, -3.0), Score(1.0, 11.5), Score(0.25, 2.5)]
 
 
 def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
     stub.script(said("Seven out of ten!"), said('{"score": 7}'))
-    assert judge(stub).score(texts("x")) == [Score(0.7, 7.0)]
+    assert judge(stub).score(make_texts("x")) == [Score(0.7, 7.0)]
     first, second = (requested.body["messages"] for requested in stub.requested)
     assert second[:1] == first
     assert second[1] == {"role": "assistant", "content": "Seven out of ten!"}
@@ -98,41 +89,24 @@ def test_an_answer_without_a_score_is_met_with_a_reminder(stub: Stub) -> None:
 )
 def test_what_is_a_failure(stub: Stub, reply: Reply, reason: str) -> None:
     stub.script(reply)
-    assert judge(stub).score(texts("x")) == [Score.failed(reason)]
+    assert judge(stub).score(make_texts("x")) == [Score.failed(reason)]
     assert len(stub.requested) == 2
 
 
 @pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (Reply({"error": {"message": "no such model"}}, 404), r"status 404'\. The service says: no such model"),
-        (Reply({"choices": []}), "OpenAI's chat completions"),
-        (Reply([1]), "OpenAI's chat completions"),
-        (Reply(b"hello"), "not JSON"),
-    ],
+    "reply", [Reply({"error": {"message": "no such model"}}, 404), Reply({"choices": []}), Reply([1]), Reply(b"hello")]
 )
-def test_what_is_an_error(stub: Stub, reply: Reply, message: str) -> None:
+def test_what_is_an_error(stub: Stub, reply: Reply) -> None:
     stub.script(reply)
-    with pytest.raises(InputError, match=message):
-        judge(stub).score(texts("x"))
-
-
-@pytest.mark.parametrize("concurrency", [1, 5])
-def test_scores_keep_the_order(stub: Stub, concurrency: int) -> None:
-    def respond(requested: Asked) -> Reply:
-        text = requested.body["messages"][0]["content"].rpartition("\n")[2]
-        return said(f'{{"score": {text}}}')
-
-    stub.respond = respond
-    scores = judge(stub, concurrency=concurrency).score(texts(*(str(i) for i in range(10))))
-    assert [score.raw for score in scores] == [float(i) for i in range(10)]
+    with pytest.raises(InputError, match=stub.url):
+        judge(stub).score(make_texts("x"))
 
 
 def test_provenance_holds_no_address(stub: Stub) -> None:
-    told = provenance_of(judge(stub, concurrency=3))
-    assert told == provenance_of(JudgeReward(url="http://elsewhere/v1", model="eye"))
-    assert told != provenance_of(judge(stub, rubric="Other?"))
-    assert "127.0.0.1" not in str(told)
+    provenance = provenance_of(judge(stub, concurrency=3))
+    assert provenance == provenance_of(JudgeReward(url="http://elsewhere/v1", model="eye"))
+    assert provenance != provenance_of(judge(stub, rubric="Other?"))
+    assert "127.0.0.1" not in str(provenance)
 
 
 def test_preflight(stub: Stub, closed_url: str) -> None:
@@ -146,11 +120,6 @@ def test_preflight(stub: Stub, closed_url: str) -> None:
     stub.script(Reply({}, 401))
     (problem,) = judge(stub).preflight()
     assert "token_env" in problem
-
-
-def test_image_of_an_unknown_mode(stub: Stub) -> None:
-    with pytest.raises(InputError, match=r"rewards\.judge, sample s0"):
-        judge(stub).score(make_batch([Image.new("F", (8, 8))]))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.judges.reward_model import RewardModelReward, _sigmoid, load_scorer
 from grpo_core.rewards.reward import ScoringBatch, provenance_of
 from grpo_core.rewards.weights.models import ModelSource
+from tests.grpo_core.rewards.conftest import make_texts
 
 TINY = Path(__file__).parents[4] / "data" / "models" / "tiny-text"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -38,8 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def batch(pairs: list[tuple[str, str]]) -> ScoringBatch:
-    ids = [f"s{i}" for i in range(len(pairs))]
-    return ScoringBatch(sample_ids=ids, prompts=[p for p, _ in pairs], completions=[c for _, c in pairs])
+    return make_texts(*(c for _, c in pairs), prompts=[p for p, _ in pairs])
 
 
 def as_trl_scores(folder: Path, conversational: bool) -> list[float]:
@@ -71,13 +71,14 @@ def test_agrees_with_what_trl_computes(tmp_path: Path, template: str | None, pad
     assert [score.value for score in scores] == [score.raw for score in scores]
 
 
-def test_a_score_does_not_depend_on_the_batch(folder: Path) -> None:
-    reward = RewardModelReward(model=str(folder))
-    together = reward.score(batch(PAIRS))
-    assert [reward.score(batch([pair]))[0] for pair in PAIRS] == together
-    assert reward.score(batch(PAIRS[::-1])) == together[::-1]
+def test_a_score_does_not_depend_on_the_batch_and_nothing_at_all_has_one(folder: Path) -> None:
+    reward, pairs = RewardModelReward(model=str(folder)), [*PAIRS, ("", "")]
+    together = reward.score(batch(pairs))
+    assert all(math.isfinite(score.raw or 0.0) and score.raw is not None for score in together)
+    assert [reward.score(batch([pair]))[0] for pair in pairs] == together
+    assert reward.score(batch(pairs[::-1])) == together[::-1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert reward.score(batch(PAIRS)) == together
+        assert reward.score(batch(pairs)) == together
 
 
 def test_sigmoid_of_large_and_small_logits(folder: Path) -> None:
@@ -98,12 +99,6 @@ def test_of_a_long_text_the_end_is_judged(tmp_path: Path, bounded_by: str) -> No
     assert long != other_end
 
 
-def test_nothing_at_all_has_a_score(folder: Path) -> None:
-    (score,) = RewardModelReward(model=str(folder)).score(batch([("", "")]))
-    assert score.raw is not None
-    assert math.isfinite(score.raw)
-
-
 def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:
     folder = str(save(tmp_path / "model"))
     source = ModelSource("model", folder)
@@ -118,9 +113,9 @@ def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:
 
 
 def test_provenance_names_the_model_by_its_digest(folder: Path, tmp_path: Path) -> None:
-    told = provenance_of(RewardModelReward(model=str(folder)))
-    assert told["weights"] == {"model": ModelSource("model", str(folder)).digest()}
-    assert str(tmp_path) not in str(told)
+    provenance = provenance_of(RewardModelReward(model=str(folder)))
+    assert provenance["weights"] == {"model": ModelSource("model", str(folder)).digest()}
+    assert str(tmp_path) not in str(provenance)
 
 
 def test_a_model_without_a_head_or_with_two_labels_is_refused(tmp_path: Path) -> None:
@@ -142,10 +137,16 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
         RewardModelReward(model=str(folder)).score(batch(PAIRS))
 
 
-def test_preflight(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ({"model": None}, "model: got None"),
+        ({"model": "./none"}, "model: got './none'"),
+        ({"model_sha256": "0" * 8}, "model_sha256: got '00000000'"),
+        ({"device": "cuda:99"}, "device: got 'cuda:99'"),
+    ],
+)
+def test_preflight(folder: Path, settings: dict[str, str], start: str) -> None:
     assert RewardModelReward(model=str(folder)).preflight() == []
-    assert "Set a folder" in RewardModelReward().preflight()[0]
-    assert "no such folder" in RewardModelReward(model=str(tmp_path / "none")).preflight()[0]
-    (problem,) = RewardModelReward(model=str(folder), model_sha256="0" * 8).preflight()
-    assert "model_sha256: got '00000000'" in problem
-    assert "device" in RewardModelReward(model=str(folder), device="cuda:99").preflight()[0]
+    (problem,) = RewardModelReward(**{"model": str(folder), **settings}).preflight()
+    assert problem.startswith(f"rewards.reward_model.{start}")

@@ -1,4 +1,4 @@
-import time
+"""Texts that a prompt quotes, in every kind of quotation mark."""
 
 import pytest
 from hypothesis import given
@@ -28,9 +28,40 @@ from grpo_core.rewards.ocr.quoted_text import quoted_texts
         ("縦書き﹁営業中﹂", ("営業中",)),
         ("＂ＯＰＥＮ＂ ＇ＬＡＴＥ＇", ("ＯＰＥＮ", "ＬＡＴＥ")),
         ("书店里的《三体》", ()),
+        # Apostrophes, feet and inches.
+        ("a dog's bowl with 'Rex' on it", ("Rex",)),
+        ("a baker's sign: 'Joe's Bread'.", ("Joe's Bread",)),
+        ("‘It’s Open’, the baker’s sign says", ("It’s Open",)),
+        ("a sign 'Dogs' on the door", ("Dogs",)),
+        ("'Dogs' and 'Cats' over the doors", ("Dogs", "Cats")),
+        ("a sign 'The Dogs' Bowl' in red", ("The Dogs' Bowl",)),
+        ("a banner 'Goin' Home' in red", ("Goin' Home",)),
+        ("a ring with 'Til Death Do Us Part' inside", ("Til Death Do Us Part",)),
+        ("a bar called 'Rock 'n' Roll' in neon", ("Rock 'n' Roll",)),
+        ("'Tis winter and a sign 'Sledges'", ("Sledges",)),
+        ("a '50s diner with 'Eat Here' in neon", ("Eat Here",)),
+        ("a board '24 Hours' and one '20 Miles'", ("24 Hours", "20 Miles")),
+        ("the 'Route 66' shield", ("Route 66",)),
+        ("under a bridge 'Max 6' High'", ("Max 6' High",)),
+        ("a bar called “Rock ’n’ Roll” in neon", ("Rock ’n’ Roll",)),
+        ("(‘Bar’), the letter 'N'.", ("Bar", "N")),
+        ("don't 'Stop'!", ("Stop",)),
+        ('a 12" pizza box with "Hot"', ("Hot",)),
+        ("a 5” screen showing “HELLO”", ("HELLO",)),
+        ("a 5½” screen showing ”HELLO” and a 3” one", ("HELLO",)),
+        ("a box “12” wide", ("12",)),
+        ('a crate marked "Size 12" in red', ("Size 12",)),
+        # The outer quotation contains the inner one.
+        ("a bubble \"She said 'yes' to us\"", ("She said 'yes' to us",)),
+        ("a bubble 'She said \"yes\" to us'", ('She said "yes" to us',)),
+        ("a bubble “a “b” c”", ("a “b” c",)),
+        ("看板「外『内』外」", ("外『内』外",)),
+        ('a "" sign, a \'\' sign, a "Shop"', ("Shop",)),
+        ('a sign " Two\nLines "', ("Two\nLines",)),
+        ('A door with "Pull", a mat with \'Wipe\', and the word "Pull" is red', ("Pull", "Wipe")),
     ],
 )
-def test_every_kind_of_mark(prompt: str, texts: tuple[str, ...]) -> None:
+def test_quoted_texts_in_order_and_once_each(prompt: str, texts: tuple[str, ...]) -> None:
     assert quoted_texts(prompt) == texts
 
 
@@ -57,68 +88,14 @@ def test_every_kind_of_mark(prompt: str, texts: tuple[str, ...]) -> None:
         'a 12" ruler and a 15" screen',
         "James' car",
         "O'Brien",
+        *("", "no text", '""', "''", "“”", '"  "', "「」", 'an "unfinished one', "'unfinished"),
     ],
 )
-def test_apostrophes_feet_and_inches_give_none(prompt: str) -> None:
+def test_apostrophes_and_empty_quotes_give_none(prompt: str) -> None:
     assert quoted_texts(prompt) == ()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [
-        ("a dog's bowl with 'Rex' on it", ("Rex",)),
-        ("a baker's sign: 'Joe's Bread'.", ("Joe's Bread",)),
-        ("‘It’s Open’, the baker’s sign says", ("It’s Open",)),
-        ("a sign 'Dogs' on the door", ("Dogs",)),
-        ("'Dogs' and 'Cats' over the doors", ("Dogs", "Cats")),
-        ("a sign 'The Dogs' Bowl' in red", ("The Dogs' Bowl",)),
-        ("a banner 'Goin' Home' in red", ("Goin' Home",)),
-        ("a ring with 'Til Death Do Us Part' inside", ("Til Death Do Us Part",)),
-        ("a bar called 'Rock 'n' Roll' in neon", ("Rock 'n' Roll",)),
-        ("'Tis winter and a sign 'Sledges'", ("Sledges",)),
-        ("a '50s diner with 'Eat Here' in neon", ("Eat Here",)),
-        ("a board '24 Hours' and one '20 Miles'", ("24 Hours", "20 Miles")),
-        ("the 'Route 66' shield", ("Route 66",)),
-        ("under a bridge 'Max 6' High'", ("Max 6' High",)),
-        ("a bar called “Rock ’n’ Roll” in neon", ("Rock ’n’ Roll",)),
-        ("(‘Bar’), the letter 'N'.", ("Bar", "N")),
-        ("don't 'Stop'!", ("Stop",)),
-        ('a 12" pizza box with "Hot"', ("Hot",)),
-        ("a 5” screen showing “HELLO”", ("HELLO",)),
-        ("a 5½” screen showing ”HELLO” and a 3” one", ("HELLO",)),
-        ("a box “12” wide", ("12",)),
-        ('a crate marked "Size 12" in red', ("Size 12",)),
-    ],
-)
-def test_quotes_beside_apostrophes(prompt: str, texts: tuple[str, ...]) -> None:
-    assert quoted_texts(prompt) == texts
-
-
-# One of each kind of text that stands in Flow-GRPO's prompts.
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Grand Reopening 2031",
-        "The World's Loudest Frog",
-        "King Olaf's Regret",
-        "Turn Back Before You’re Soup",
-        "You're Late, I'll Wait",
-        "Robot: Nearly Awake",
-        "Sugar-Free Icebergs",
-        "F=ma²",
-        "30% Chance of Frogs",
-        "Floor 8½",
-        "Deck 4⅓ Now Boarding",
-        "CO₂ RISING",
-        "No More, Kids!",
-        "Ann & Bo For Ever",
-        "Nap Again?",
-        "Prof. Perhaps Soup Division",
-        "net password: Latte77",
-        "Bounty $900 Dead",
-        "OnlyOneWord123",
-    ],
-)
+@pytest.mark.parametrize("text", ["Before You’re Soup", "You're Late, I'll Wait", "30% of Frogs: 8½", "F=ma²"])
 @pytest.mark.parametrize(
     "frame",
     [
@@ -127,60 +104,30 @@ def test_quotes_beside_apostrophes(prompt: str, texts: tuple[str, ...]) -> None:
         'The words: "{}" on a wizard’s hat, it’s night',
     ],
 )
-def test_a_text_in_double_quotes_comes_out_as_it_stands(text: str, frame: str) -> None:
+def test_a_text_in_double_quotes_comes_out_unchanged(text: str, frame: str) -> None:
     assert quoted_texts(frame.format(text)) == (text,)
 
 
-@pytest.mark.parametrize("repeated", ["«", "“", '"', "'", "‘", "„“", "« » ", " 'x' x' ", " 'tis x'", "「『", "5” "])
-def test_ten_thousand_marks_take_no_longer_than_their_number(repeated: str) -> None:
-    prompt = repeated * (10_000 // len(repeated))
-    start = time.monotonic()
-    quoted_texts(prompt)
-    quoted_texts(f" 'x {prompt}")
-    assert time.monotonic() - start < 1.0
-
-
-def test_several_come_in_order_and_once_each() -> None:
-    prompt = 'A door with "Pull", a mat with \'Wipe\', a bell with “Ring”, and the word "Pull" is red'
-    assert quoted_texts(prompt) == ("Pull", "Wipe", "Ring")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [
-        ("a bubble \"She said 'yes' to us\"", ("She said 'yes' to us",)),
-        ("a bubble 'She said \"yes\" to us'", ('She said "yes" to us',)),
-        ("a bubble “a “b” c”", ("a “b” c",)),
-        ("看板「外『内』外」", ("外『内』外",)),
-    ],
-)
-def test_the_outer_quotation_has_the_inner_one(prompt: str, texts: tuple[str, ...]) -> None:
-    assert quoted_texts(prompt) == texts
-
-
-@pytest.mark.parametrize(
-    "prompt", ["", "no text", '""', "''", "“”", '"  "', "「」", 'an "unfinished one', "'unfinished"]
-)
-def test_nothing_quoted_gives_none(prompt: str) -> None:
-    assert quoted_texts(prompt) == ()
-
-
-def test_empty_quotes_do_not_shift_the_next() -> None:
-    assert quoted_texts('a "" sign, a \'\' sign, a "Shop"') == ("Shop",)
-
-
-def test_white_space_at_the_ends_goes() -> None:
-    assert quoted_texts('a sign " Two\nLines "') == ("Two\nLines",)
-
-
-@given(st.text(alphabet="abc'’ .,sn\"“”‘「」", max_size=30))
-def test_texts_stand_in_the_prompt_without_white_space_at_the_ends(prompt: str) -> None:
+def check_stripped_parts(prompt: str) -> None:
     for text in quoted_texts(prompt):
         assert text
         assert text == text.strip()
         assert text in prompt
 
 
+@given(st.text(alphabet="abc'’ .,sn\"“”‘「」", max_size=30))
+def test_texts_are_parts_of_the_prompt_without_white_space_at_the_ends(prompt: str) -> None:
+    check_stripped_parts(prompt)
+
+
+@pytest.mark.parametrize("repeated", ["«", "“", '"', "'", "‘", "„“", "« » ", " 'x' x' ", " 'tis x'", "「『", "5” "])
+def test_ten_thousand_marks(repeated: str) -> None:
+    # Minutes, where the time grows faster than the number of marks.
+    prompt = repeated * (10_000 // len(repeated))
+    check_stripped_parts(prompt)
+    check_stripped_parts(f" 'x {prompt}")
+
+
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters='"'), min_size=1).filter(str.strip))
-def test_whatever_stands_in_double_quotes_is_found(text: str) -> None:
+def test_any_text_in_double_quotes_is_found(text: str) -> None:
     assert quoted_texts(f'a sign "{text}" here') == (text.strip(),)

@@ -18,11 +18,12 @@ installed = pytest.mark.skipif(shutil.which("tesseract") is None, reason="no Tes
 
 
 @pytest.fixture(autouse=True)
-def _ask_anew() -> Iterator[None]:
-    for ask in (tesseract._ask_version, tesseract._ask_languages):
+def _ask_again() -> Iterator[None]:
+    asked = (tesseract._ask_version, tesseract._ask_languages)
+    for ask in asked:
         ask.cache_clear()
     yield
-    for ask in (tesseract._ask_version, tesseract._ask_languages):
+    for ask in asked:
         ask.cache_clear()
 
 
@@ -56,7 +57,7 @@ def test_chinese_is_read_where_it_is_installed() -> None:
 
 
 @installed
-def test_the_format_a_image_came_in_does_not_matter(tmp_path: Path) -> None:
+def test_the_format_of_the_file_does_not_matter(tmp_path: Path) -> None:
     image = draw("Library", size=128)
     image.save(tmp_path / "image.gif")
     with Image.open(tmp_path / "image.gif") as opened:
@@ -86,10 +87,9 @@ def test_a_missing_program_is_named_with_its_package(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = ENGLISH.find_problems()
     assert "apt-get install tesseract-ocr" in problem
-    with pytest.raises(InputError, match="apt-get install tesseract-ocr"):
-        ENGLISH.read(flat(255))
-    with pytest.raises(InputError, match="apt-get install tesseract-ocr"):
-        _ = ENGLISH.version
+    for use in (lambda: ENGLISH.read(flat(255)), lambda: ENGLISH.version):
+        with pytest.raises(InputError, match="apt-get install tesseract-ocr"):
+            use()
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

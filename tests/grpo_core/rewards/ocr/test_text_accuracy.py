@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Mapping, Sequence
 
 import pytest
 from PIL import Image
@@ -8,52 +7,23 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engine import ReadingError
 from grpo_core.rewards.ocr.rapid import RapidEngine
 from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch, provenance_of
-from tests.grpo_core.rewards.conftest import flat, noise
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, provenance_of
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, COLOURS, LATIN, draw
 
 ENGLISH = (
-    "HELLO WORLD",
-    "Open 24 Hours",
-    "Grand Opening",
-    "No Parking",
-    "Coffee & Tea",
-    "Happy Birthday",
-    "Exit 7",
-    "Sale 50% Off",
-    "Wish You Were Here",
-    "Fresh Bread Daily",
-    "Chapter One",
-    "Mind the Gap",
-    "Beware of Dog",
-    "Platform 9",
-    "Level Up",
-    "Thank You",
-    "Room 204",
-    "Winter Festival 2024",
-    "Quiet Please",
-    "Library",
-    "Danger High Voltage",
-    "Spring Collection",
-    "Made in Italy",
-    "Wet Paint",
-    "The End",
-    "Lost and Found",
-    "Baggage Claim",
-    "Jazz Night",
+    *("HELLO WORLD", "Open 24 Hours", "Grand Opening", "No Parking", "Coffee & Tea", "Happy Birthday", "Exit 7"),
+    *("Sale 50% Off", "Wish You Were Here", "Fresh Bread Daily", "Chapter One", "Mind the Gap", "Beware of Dog"),
+    *("Platform 9", "Level Up", "Thank You", "Room 204", "Winter Festival 2024", "Quiet Please", "Library"),
+    *("Danger High Voltage", "Spring Collection", "Made in Italy", "Wet Paint", "The End", "Lost and Found"),
+    *("Baggage Claim", "Jazz Night"),
 )
 TARGET = "Fresh Bread"
 
 
-def make_batch(
-    images: Sequence[Image.Image], prompts: Sequence[str], columns: Mapping[str, Sequence[object]] | None = None
-) -> ScoringBatch:
-    return ScoringBatch([f"s{i}" for i in range(len(images))], prompts, images, columns=columns or {})
-
-
 def score_one(image: Image.Image, *texts: str, reward: TextAccuracyReward | None = None) -> Score:
     prompt = "A shop with " + " and ".join(f'"{text}"' for text in texts)
-    (score,) = (reward or TextAccuracyReward()).score(make_batch([image], [prompt]))
+    (score,) = (reward or TextAccuracyReward()).score(make_batch([image], prompts=[prompt]))
     return score
 
 
@@ -66,7 +36,7 @@ def wrapped(text: str) -> list[str]:
 def test_english_in_every_font_and_colour() -> None:
     looks = zip(ENGLISH, itertools.cycle(LATIN), itertools.cycle(COLOURS), strict=False)
     images = [draw(*wrapped(text), font=font, colours=colours) for text, font, colours in looks]
-    scores = TextAccuracyReward().score(make_batch(images, [f'A sign "{text}"' for text in ENGLISH]))
+    scores = TextAccuracyReward().score(make_batch(images, prompts=[f'A sign "{text}"' for text in ENGLISH]))
     assert len(scores) == 28
     assert sum(score == Score(1.0, 0.0) for score in scores) >= 26
 
@@ -74,7 +44,7 @@ def test_english_in_every_font_and_colour() -> None:
 def test_chinese_in_every_colour() -> None:
     looks = zip(CHINESE_TEXTS, itertools.cycle(COLOURS), strict=False)
     images = [draw(text, font=CHINESE, colours=colours) for text, colours in looks]
-    scores = TextAccuracyReward().score(make_batch(images, [f"写着「{text}」的牌子" for text in CHINESE_TEXTS]))
+    scores = TextAccuracyReward().score(make_batch(images, prompts=[f"写着「{text}」的牌子" for text in CHINESE_TEXTS]))
     assert len(scores) == 8
     assert sum(score == Score(1.0, 0.0) for score in scores) >= 7
 
@@ -93,13 +63,6 @@ def test_chinese_in_every_colour() -> None:
 )
 def test_surplus_and_missing_text_cost(lines: list[str], errors: int, longer: int) -> None:
     assert score_one(draw(*lines), TARGET) == Score(1 - errors / longer, errors)
-
-
-def test_words_in_the_wrong_order_cost() -> None:
-    # freshbread -> breadfresh: no cheaper way than five letters out and five in, and the two r stay.
-    score = score_one(draw("Bread", "Fresh"), TARGET)
-    assert score.value is not None
-    assert score.value < 0.5
 
 
 @pytest.mark.parametrize("mode", ["flow_grpo", "cvtg"])
@@ -125,7 +88,7 @@ def test_several_texts_in_whatever_order() -> None:
     assert score_one(image, "Fresh Bread") == Score(1 - 8 / 18, 8.0)
 
 
-def test_two_signs_side_by_side_are_read_row_by_row_and_told_apart() -> None:
+def test_two_signs_side_by_side_are_read_row_by_row_and_separated() -> None:
     image = Image.new("RGB", (320, 160), "white")
     image.paste(draw("Grand", "Opening", size=150), (0, 5))
     image.paste(draw("Half", "Price", size=150), (170, 5))
@@ -134,12 +97,12 @@ def test_two_signs_side_by_side_are_read_row_by_row_and_told_apart() -> None:
 
 
 @pytest.mark.parametrize("image", [flat(255, 64, 64), flat(0, 64, 64), noise(1, 96, 96)])
-def test_a_image_without_text_has_nothing(image: Image.Image) -> None:
+def test_an_image_without_text_scores_nothing(image: Image.Image) -> None:
     for mode, errors in (("ned", 10), ("flow_grpo", 10), ("cvtg", 2)):
         assert score_one(image, TARGET, reward=TextAccuracyReward(mode=mode)) == Score(0.0, errors)
 
 
-def test_a_image_too_long_for_its_width_is_refused() -> None:
+def test_an_image_too_long_for_its_width_is_refused() -> None:
     assert TextAccuracyReward().max_aspect == 8.0
     for size in ((4, 2000), (2000, 4), (81, 10)):
         with pytest.raises(InputError, match=rf"sample s0: got 'image of {size[0]}x{size[1]} pixels'.*at most 8 times"):
@@ -150,14 +113,14 @@ def test_a_image_too_long_for_its_width_is_refused() -> None:
 def test_a_prompt_without_text_has_no_score_and_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RapidEngine, "read", lambda *_: pytest.fail("read"))
     prompts = ["It's a dog's bowl", 'an "" sign', "no quotes"]
-    batch = make_batch([flat(255)] * 3, prompts)
+    batch = make_batch([flat(255)] * 3, prompts=prompts)
     assert TextAccuracyReward().score(batch) == [NOT_APPLICABLE] * 3
 
 
 def test_a_column_stands_before_the_quotes() -> None:
     image = draw("Every Day", "Fresh Bread")
     given = ["Fresh Bread Every Day", ["Fresh Bread", "Every Day"], ["Fresh Bread", " "], None, "", []]
-    batch = make_batch([image] * 6, ['A "Shop"'] * 6, {"writing": given})
+    batch = make_batch([image] * 6, prompts=['A "Shop"'] * 6, columns={"writing": given})
     reward = TextAccuracyReward(column="writing")
     assert reward.needs_column == "writing"
     scores = reward.score(batch)
@@ -167,15 +130,15 @@ def test_a_column_stands_before_the_quotes() -> None:
 
 
 @pytest.mark.parametrize("given", [7, {"text": "x"}, ["x", None], True])
-def test_a_column_that_holds_no_text_is_refused(given: object) -> None:
-    batch = make_batch([flat(255)], [""], {"writing": [given]})
-    with pytest.raises(InputError, match=r"text_accuracy, sample s0, column writing: got .*a list of texts"):
+def test_a_column_without_text_is_refused(given: object) -> None:
+    batch = make_batch([flat(255)], columns={"writing": [given]})
+    with pytest.raises(InputError, match=r"text_accuracy, sample s0, column writing: got "):
         TextAccuracyReward(column="writing").score(batch)
 
 
 def test_scores_do_not_depend_on_the_batch_or_the_order() -> None:
     images = [draw("Exit", size=96), draw("Exit", "Exit", size=128), flat(255, 64, 64), draw("Exlt", size=160)]
-    batch = make_batch(images, ['A door "Exit"'] * 4)
+    batch = make_batch(images, prompts=['A door "Exit"'] * 4)
     reward = TextAccuracyReward()
     together = reward.score(batch)
     assert [reward.score(batch.select([row]))[0] for row in range(4)] == together
@@ -200,7 +163,7 @@ def test_a_breakdown_is_tried_again_and_then_a_failure(monkeypatch: pytest.Monke
     assert next(tries) == 3
 
 
-def test_provenance_holds_what_determines_the_scores() -> None:
+def test_provenance_has_the_settings_that_determine_the_scores() -> None:
     record = provenance_of(TextAccuracyReward(attempts=5))
     settings = {"mode": "ned", "column": None, "engine": "rapidocr"}
     assert record["settings"] == {**settings, "cls": False, "limit_side_len": 320, "max_side_len": 768}

@@ -1,4 +1,4 @@
-"""A service on the loopback whose every answer a test writes."""
+"""A service on the loopback that answers what a test scripts."""
 
 import json
 import threading
@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
+
 
 @dataclass
 class Asked:
-    """One request as it came in."""
+    """One request as received."""
 
     method: str
     path: str
@@ -22,27 +24,25 @@ class Asked:
 
 @dataclass
 class Reply:
-    """An answer: a status, a body (JSON unless bytes) and headers; None of it with `drop`, which hangs up."""
+    """A status, a body (JSON unless bytes) and headers; with `drop` the service hangs up instead."""
 
     body: Any = None
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     drop: bool = False
-    drip_s: float = 0.0
 
 
 class Stub:
-    """What was asked, and who answers."""
+    """The requests received, and the function that answers them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.requested: list[Asked] = []
         self.respond: Callable[[Asked], Reply] = lambda requested: Reply(status=404)
-        self.stopping = threading.Event()
         self.lock = threading.Lock()
 
     def script(self, *replies: Reply) -> None:
-        """These answers one after the other, the last one again and again."""
+        """Answer with these replies in order, and repeat the last one."""
         left = list(replies)
         self.respond = lambda requested: left.pop(0) if len(left) > 1 else left[0]
 
@@ -66,16 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(content)), "Connection": "close", **reply.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        try:
-            if not reply.drip_s:
-                self.wfile.write(content)
-            for start in range(0, len(content) if reply.drip_s else 0):
-                if self.stub.stopping.wait(reply.drip_s):
-                    return
-                self.wfile.write(content[start : start + 1])
-                self.wfile.flush()
-        except OSError:
-            return  # the other side has hung up
+        self.wfile.write(content)
 
     do_POST = do_GET
 
@@ -91,13 +82,12 @@ def stub() -> Iterator[Stub]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield handler.stub  # type: ignore[attr-defined]
-        handler.stub.stopping.set()  # type: ignore[attr-defined]
         server.shutdown()
         thread.join()
 
 
 @pytest.fixture
 def closed_url() -> str:
-    """An address where nobody listens."""
+    """An address without a server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         return f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,5 +1,6 @@
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,10 +8,8 @@ import pytest
 from grpo_core.errors import InputError
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch, provenance_of, score_samples
-from tests.grpo_core.rewards.conftest import flat, make_batch, noise
-from tests.grpo_core.rewards.remote.conftest import Asked, Reply, Stub
-
-QUICK: dict[str, Any] = {"timeout_s": 5.0, "attempts": 2, "backoff_s": 0.001}
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
+from tests.grpo_core.rewards.remote.conftest import QUICK, Asked, Reply, Stub
 
 
 def described(**more: Any) -> dict[str, Any]:
@@ -28,17 +27,17 @@ def scored(requested: Asked, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def server(stub: Stub) -> Stub:
-    stub.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested))
+    stub.respond = answering()
     return stub
 
 
 def texts(count: int, **more: Any) -> ScoringBatch:
-    return ScoringBatch(
-        sample_ids=[f"s{i}" for i in range(count)],
-        prompts=["p"] * count,
-        completions=["x" * i for i in range(count)],
-        **more,
-    )
+    return make_texts(*("x" * length for length in range(count)), **more)
+
+
+def answering(**more: Any) -> Callable[[Asked], Reply]:
+    """A service that describes itself, and scores with these fields instead of the right ones."""
+    return lambda requested: Reply(described() if requested.method == "GET" else scored(requested, **more))
 
 
 def posts(server: Stub) -> list[Any]:
@@ -65,7 +64,7 @@ def test_a_group_goes_in_one_request(server: Stub) -> None:
 
 
 @pytest.mark.parametrize("with_targets", [False, True])
-def test_targets_go_only_where_they_are_asked_for(server: Stub, with_targets: bool) -> None:
+def test_targets_are_sent_only_on_request(server: Stub, with_targets: bool) -> None:
     batch = make_batch([noise(0, 8, 8)], [noise(1, 8, 8)])
     reward = RemoteReward(url=server.url, reward="mine", with_targets=with_targets, **QUICK)
     assert reward.needs_target is with_targets
@@ -73,31 +72,21 @@ def test_targets_go_only_where_they_are_asked_for(server: Stub, with_targets: bo
     assert ("target" in posts(server)[0]["samples"][0]) is with_targets
 
 
-def test_a_reward_that_needs_more_than_it_would_get(server: Stub) -> None:
-    server.script(Reply(described(needs_target=True)))
-    with pytest.raises(InputError, match=r"with_targets: got False\. The reward mine compares with target images"):
-        RemoteReward(url=server.url, reward="mine", **QUICK).score(texts(1))
-    assert posts(server) == []
-
-
 @pytest.mark.parametrize(
     ("description", "batch", "message"),
     [
-        (
-            described(media=["image"]),
-            texts(1),
-            r"reward: got 'mine'\. It scores images, and these samples are texts",
-        ),
-        (described(media=["text"]), make_batch([flat(0)]), r"It scores texts, and these samples are images"),
+        (described(needs_target=True), texts(1), r"with_targets: got False\."),
+        (described(media=["image"]), texts(1), r"reward: got 'mine'\."),
+        (described(media=["text"]), make_batch([flat(0)]), r"reward: got 'mine'\."),
         (
             described(min_side=33),
             make_batch([flat(0, 33, 33), flat(0, 40, 32)]),
-            r"rewards\.remote, sample s1: got 'image of 40x32'\. The reward mine needs at least 33 pixels a side\.",
+            r"rewards\.remote, sample s1: got 'image of 40x32'\. .* 33 pixels",
         ),
         (
             described(max_aspect=2.5),
             make_batch([flat(0, 25, 10), flat(0, 10, 26)]),
-            r"sample s1: got 'image of 10x26'.* and a long side of at most 2\.5 times the short one",
+            r"sample s1: got 'image of 10x26'\. .* 2\.5 times",
         ),
     ],
 )
@@ -132,7 +121,7 @@ def test_a_service_that_comes_back_is_asked_again(stub: Stub) -> None:
     reward = RemoteReward(url=stub.url, reward="mine", reward_version="7", **QUICK)
     stub.script(Reply(status=503))
     assert [score.failure is not None for score in reward.score(texts(2))] == [True, True]
-    stub.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested))
+    stub.respond = answering()
     assert reward.score(texts(2)) == [Score(0.0, 0.0), Score(1.0, 1.0)]
 
 
@@ -151,36 +140,22 @@ def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "value"),
     [
-        ({"scores": []}, r"v1/score: got '0 scores for 2 samples'.*docs/remote_rewards\.md"),
-        (
-            {"scores": [{"sample_id": "s1", "value": 1.0}, {"sample_id": "s0", "value": 1.0}]},
-            "where 's0' was expected",
-        ),
-        ({"scores": [{"sample_id": "s0", "value": "high"}] * 2}, r"got 'scores\.0\.value: Input should be"),
-        ({"scores": None}, r"got 'scores: Input should be"),
-        ({"protocol": 2}, r"got 'protocol: Input should be"),
-        ({"reward": "other"}, r"got \"scores of the reward 'other'"),
+        ({"scores": []}, "0 scores for 2 samples"),
+        ({"scores": [{"sample_id": "s0", "value": "high"}] * 2}, r"scores\.0\.value: "),
+        ({"scores": None}, "scores: "),
+        ({"protocol": 2}, "protocol: "),
+        ({"reward": "other"}, "scores of the reward 'other'"),
     ],
 )
-def test_answers_that_are_none_are_an_error(server: Stub, wrong: dict[str, Any], message: str) -> None:
-    server.respond = lambda requested: Reply(described() if requested.method == "GET" else scored(requested, **wrong))
-    with pytest.raises(InputError, match=message):
+def test_wrong_answers_are_an_error(server: Stub, wrong: dict[str, Any], value: str) -> None:
+    server.respond = answering(**wrong)
+    with pytest.raises(InputError, match=rf"v1/score: got .{value}"):
         RemoteReward(url=server.url, reward="mine", **QUICK).score(texts(2))
 
 
-def test_not_finite_is_a_failure_of_that_sample(server: Stub) -> None:
-    scores = [{"sample_id": "s0", "value": float("nan")}, {"sample_id": "s1", "value": 0.5}]
-    server.respond = lambda requested: Reply(
-        described() if requested.method == "GET" else scored(requested, scores=scores)
-    )
-    broken, well = RemoteReward(url=server.url, reward="mine", **QUICK).score(texts(2))
-    assert "nan" in str(broken.failure)
-    assert well == Score(0.5, 0.5)
-
-
-def test_provenance_holds_the_version_and_no_address(server: Stub, closed_url: str) -> None:
+def test_provenance_has_the_version_and_no_address(server: Stub, closed_url: str) -> None:
     requested = provenance_of(RemoteReward(url=server.url, reward="mine", **QUICK))
     pinned = provenance_of(RemoteReward(url=closed_url, reward="mine", reward_version="7", batch_size=3, **QUICK))
     assert requested == pinned
@@ -192,21 +167,17 @@ def test_provenance_holds_the_version_and_no_address(server: Stub, closed_url: s
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        (described(needs_group=True), r"by_group: got False\. The reward mine compares siblings"),
-        ({"protocol": 1, "rewards": []}, r"rewards\.remote\.reward: got 'mine'\. The server at .* has no rewards"),
-        ({"protocol": 3, "rewards": []}, r"v1/describe: got 'protocol: .*Set a server of protocol 1"),
-        ([1, 2], "v1/describe: got 'Input should be"),
+        (described(), ""),
+        (described(needs_group=True), r"by_group: got False\."),
+        ({"protocol": 1, "rewards": []}, r"rewards\.remote\.reward: got 'mine'\."),
+        ({"protocol": 3, "rewards": []}, r"v1/describe: got 'protocol: "),
+        ([1, 2], "v1/describe: got '"),
         (described(media=["smell"]), r"rewards\.0\.media"),
+        (None, r"rewards\.remote\.url: got 'http"),
     ],
 )
-def test_preflight_tells_what_is_wrong(server: Stub, description: Any, message: str) -> None:
+def test_preflight(server: Stub, closed_url: str, description: Any, message: str) -> None:
     server.script(Reply(description))
-    (problem,) = RemoteReward(url=server.url, reward="mine", **QUICK).preflight()
-    assert re.search(message, problem), problem
-
-
-def test_preflight_of_a_server_that_is_there_and_one_that_is_not(server: Stub, closed_url: str) -> None:
-    assert RemoteReward(url=server.url, reward="mine", reward_version="7", **QUICK).preflight() == []
-    (problem,) = RemoteReward(url=closed_url, reward="mine", **QUICK).preflight()
-    assert problem.startswith(f"rewards.remote.url: got '{closed_url}'")
-    assert "Start the server there" in problem
+    url = closed_url if description is None else server.url
+    problems = RemoteReward(url=url, reward="mine", **QUICK).preflight()
+    assert [bool(re.search(message, problem)) for problem in problems] == [True] * bool(message), problems

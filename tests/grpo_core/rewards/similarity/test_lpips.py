@@ -1,4 +1,3 @@
-import hashlib
 from pathlib import Path
 
 import lpips as lpips_package
@@ -9,16 +8,16 @@ import torch
 import torchvision
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import NOT_APPLICABLE, Score
+from grpo_core.rewards.reward import Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import WeightFile
+from grpo_core.rewards.weights.files import WeightFile, file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 
 @pytest.fixture(scope="module")
 def oracle(alexnet: torch.nn.Module) -> torch.nn.Module:
-    """The lpips package's own network, which cuts up our AlexNet by itself."""
+    """The lpips package's network, which cuts up the same AlexNet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchvision.models, "alexnet", lambda pretrained: alexnet)
         network: torch.nn.Module = lpips_package.LPIPS(net="alex", pnet_rand=True, verbose=False)
@@ -31,11 +30,7 @@ def reward(trunk_file: Path) -> LpipsReward:
 
 
 def weight_file(path: Path) -> WeightFile:
-    return WeightFile("weights", str(path), sha256(path))
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return WeightFile("weights", str(path), file_sha256(str(path)))
 
 
 @pytest.mark.parametrize("size", [(31, 31), (64, 64), (90, 47)])
@@ -52,10 +47,6 @@ def test_agrees_with_the_package(oracle: torch.nn.Module, reward: LpipsReward, s
     assert score.value == pytest.approx(1 - right, abs=1e-6)
 
 
-def test_identical_images_have_distance_zero(reward: LpipsReward) -> None:
-    assert reward.score(make_batch([noise(0, 40, 40)], [noise(0, 40, 40)])) == [Score(1.0, 0.0)]
-
-
 def test_flat_images_score_even_inside_half_precision(reward: LpipsReward) -> None:
     batch = make_batch([flat(0), flat(255), flat(128)], [flat(255), flat(255), noise(0, 32, 32)])
     outside = reward.score(batch)
@@ -64,14 +55,6 @@ def test_flat_images_score_even_inside_half_precision(reward: LpipsReward) -> No
     assert outside[0].raw > 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert reward.score(batch) == outside
-
-
-def test_distance_itself_keeps_full_precision(trunk_file: Path) -> None:
-    network = load_network("alex", weight_file(trunk_file), "cpu")
-    images, targets = to_tensor(noise(0, 32, 32)), to_tensor(noise(1, 32, 32))
-    outside = perceptual_distance(network, images, targets)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(perceptual_distance(network, images, targets), outside)
 
 
 def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
@@ -105,7 +88,7 @@ def test_safetensors_scores_the_same(reward: LpipsReward, trunk_file: Path, tmp_
 
 
 @pytest.mark.parametrize("net", ["alex", "vgg", "squeeze"])
-def test_smallest_sides_are_the_trunks_own(net: str) -> None:
+def test_smallest_sides_are_those_of_the_trunks(net: str) -> None:
     with torch.device("meta"):
         builders = {"alex": "alexnet", "vgg": "vgg16", "squeeze": "squeezenet1_1"}
         features = getattr(torchvision.models, builders[net])(weights=None).features
@@ -121,52 +104,43 @@ def test_smallest_sides_are_the_trunks_own(net: str) -> None:
 def test_settings_carry_the_digest_and_no_path(reward: LpipsReward, trunk_file: Path) -> None:
     assert reward.settings() == {"net": "alex"}
     heads = Path(lpips_package.__file__).parent / "weights" / "v0.1" / "alex.pth"
-    assert reward.weight_digests() == {"trunk": sha256(trunk_file), "heads": sha256(heads)}
+    assert reward.weight_digests() == {"trunk": file_sha256(str(trunk_file)), "heads": file_sha256(str(heads))}
     assert reward.preflight() == []
 
 
-@pytest.mark.parametrize(
-    ("net", "file"),
-    [
-        ("alex", "alexnet-owt-7be5be79.pth"),
-        ("vgg", "vgg16-397923af.pth"),
-        ("squeeze", "squeezenet1_1-b8a52dc0.pth"),
-    ],
-)
-def test_missing_weights_message_says_where_they_are(net: str, file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("net", ["alex", "vgg", "squeeze"])
+def test_missing_weights_are_named_with_the_published_ones(net: str, tmp_path: Path) -> None:
     for weights in (None, str(tmp_path / "nowhere.pth")):
         reward = LpipsReward(weights=weights, net=net)
         (message,) = reward.preflight()
         assert message.startswith(f"rewards.lpips.weights: got {weights!r}.")
-        for part in (file, "torchvision", TRUNKS[net].url, "set `weights` in the reward's settings to its path"):
-            assert part in message
+        assert TRUNKS[net].file in message
+        assert TRUNKS[net].url in message
         with pytest.raises(InputError) as caught:
             reward.score(make_batch([flat(0)], [flat(0)]))
         assert str(caught.value) == message
-        with pytest.raises(InputError):
-            reward.weight_digests()
 
 
 def test_digest_is_checked_by_setting_and_by_published_name(trunk_file: Path, tmp_path: Path) -> None:
-    digest = sha256(trunk_file)
-    assert LpipsReward(weights=str(trunk_file), weights_sha256=digest[:8].upper()).preflight() == []
-    wrong = "0" * 64
-    (message,) = LpipsReward(weights=str(trunk_file), weights_sha256=wrong).preflight()
-    assert message.startswith(f"rewards.lpips.weights_sha256: got '{wrong}'")
-    assert digest in message
-
+    digest = file_sha256(str(trunk_file))
     published = tmp_path / "alexnet-owt-7be5be79.pth"
     published.write_bytes(trunk_file.read_bytes())
-    (message,) = LpipsReward(weights=str(published)).preflight()
-    assert "got '7be5be79'" in message
-    assert LpipsReward(weights=str(published), weights_sha256=digest).preflight() == []
+    for path, expected, refused in (
+        (trunk_file, digest[:8].upper(), None),
+        (trunk_file, "0" * 64, "0" * 64),
+        (published, digest, None),
+        (published, None, "7be5be79"),
+    ):
+        problems = LpipsReward(weights=str(path), weights_sha256=expected).preflight()
+        assert len(problems) == (refused is not None)
+        assert all(text.startswith(f"rewards.lpips.weights_sha256: got '{refused}'") for text in problems)
 
 
 def test_flipped_byte_is_noticed_after_a_good_score(trunk_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "trunk.pth"
     content = bytearray(trunk_file.read_bytes())
     path.write_bytes(content)
-    reward = LpipsReward(weights=str(path), weights_sha256=sha256(path))
+    reward = LpipsReward(weights=str(path), weights_sha256=file_sha256(str(path)))
     batch = make_batch([noise(0, 32, 32)], [noise(1, 32, 32)])
     reward.score(batch)
     content[len(content) // 2] ^= 1
@@ -175,44 +149,9 @@ def test_flipped_byte_is_noticed_after_a_good_score(trunk_file: Path, tmp_path: 
         reward.score(batch)
 
 
-def test_files_that_are_no_trunk_are_refused(trunk_file: Path, tmp_path: Path) -> None:
-    def message_of(path: Path) -> str:
-        with pytest.raises(InputError, match=r"rewards\.lpips\.weights: got") as caught:
-            LpipsReward(weights=str(path)).score(make_batch([flat(0)], [flat(0)]))
-        return str(caught.value)
-
-    text, cut, code, other, listed = (tmp_path / f"{i}.pth" for i in range(5))
-    text.write_text("not weights")
-    assert "cannot be read as a state dict" in message_of(text)
-    cut.write_bytes(trunk_file.read_bytes()[:100_000])
-    assert "cannot be read as a state dict" in message_of(cut)
-    torch.save({"run": Path.cwd}, code)
-    assert "cannot be read as a state dict" in message_of(code)
-    torch.save([torch.zeros(1)], listed)
-    assert "does not contain named tensors" in message_of(listed)
-    garbled = tmp_path / "garbled.safetensors"
-    garbled.write_bytes(b"\xff" * 64)
-    assert "cannot be read as a state dict" in message_of(garbled)
-
+def test_tensors_of_another_network_are_refused(trunk_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other.pth"
     state = torch.load(trunk_file, weights_only=True)
-    torch.save({**state, "features.3.weight": torch.zeros(64, 64, 3, 3)}, other)
-    assert "features.3.weight has shape [64, 64, 3, 3], not [192, 64, 5, 5]" in message_of(other)
-    torch.save({k: v for k, v in state.items() if k != "features.10.bias"}, other)
-    assert "features.10.bias is missing" in message_of(other)
-
-
-def test_broken_weights_are_a_failure_of_the_samples_that_they_score(trunk_file: Path, tmp_path: Path) -> None:
-    state = torch.load(trunk_file, weights_only=True)
-    state["features.0.bias"][0] = torch.nan
-    path = tmp_path / "nan.pth"
-    torch.save(state, path)
-    batch = make_batch([noise(0, 32, 32), flat(0)], [noise(1, 32, 32), None], ["p0/0", "p0/1"])
-    broken, without_target = LpipsReward(weights=str(path)).score(batch)
-    assert broken == Score.failed("the reward is nan, not a finite number")
-    assert without_target == NOT_APPLICABLE
-
-
-def test_absent_device_is_told_before_the_first_score(trunk_file: Path) -> None:
-    absent = f"cuda:{torch.cuda.device_count()}"
-    (message,) = LpipsReward(weights=str(trunk_file), device=absent).preflight()
-    assert message.startswith(f"rewards.lpips.device: got '{absent}'")
+    torch.save({**state, "features.3.weight": torch.zeros(64, 64, 3, 3)}, path)
+    with pytest.raises(InputError, match=r"rewards\.lpips\.weights: got .*features\.3\.weight"):
+        LpipsReward(weights=str(path)).score(make_batch([flat(0)], [flat(0)]))

@@ -1,15 +1,31 @@
+"""Images compared with targets pixel by pixel: MSE, PSNR and SSIM by hand and against scikit-image."""
+
 import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from skimage.metrics import mean_squared_error as skimage_mse
+from skimage.metrics import structural_similarity as skimage_ssim
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import Score, clamp_unit
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, clamp_unit
+from grpo_core.rewards.similarity.mse import MseReward
 from grpo_core.rewards.similarity.pairs import PairReward
-from tests.grpo_core.rewards.conftest import flat, make_batch
+from grpo_core.rewards.similarity.psnr import PsnrReward
+from grpo_core.rewards.similarity.ssim import SsimReward, structural_similarity
+from tests.grpo_core.rewards.conftest import flat, make_batch, noise
+
+RED = Image.new("RGB", (32, 32), (255, 0, 0))
+GREY = Image.fromarray((np.indices((32, 32)).sum(0) % 2 * 255).astype(np.uint8)).convert("RGB")
+DOT = flat(100)
+DOT.putpixel((5, 5), (100, 101, 100))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +44,17 @@ class MeasuredReward(PairReward):
         return clamp_unit(raw)
 
 
-def difference(images: Tensor, targets: Tensor) -> Tensor:
-    return (images - targets).flatten(1).mean(1)
-
-
-def test_samples_without_target_have_no_score() -> None:
-    batch = make_batch([flat(255), flat(51), flat(51)], [flat(0), None, flat(0)])
-    scores = MeasuredReward(difference).score(batch)
-    assert scores[1] == Score(None, None)
-    assert scores[0] == Score(1.0, 1.0)
-    assert scores[2].raw == pytest.approx(0.2)
-
-
-def test_target_takes_the_images_size() -> None:
+def test_samples_without_target_have_no_score_and_targets_take_the_images_size() -> None:
     shapes = []
 
     def record(images: Tensor, targets: Tensor) -> Tensor:
         shapes.append((tuple(images.shape), tuple(targets.shape)))
-        return torch.zeros(1)
+        return (images - targets).flatten(1).mean(1)
 
-    batch = make_batch([flat(0, 40, 20), flat(0, 16, 16)], [flat(0, 80, 40), flat(0, 64, 64)])
-    MeasuredReward(record).score(batch)
+    images, targets = [flat(255, 40, 20), flat(51), flat(51, 16, 16)], [flat(0, 80, 40), None, flat(0, 64, 64)]
+    first, second, third = MeasuredReward(record).score(make_batch(images, targets))
+    assert (first, second) == (Score(1.0, 1.0), NOT_APPLICABLE)
+    assert third.raw == pytest.approx(0.2)
     assert shapes == [((1, 3, 20, 40),) * 2, ((1, 3, 16, 16),) * 2]
 
 
@@ -57,8 +63,7 @@ def test_nonfinite_is_a_failure_of_that_sample_alone(broken: float) -> None:
     def measure(images: Tensor, targets: Tensor) -> Tensor:
         return torch.tensor([broken if images.sum() > 0 else 0.5])
 
-    batch = make_batch([flat(9), flat(0), flat(8)], [flat(0)] * 3, ["p1/0", "p1/1", "p1/2"])
-    first, second, third = MeasuredReward(measure).score(batch)
+    first, second, third = MeasuredReward(measure).score(make_batch([flat(9), flat(0), flat(8)], [flat(0)] * 3))
     assert second == Score(0.5, 0.5)
     assert first == third == Score.failed(f"the reward is {broken}, not a finite number")
 
@@ -66,9 +71,79 @@ def test_nonfinite_is_a_failure_of_that_sample_alone(broken: float) -> None:
 def test_small_image_is_refused_with_its_size_and_sample() -> None:
     batch = make_batch([flat(0, 32, 10)], [flat(0, 32, 10)], ["p3/4"])
     with pytest.raises(InputError, match=r"sample p3/4: got 'image of 32x10 pixels'.*at least 11 pixels"):
-        MeasuredReward(difference, min_side=11).score(batch)
+        MeasuredReward(torch.sub, min_side=11).score(batch)
 
 
-def test_lists_of_different_length_are_refused() -> None:
-    with pytest.raises(AssertionError, match="one entry per sample"):
-        make_batch([flat(0), flat(0)], [flat(0)])
+@pytest.mark.parametrize(
+    ("reward", "image", "target", "raw", "value"),
+    [
+        # 0.2^2 of 0.25; one channel of three is beyond the scale, and so is white; grey never is.
+        (MseReward(), flat(51), flat(0), 0.04, 0.84),
+        (MseReward(), RED, flat(0), 1 / 3, 0.0),
+        (MseReward(), flat(255), flat(0), 1.0, 0.0),
+        (MseReward(), flat(0), flat(0), 0.0, 1.0),
+        (MseReward(), flat(128), GREY, (127**2 + 128**2) / 2 / 255**2, None),
+        (MseReward(full_scale=1), flat(51), flat(0), 0.04, 0.96),
+        (MseReward(full_scale=0.05), flat(51), flat(0), 0.04, 0.2),
+        # MSE 0.2^2, 1/3 and 1.
+        (PsnrReward(), flat(51), flat(0), 13.9794000867, 13.9794000867 / 50),
+        (PsnrReward(), RED, flat(0), 4.7712125472, 4.7712125472 / 50),
+        (PsnrReward(), flat(255), flat(0), 0.0, 0.0),
+        # Identical images reach the floor of the error; one level of one channel of one pixel counts.
+        (PsnrReward(), noise(0, 9, 7), noise(0, 9, 7), 100.0, 1.0),
+        (PsnrReward(), DOT, flat(100), -10 * math.log10((1 / 255) ** 2 / (3 * 32 * 32)), None),
+        (PsnrReward(full_scale_db=20), flat(51), flat(0), 13.9794000867, 13.9794000867 / 20),
+        (PsnrReward(full_scale_db=10), flat(51), flat(0), 13.9794000867, 1.0),
+        # No variance: (2ab + C1) / (a^2 + b^2 + C1) with C1 = 1e-4.
+        (SsimReward(), flat(255), flat(0), 1e-4 / 1.0001, None),
+        (SsimReward(), flat(51), flat(255), (0.4 + 1e-4) / (0.04 + 1 + 1e-4), None),
+        (SsimReward(), flat(0), flat(0), 1.0, 1.0),
+    ],
+)
+def test_by_hand(reward: PairReward, image: Image.Image, target: Image.Image, raw: float, value: float | None) -> None:
+    (score,) = reward.score(make_batch([image], [target]))
+    assert score.raw == pytest.approx(raw, abs=1e-5)
+    assert score.value == pytest.approx(reward.to_value(raw) if value is None else value, abs=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), width=st.integers(1, 20), height=st.integers(1, 20))
+def test_mse_agrees_with_scikit_image(seed: int, width: int, height: int) -> None:
+    image, target = noise(seed, width, height), noise(seed + 1, width, height)
+    (score,) = MseReward().score(make_batch([image], [target]))
+    assert score.raw == pytest.approx(skimage_mse(np.asarray(image) / 255, np.asarray(target) / 255), abs=1e-7)
+
+
+def skimage_valid_mean(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean of scikit-image's SSIM map where the 11x11 window lies inside the image."""
+    _, ssim_map = skimage_ssim(
+        a, b, data_range=1.0, gaussian_weights=True, sigma=1.5, use_sample_covariance=False, channel_axis=2, full=True
+    )
+    return float(ssim_map[5:-5, 5:-5].mean())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    height=st.integers(11, 40),
+    width=st.integers(11, 40),
+    mix=st.floats(0, 1),
+    contrast=st.sampled_from([0.02, 0.3, 1.0]),
+)
+def test_ssim_agrees_with_scikit_image(seed: int, height: int, width: int, mix: float, contrast: float) -> None:
+    rng = np.random.default_rng(seed)
+    a = rng.random((height, width, 3)) * contrast
+    b = mix * a + (1 - mix) * rng.random((height, width, 3))
+    tensors = [torch.from_numpy(x).permute(2, 0, 1).unsqueeze(0).float() for x in (a, b)]
+    assert structural_similarity(*tensors).item() == pytest.approx(skimage_valid_mean(a, b), abs=1e-5)
+
+
+def test_the_value_of_ssim_is_clamped_at_zero_and_half_precision_does_not_reach_it() -> None:
+    image = noise(0, 32, 32)
+    batch = make_batch([image, noise(1, 32, 32)], [image.point([255 - level for level in range(256)] * 3)] * 2)
+    outside = SsimReward().score(batch)
+    assert outside[0].raw is not None
+    assert outside[0].raw < -0.5
+    assert outside[0].value == 0.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert SsimReward().score(batch) == outside

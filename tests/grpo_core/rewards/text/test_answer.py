@@ -1,20 +1,18 @@
 """Values worked out by hand; each differs from its neighbour in one edit or one character of length."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.rewards.reward import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.text.answer import AnswerReward
+from tests.grpo_core.rewards.conftest import make_texts
 
 
-def batch(completions: list[str], answers: list[object]) -> ScoringBatch:
-    count = len(completions)
-    return ScoringBatch(
-        sample_ids=[f"s{place}" for place in range(count)],
-        prompts=["p"] * count,
-        completions=completions,
-        columns={"answer": answers},
-    )
+def answered(answers: Mapping[str, object]) -> ScoringBatch:
+    """Completions and the answers in their column."""
+    return make_texts(*answers, columns={"answer": list(answers.values())})
 
 
 @pytest.mark.parametrize(
@@ -30,19 +28,19 @@ def batch(completions: list[str], answers: list[object]) -> ScoringBatch:
     ],
 )
 def test_similarity(completion: str, answer: str, value: float, edits: int) -> None:
-    assert AnswerReward().score(batch([completion], [answer])) == [Score(pytest.approx(value), float(edits))]
+    assert AnswerReward().score(answered({completion: answer})) == [Score(pytest.approx(value), float(edits))]
 
 
 def test_exact_gives_all_or_nothing() -> None:
-    scores = AnswerReward(mode="exact").score(batch(["12", "21"], ["12", "12"]))
+    scores = AnswerReward(mode="exact").score(answered({"12": "12", "21": "12"}))
     assert [score.value for score in scores] == [1.0, 0.0]
 
 
 def test_without_an_answer_there_is_no_score() -> None:
-    assert AnswerReward().score(batch(["12", "12"], [None, "12"])) == [Score(None, None), Score(1.0, 0.0)]
-    assert AnswerReward(column="other").score(batch(["12"], ["12"])) == [Score(None, None)]
+    assert AnswerReward().score(answered({"11": None, "12": "12"})) == [NOT_APPLICABLE, Score(1.0, 0.0)]
+    assert AnswerReward(column="other").score(answered({"12": "12"})) == [NOT_APPLICABLE]
 
 
 def test_an_answer_that_is_a_number_names_the_sample_and_column() -> None:
-    with pytest.raises(InputError, match=r"sample s1, column answer: got 12\. Write the answer as text"):
-        AnswerReward().score(batch(["12", "12"], ["12", 12]))
+    with pytest.raises(InputError, match=r"sample s1, column answer: got 12\."):
+        AnswerReward().score(answered({"11": "12", "12": 12}))

@@ -6,19 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.rewards.reward import Score
 from grpo_core.rewards.text.format import FormatReward, has_elements
+from tests.grpo_core.rewards.conftest import make_texts
 
 GOOD = "<think>2 + 2</think><answer>4</answer>"
-
-
-def batch(*completions: str) -> ScoringBatch:
-    count = len(completions)
-    return ScoringBatch([f"s{i}" for i in range(count)], ["p"] * count, completions=list(completions))
-
-
-def values(reward: FormatReward, *completions: str) -> list[float | None]:
-    return [score.value for score in reward.score(batch(*completions))]
 
 
 @pytest.mark.parametrize(
@@ -31,8 +23,8 @@ def values(reward: FormatReward, *completions: str) -> list[float | None]:
     ],
 )
 def test_in_form(text: str) -> None:
-    assert FormatReward().score(batch(text)) == [Score(1.0, 5.0)]
-    assert FormatReward(mode="partial").score(batch(text)) == [Score(1.0, 5.0)]
+    assert FormatReward().score(make_texts(text)) == [Score(1.0, 5.0)]
+    assert FormatReward(mode="partial").score(make_texts(text)) == [Score(1.0, 5.0)]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +53,8 @@ def test_in_form(text: str) -> None:
     ],
 )
 def test_out_of_form(text: str, right: int) -> None:
-    assert FormatReward().score(batch(text)) == [Score(0.0, float(right))]
-    assert FormatReward(mode="partial").score(batch(text)) == [Score(right / 5, float(right))]
+    assert FormatReward().score(make_texts(text)) == [Score(0.0, float(right))]
+    assert FormatReward(mode="partial").score(make_texts(text)) == [Score(right / 5, float(right))]
 
 
 @given(parts=st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " ", "\n"]), max_size=9))
@@ -75,18 +67,18 @@ def test_agrees_with_a_regular_expression(parts: list[str]) -> None:
 
 def test_a_pattern_matches_from_end_to_end_and_across_lines() -> None:
     reward = FormatReward(pattern=r"<answer>.+</answer>")
-    assert reward.score(batch("<answer>4\n5</answer>", " <answer>4</answer>", "<answer></answer>")) == [
+    assert reward.score(make_texts("<answer>4\n5</answer>", " <answer>4</answer>", "<answer></answer>")) == [
         Score(1.0, 1.0),
         Score(0.0, 0.0),
         Score(0.0, 0.0),
     ]
     # An alternative that matches a part must not end the search for one that matches all.
-    assert values(FormatReward(pattern="a|ab"), "ab") == [1.0]
+    assert FormatReward(pattern="a|ab").score(make_texts("ab")) == [Score(1.0, 1.0)]
 
 
 def test_a_pattern_that_never_ends_is_a_failure_of_that_sample() -> None:
     # Sixty letters can be cut into ones and twos in more than 10^12 ways.
-    good, endless, other = FormatReward(pattern=r"(a|aa)+(b|c)").score(batch("aab", "a" * 60 + "d", "aad"))
+    good, endless, other = FormatReward(pattern=r"(a|aa)+(b|c)").score(make_texts("aab", "a" * 60 + "d", "aad"))
     assert endless == Score.failed("the pattern took more than 1 s over 61 characters")
     assert (good, other) == (Score(1.0, 1.0), Score(0.0, 0.0))
 

@@ -17,37 +17,16 @@ from grpo_core.rewards.similarity.lpips import LpipsReward
 from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, file_sha256
 from grpo_core.rewards.weights.hub import HubName, parse_hub_file
 from grpo_core.rewards.weights.tensors import load_state_dict, load_weights, tensor_shapes
-from tests.grpo_core.rewards.conftest import make_batch, noise
+from tests.grpo_core.rewards.conftest import COMMIT, make_batch, noise, put_into
 
 PLACE = "rewards.lpips.weights"
 NET = PublishedWeights("net-7be5be79.pth", "the makers", "https://example.org/net", "hf://makers/net/net-7be5be79.pth")
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONTENT = b"weights of the makers"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the Hub, and no way to ask it."""
-    folder = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return folder
-
-
-def put_into(cache: Path, repo: str, file: str, content: bytes, revision: str = "main") -> Path:
-    """A file of the Hub as its client lays it down."""
-    folder = cache / f"models--{repo.replace('/', '--')}"
-    path = folder / "snapshots" / COMMIT / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    (folder / "refs").mkdir(exist_ok=True)
-    (folder / "refs" / revision).write_text(COMMIT)
-    return path
-
-
 class FakeHub(http.server.BaseHTTPRequestHandler):
-    """Answers like the Hub for one file of one open repository; counts what it was asked for."""
+    """Answers like the Hub for one file of one open repository, and records the requests."""
 
     requested: list[str]
 
@@ -85,7 +64,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A Hub on this machine; gives the list of what it was asked."""
+    """Serve a Hub on this machine and yield the list of its requests."""
     FakeHub.requested = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -119,31 +98,36 @@ def test_names_on_the_hub_are_taken_apart(name: str, right: HubName) -> None:
 
 def test_offline_the_cache_is_all_there_is(cache: Path) -> None:
     source = "hf://makers/net/sub/net.pth"
-    problem = WeightSource(PLACE, source, None, NET).find_problem()
-    assert problem is not None
-    assert (problem.place, problem.value) == (PLACE, source)
-    assert "not in the local cache" in problem.hint
-    assert "Unset HF_HUB_OFFLINE" in problem.hint
-    with pytest.raises(InputError, match="not in the local cache"):
+    with pytest.raises(InputError, match="HF_HUB_OFFLINE") as caught:
         WeightSource(PLACE, source, None, NET).resolve()
+    assert (caught.value.place, caught.value.value) == (PLACE, source)
+    assert str(WeightSource(PLACE, source, None, NET).find_problem()) == str(caught.value)
 
-    path = put_into(cache, "makers/net", "sub/net.pth", CONTENT)
+    snapshot = put_into(cache, "makers/net", {"sub/net.pth": CONTENT})
     assert WeightSource(PLACE, source, DIGEST[:10].upper(), NET).find_problem() is None
     found = WeightSource(PLACE, source, DIGEST, NET).resolve()
-    assert (Path(found.path), found.sha256) == (path, DIGEST)
+    assert (Path(found.path), found.sha256) == (snapshot / "sub/net.pth", DIGEST)
     assert WeightSource(PLACE, f"{source}@v2", None, NET).find_problem() is not None
     assert WeightSource(PLACE, f"{source}@{COMMIT}", None, NET).find_problem() is None
 
 
-def test_digest_of_a_cached_file_is_checked_by_setting_and_by_published_name(cache: Path) -> None:
-    put_into(cache, "makers/net", NET.file, CONTENT)
-    problem = WeightSource(PLACE, NET.hub, "0" * 8, NET).find_problem()
-    assert problem is not None
-    assert (problem.place, problem.value) == (f"{PLACE}_sha256", "00000000")
-    assert DIGEST in problem.hint
-    problem = WeightSource(PLACE, NET.hub, None, NET).find_problem()
-    assert problem is not None
-    assert problem.value == "7be5be79"
+def test_digests_are_checked_by_setting_and_by_published_name(cache: Path, tmp_path: Path) -> None:
+    put_into(cache, "makers/net", {NET.file: CONTENT})
+    stated = PublishedWeights("a+b.pth", "them", "https://example.org", digest=DIGEST[:16])
+    right, wrong = tmp_path / "a+b.pth", tmp_path / "wrong" / "a+b.pth"
+    wrong.parent.mkdir()
+    right.write_bytes(CONTENT)
+    wrong.write_bytes(CONTENT + b"!")
+    assert WeightSource(PLACE, str(right), None, stated).find_problem() is None
+    for source, digest, published, value in (
+        (NET.hub, "0" * 8, NET, "00000000"),
+        (NET.hub, None, NET, "7be5be79"),
+        (str(wrong), None, stated, DIGEST[:16]),
+    ):
+        problem = WeightSource(PLACE, source, digest, published).find_problem()
+        assert problem is not None
+        assert (problem.place, problem.value) == (f"{PLACE}_sha256", value)
+        assert file_sha256(str(wrong if published is stated else right)) in problem.hint
 
 
 def test_first_use_downloads_once_and_preflight_never(hub: list[str], cache: Path) -> None:
@@ -157,20 +141,17 @@ def test_first_use_downloads_once_and_preflight_never(hub: list[str], cache: Pat
     requested = len(hub)
     assert WeightSource(PLACE, source, DIGEST, NET).resolve() == found
     assert len(hub) == requested
+    with pytest.raises(InputError, match=rf"weights_sha256: got '0{{64}}'.*{DIGEST}"):
+        WeightSource(PLACE, source, "0" * 64, NET).resolve()
 
 
 def test_reward_scores_the_same_with_weights_of_the_hub(cache: Path, trunk_file: Path) -> None:
-    put_into(cache, "makers/net", "trunk.pth", trunk_file.read_bytes())
+    put_into(cache, "makers/net", {"trunk.pth": trunk_file.read_bytes()})
     batch = make_batch([noise(0, 32, 32)], [noise(1, 32, 32)])
     named, local = LpipsReward(weights="hf://makers/net/trunk.pth"), LpipsReward(weights=str(trunk_file))
     assert named.preflight() == []
     assert named.score(batch) == local.score(batch)
     assert named.weight_digests() == local.weight_digests()
-
-
-def test_digest_of_a_downloaded_file_is_checked(hub: list[str]) -> None:
-    with pytest.raises(InputError, match=rf"weights_sha256: got '0{{64}}'.*{DIGEST}"):
-        WeightSource(PLACE, "hf://makers/net/net.pth", "0" * 64, NET).resolve()
 
 
 @pytest.mark.parametrize(
@@ -192,35 +173,12 @@ def test_each_refusal_of_the_hub_is_one_message(
     assert (caught.value.place, caught.value.value) == (PLACE, source)
 
 
-def test_hub_that_cannot_be_reached_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+def test_a_hub_that_cannot_be_reached(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    huggingface_hub.close_session()
-    with pytest.raises(InputError, match=r"did not return it .*Check the network, or set a local path"):
+    with pytest.raises(InputError, match="did not return it"):
         WeightSource(PLACE, "hf://makers/net/net.pth", None, NET).resolve()
-    huggingface_hub.close_session()
-
-
-def test_digest_that_is_stated_stands_for_the_one_in_the_name(tmp_path: Path) -> None:
-    published = PublishedWeights("a+b.pth", "them", "https://example.org", digest=DIGEST[:16])
-    path = tmp_path / "a+b.pth"
-    path.write_bytes(CONTENT)
-    assert WeightSource(PLACE, str(path), None, published).find_problem() is None
-    path.write_bytes(CONTENT + b"!")
-    problem = WeightSource(PLACE, str(path), None, published).find_problem()
-    assert problem is not None
-    assert problem.value == DIGEST[:16]
-    assert PublishedWeights("a+b.pth", "them", "https://example.org", digest="").sha256_start == ""
-
-
-def test_changed_file_has_another_digest(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"one")
-    assert file_sha256(str(path)) == hashlib.sha256(b"one").hexdigest()
-    path.write_bytes(b"other")
-    assert file_sha256(str(path)) == hashlib.sha256(b"other").hexdigest()
 
 
 def weights(path: Path) -> WeightFile:
@@ -239,7 +197,7 @@ class TestTensors:
             assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)
 
     @pytest.mark.parametrize("name", ["t.pt", "legacy.pt", "t.safetensors"])
-    def test_truncated_and_garbled_files_are_told(self, tmp_path: Path, name: str) -> None:
+    def test_truncated_and_garbled_files_are_refused(self, tmp_path: Path, name: str) -> None:
         path, tensors = tmp_path / name, {"a": torch.zeros(30, 5)}
         if name == "t.safetensors":
             safetensors.torch.save_file(tensors, path)

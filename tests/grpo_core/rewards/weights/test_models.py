@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +12,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.weights.models import ModelSource
+from tests.grpo_core.rewards.conftest import COMMIT, put_into, save_changed
 
 PLACE = "rewards.text_model.model"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = BertConfig(
     vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=1
 )
@@ -30,31 +32,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy of the model that a test may break."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in saved.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    return copy
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the Hub, and no way to ask it."""
-    hub = tmp_path / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return hub
-
-
-def put_into(cache: Path, repo: str, folder: Path) -> Path:
-    root = cache / f"models--{repo.replace('/', '--')}"
-    snapshot = root / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    for file in folder.iterdir():
-        (snapshot / file.name).write_bytes(file.read_bytes())
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(COMMIT)
-    return snapshot
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def as_pickle(folder: Path, content: object) -> None:
@@ -66,49 +48,45 @@ def load(source: str) -> torch.nn.Module:
     return ModelSource(PLACE, source).load(AutoModelForSequenceClassification)
 
 
-def test_model_is_loaded_frozen_in_full_precision(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    half = {name: tensor.half() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+def test_model_is_loaded_frozen_in_full_precision(saved: Path, folder: Path) -> None:
+    file = "model.safetensors"
+    tensors = safetensors.torch.load_file(saved / file)
+    save_changed(saved / file, folder / file, dict.fromkeys(tensors, torch.Tensor.half))
     model = load(str(folder))
-    found = model.state_dict()
-    assert torch.equal(found["classifier.weight"], tensors["classifier.weight"].half().float())
+    assert torch.equal(model.state_dict()["classifier.weight"], tensors["classifier.weight"].half().float())
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_missing_models_are_told(cache: Path, tmp_path: Path) -> None:
+def test_missing_models_are_refused(cache: Path, tmp_path: Path) -> None:
     cases = (
-        (None, "Set a folder .* owner/repo"),
-        ("", "Set a folder"),
-        (str(tmp_path / "nowhere"), "There is no such folder"),
-        ("./nowhere", "There is no such folder"),
-        ("nowhere", "neither a folder nor a name"),
-        ("a/b/c", "neither a folder nor a name"),
-        ("makers/net", "not in the local cache"),
-        ("makers/net@v2", "not in the local cache"),
+        *((source, "Set a folder") for source in (None, "")),
+        *((source, "There is no such folder") for source in (str(tmp_path / "nowhere"), "./nowhere")),
+        *((source, "neither a folder nor a name") for source in ("nowhere", "a/b/c")),
+        *((source, "not in the local cache") for source in ("makers/net", "makers/net@v2")),
         (str(tmp_path), "has no config.json"),
     )
-    for source, told in cases:
-        with pytest.raises(InputError, match=told) as caught:
+    for source, word in cases:
+        with pytest.raises(InputError, match=word) as caught:
             ModelSource(PLACE, source).folder()
         assert (caught.value.place, caught.value.value) == (PLACE, source)
 
 
-def test_incomplete_models_are_told(folder: Path) -> None:
+def test_incomplete_models_are_refused(cache: Path, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = folder / "model.safetensors.index.json"
-    index.write_text(
-        '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
-    )
-    problem = ModelSource(PLACE, str(folder)).find_problem()
-    assert problem is not None
-    assert "does not contain model-00002-of-00002.safetensors" in problem.hint
+    parts = {part: f"model-0000{part}-of-00002.safetensors" for part in "12"}
+    index.write_text(json.dumps({"weight_map": parts}))
+    with pytest.raises(InputError, match="model-00002-of-00002"):
+        ModelSource(PLACE, str(folder)).folder()
     index.unlink()
-    (folder / "model-00001-of-00002.safetensors").unlink()
-    problem = ModelSource(PLACE, str(folder)).find_problem()
-    assert problem is not None
-    assert "does not contain model.safetensors" in problem.hint
+    (folder / parts["1"]).unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        ModelSource(PLACE, str(folder)).folder()
+    # An interrupted download.
+    put_into(cache, "makers/net", contents(folder))
+    with pytest.raises(InputError, match="not in the local cache"):
+        ModelSource(PLACE, "makers/net").folder()
 
 
 def test_online_a_model_of_the_hub_is_no_problem(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,32 +94,24 @@ def test_online_a_model_of_the_hub_is_no_problem(cache: Path, monkeypatch: pytes
     assert ModelSource(PLACE, "makers/net").find_problem() is None
 
 
-def test_digest_is_of_the_content_wherever_it_lies(cache: Path, folder: Path) -> None:
+def test_digest_is_of_the_content_in_any_place(cache: Path, folder: Path) -> None:
     digest = ModelSource(PLACE, str(folder)).digest()
-    snapshot = put_into(cache, "makers/net", folder)
+    snapshot = put_into(cache, "makers/net", contents(folder))
     assert ModelSource(PLACE, "makers/net").folder() == snapshot
     assert ModelSource(PLACE, "makers/net").digest() == ModelSource(PLACE, f"makers/net@{COMMIT}").digest() == digest
-    for beside in ("README.md", "pytorch_model.bin", ".gitattributes"):
-        (folder / beside).write_bytes(b"...")
+    for unrelated in ("README.md", "pytorch_model.bin", ".gitattributes"):
+        (folder / unrelated).write_bytes(b"...")
     assert ModelSource(PLACE, str(folder)).digest() == digest
     assert torch.equal(load("makers/net").classifier.weight, load(str(folder)).classifier.weight)
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
     assert ModelSource(PLACE, str(folder)).digest() != digest
 
 
-def test_digest_that_is_asked_for_is_checked(folder: Path) -> None:
+def test_a_configured_digest_is_checked(folder: Path) -> None:
     digest = ModelSource(PLACE, str(folder)).digest()
     assert ModelSource(PLACE, str(folder), digest[:8].upper()).find_problem() is None
     with pytest.raises(InputError, match=rf"model_sha256: got '0{{8}}'.*{digest}"):
         ModelSource(PLACE, str(folder), "0" * 8).folder()
-
-
-def test_interrupted_download_counts_as_not_there(cache: Path, folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    put_into(cache, "makers/net", folder)
-    problem = ModelSource(PLACE, "makers/net").find_problem()
-    assert problem is not None
-    assert "not in the local cache" in problem.hint
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -150,13 +120,9 @@ def test_download_takes_pickles_only_where_there_is_nothing_else(
 ) -> None:
     requested: list[list[str]] = []
 
-    def snapshot_download(
-        repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
-    ) -> str:
-        requested.append(
-            list(filter_repo_objects(listed, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
-        )
-        return str(put_into(cache, repo, folder))
+    def snapshot_download(repo: str, revision: str | None, **patterns: list[str]) -> str:
+        requested.append(list(filter_repo_objects(listed, **patterns)))
+        return str(put_into(cache, repo, contents(folder)))
 
     listed = [
         "README.md",
@@ -194,37 +160,24 @@ def test_pickled_weights_are_read_without_their_code(folder: Path, tmp_path: Pat
     assert not trace.exists()
 
 
-def test_files_of_another_or_a_broken_model_are_told(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    whole = file.read_bytes()
-
-    def message_of() -> str:
-        with pytest.raises(InputError, match=rf"{PLACE}: got ") as caught:
+def test_files_of_another_or_a_broken_model_are_refused(saved: Path, folder: Path) -> None:
+    file, config = "model.safetensors", "config.json"
+    content = (saved / file).read_bytes()
+    broken = [(file, content[:-100]), (file, b""), (config, b"{"), (config, b'{"model_type": "clip_text_model"}')]
+    for name, damaged in broken:
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(InputError, match=rf"{PLACE}: got .*cannot be loaded"):
             load(str(folder))
-        return str(caught.value)
-
-    file.write_bytes(whole[:-100])
-    assert "cannot be loaded" in message_of()
-    file.write_bytes(b"")
-    assert "cannot be loaded" in message_of()
-    file.write_bytes(whole)
-    tensors = safetensors.torch.load_file(file)
-    headless = {name: tensor for name, tensor in tensors.items() if name != "classifier.weight"}
-    safetensors.torch.save_file(headless, file, metadata={"format": "pt"})
-    assert "lack classifier.weight" in message_of()
-    wide = {**tensors, "classifier.weight": torch.zeros(3, 8)}
-    safetensors.torch.save_file(wide, file, metadata={"format": "pt"})
-    message_of()
-    file.write_bytes(whole)
-    (folder / "config.json").write_text("{")
-    assert "cannot be loaded" in message_of()
-    (folder / "config.json").write_text('{"model_type": "clip_text_model"}')
-    assert "cannot be loaded" in message_of()
+        (folder / name).write_bytes((saved / name).read_bytes())
+    for changed in (None, torch.zeros(3, 8)):
+        save_changed(saved / file, folder / file, {"classifier.weight": changed})
+        with pytest.raises(InputError, match=rf"{PLACE}: got "):
+            load(str(folder))
 
 
-def test_tokenizer_that_is_missing_or_broken_is_told(folder: Path) -> None:
-    with pytest.raises(InputError, match="has no tokenizer"):
-        ModelSource(PLACE, str(folder)).load_tokenizer()
-    (folder / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(InputError, match="tokenizer cannot be loaded"):
-        ModelSource(PLACE, str(folder)).load_tokenizer()
+def test_a_missing_or_broken_tokenizer_is_refused(folder: Path) -> None:
+    for content in (None, '{"version": '):
+        if content:
+            (folder / "tokenizer.json").write_text(content)
+        with pytest.raises(InputError, match=rf"{PLACE}: got .*tokenizer"):
+            ModelSource(PLACE, str(folder)).load_tokenizer()

@@ -1,4 +1,4 @@
-"""Functions of a user's own, and what they are called with."""
+"""Functions that a user writes, and samples that they score."""
 
 import sys
 from collections.abc import Callable, Mapping
