@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import polars as pl
 import pytest
 import safetensors.torch
@@ -13,11 +14,16 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
-from grpo_core.rewards.embedding.aesthetic import LAYERS
 from grpo_core.rewards.registry import REWARDS
 from tests.flows.conftest import REPOSITORY, Runs
-from tests.grpo_core.rewards.conftest import NETWORK, make_clip
 
+WIDTH = 12
+CLIP = {
+    "embed_dim": WIDTH,
+    "quick_gelu": True,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
 SHAPES = {"prompts": "data/prompts/shapes_train.jsonl", "targets": "data/targets", "target_column": "target"}
 DATASETS = [{"name": "shapes", **SHAPES}, {"name": "signs", "prompts": "data/prompts/signs_train.jsonl"}]
 
@@ -25,21 +31,27 @@ DATASETS = [{"name": "shapes", **SHAPES}, {"name": "signs", "prompts": "data/pro
 @pytest.fixture
 def weights(tmp_path: Path) -> dict[str, dict[str, object]]:
     """Small random networks in the files that the released ones come in; the settings that name them."""
-    config, clip_file = tmp_path / "open_clip_config.json", tmp_path / "open_clip_model.safetensors"
-    config.write_text(json.dumps({"model_cfg": NETWORK, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}))
-    safetensors.torch.save_file(make_clip(config, seed=1).state_dict(), clip_file)
-    head, inputs = {}, NETWORK["embed_dim"]
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.save(torchvision.models.alexnet(weights=None).state_dict(), tmp_path / "alexnet.pth")
-        for layer, outputs in LAYERS:
-            head[f"{layer}.weight"] = torch.randn(outputs, inputs) / inputs**0.5
-            head[f"{layer}.bias"] = torch.full((outputs,), 1.0)
-            inputs = outputs
-    torch.save(head, tmp_path / "head.pth")
+        config = {"model_cfg": CLIP, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+        (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+        clip = open_clip.create_model(f"local-dir:{tmp_path}", load_weights=False)
+        safetensors.torch.save_file(clip.state_dict(), tmp_path / "open_clip_model.safetensors")
+        sizes = (WIDTH, 1024, 128, 64, 16, 1)
+        places = (0, 2, 4, 6, 7)
+        head = {}
+        for place, before, after in zip(places, sizes, sizes[1:], strict=False):
+            head[f"layers.{place}.weight"] = torch.randn(after, before) / before**0.5
+            head[f"layers.{place}.bias"] = torch.full((after,), 1.0)
+        torch.save(head, tmp_path / "head.pth")
     return {
         "lpips": {"weights": str(tmp_path / "alexnet.pth")},
-        "aesthetic": {"model": str(config), "weights": str(clip_file), "head": str(tmp_path / "head.pth")},
+        "aesthetic": {
+            "model": str(tmp_path / "open_clip_config.json"),
+            "weights": str(tmp_path / "open_clip_model.safetensors"),
+            "head": str(tmp_path / "head.pth"),
+        },
     }
 
 
@@ -70,7 +82,7 @@ def test_the_shipped_mix_weighs_what_applies(empty: Runs, weights: dict[str, dic
     assert named["text_accuracy"]["version"].startswith("2+rapidocr")
 
 
-def test_missing_weights_are_reported_before_the_run_with_the_published_files(empty: Runs) -> None:
+def test_missing_weights_are_told_before_the_run_with_who_publishes_them(empty: Runs) -> None:
     mix = REPOSITORY / "configs" / "rewards" / "mix.yaml"
     rewards = json.dumps(yaml.safe_load(mix.read_text())["rewards"])
     result = CliRunner().invoke(
@@ -78,8 +90,8 @@ def test_missing_weights_are_reported_before_the_run_with_the_published_files(em
         ["train", "configs/tiny.yaml", "--set", f"rewards={rewards}", "--set", f"storage.root={empty.root}"],
     )
     assert result.exit_code == 2
-    assert "alexnet-owt-7be5be79.pth" in result.output
-    assert "linearMSE.pth" in result.output
+    for told in ("alexnet-owt-7be5be79.pth", "download.pytorch.org", "linearMSE.pth", "improved-aesthetic-predictor"):
+        assert told in result.output
     assert not empty.root.exists()
 
 

@@ -26,38 +26,52 @@ def standardised(totals: Tensor) -> list[float]:
     return ((totals - totals.mean()) / (totals.std() + 1e-4)).tolist()
 
 
-def test_plain_weighted_sum_by_hand() -> None:
-    combined = combine(group([0.5, 0.2], [1.0, 0.0]), [2.0, -0.5])
-    assert combined.rewards.tolist() == [[pytest.approx(0.9), 2.0]]
-    assert combined.weights.tolist() == [[[2.0, -0.5]] * 2]
+HALF, ONE = [0.5, 0.5], [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "missing", "rewards", "weighed"),
+    [
+        ([[0.5, 0.2], [1.0, 0.0]], [2.0, -0.5], "group_mean", [0.9, 2.0], [[2.0, -0.5]] * 2),
+        # Null for the whole group: the sum of magnitudes is 5 and 2 are left, so the others grow by 5/2.
+        ([[0.5, NULL, 0.2], [1.0, NULL, 0.4]], [1.0, 3.0, -1.0], "group_mean", [0.75, 1.5], [[2.5, 0.0, -2.5]] * 2),
+        ([[0.5, 0.3, 0.2], [1.0, 0.1, 0.4]], [1.0, 3.0, -1.0], "group_mean", [1.2, 0.9], [[1.0, 3.0, -1.0]] * 2),
+        # Null for some: the mean of 0.2 and 0.6.
+        ([[0.5, NULL], [0.1, 0.2], [0.3, 0.6]], HALF, "group_mean", [0.45, 0.15, 0.45], [HALF] * 3),
+        ([[0.5, NULL], [0.1, 0.2], [0.3, 0.2]], ONE, "group_mean", [0.7, 0.3, 0.5], [ONE] * 3),
+        # Sum of magnitudes 4; 2 are left for the first sample: 2 * 0.5 - 2 * 0.4.
+        (
+            [[0.5, 0.4, NULL], [1.0, 0.0, 0.2]],
+            [1.0, -1.0, 2.0],
+            "renormalize",
+            [0.2, 1.4],
+            [[2.0, -2.0, 0.0], [1.0, -1.0, 2.0]],
+        ),
+        # A null of weight zero drops nothing.
+        ([[0.5, NULL], [0.1, 0.2]], [1.0, 0.0], "drop", [0.5, 0.1], [[1.0, 0.0]] * 2),
+    ],
+)
+def test_by_hand(
+    values: list[list[float]],
+    weights: list[float],
+    missing: MissingRewards,
+    rewards: list[float],
+    weighed: list[list[float]],
+) -> None:
+    # A second group, which must not have any influence.
+    both = torch.tensor([values, [[0.9] * len(weights)] * len(values)], dtype=torch.float64)
+    combined = combine(both, weights, missing=missing)
+    assert combined.rewards[0].tolist() == pytest.approx(rewards)
+    assert combined.weights[0].tolist() == weighed
     assert combined.present.all()
-    assert not combined.imputed.any()
+    imputed = [
+        [missing == "group_mean" and math.isnan(value) and weight != 0 for value, weight in zip(row, each, strict=True)]
+        for row, each in zip(values, weighed, strict=True)
+    ]
+    assert combined.imputed.tolist() == [imputed, [[False] * len(weights)] * len(values)]
 
 
-def test_null_for_the_whole_group_renormalises_the_rest() -> None:
-    values = torch.tensor([[[0.5, NULL, 0.2], [1.0, NULL, 0.4]], [[0.5, 0.3, 0.2], [1.0, 0.1, 0.4]]])
-    combined = combine(values, [1.0, 3.0, -1.0])
-    # Sum of magnitudes 5; without the second reward 2: the others grow by 5/2.
-    assert combined.weights.tolist() == [[[2.5, 0.0, -2.5]] * 2, [[1.0, 3.0, -1.0]] * 2]
-    torch.testing.assert_close(combined.rewards, torch.tensor([[0.75, 1.5], [1.2, 0.9]]))
-    assert not combined.imputed.any()
-
-
-def test_null_for_some_takes_the_groups_mean() -> None:
-    combined = combine(group([0.5, NULL], [0.1, 0.2], [0.3, 0.6]), [0.5, 0.5])
-    # Mean of 0.2 and 0.6: 0.4.
-    torch.testing.assert_close(combined.rewards, torch.tensor([[0.45, 0.15, 0.45]], dtype=torch.float64))
-    assert combined.imputed.tolist() == [[[False, True], [False, False], [False, False]]]
-    assert combined.weights.tolist() == [[[0.5, 0.5]] * 3]
-
-
-def test_imputation_stays_within_the_group() -> None:
-    values = torch.tensor([[[0.5, NULL], [0.1, 0.2]], [[0.5, 0.9], [0.1, 0.9]]])
-    combined = combine(values, [1.0, 1.0])
-    torch.testing.assert_close(combined.rewards, torch.tensor([[0.7, 0.3], [1.4, 1.0]]))
-
-
-def test_sample_with_nothing_has_no_reward_and_touches_no_sibling() -> None:
+def test_a_sample_without_scores_has_no_reward_and_changes_no_sibling() -> None:
     with_it = combine(group([NULL, NULL], [0.1, NULL], [0.3, 0.6]), [1.0, 1.0])
     without = combine(group([0.1, NULL], [0.3, 0.6]), [1.0, 1.0])
     assert with_it.present.tolist() == [[False, True, True]]
@@ -66,16 +80,7 @@ def test_sample_with_nothing_has_no_reward_and_touches_no_sibling() -> None:
     assert with_it.imputed[0, 0].tolist() == [False, False]
 
 
-def test_group_with_nothing_has_no_reward() -> None:
-    values = torch.tensor([[[NULL, NULL]] * 2, [[0.1, 0.2], [0.3, 0.4]]])
-    combined = combine(values, [1.0, 1.0])
-    assert combined.present.tolist() == [[False, False], [True, True]]
-    assert combined.rewards[0].isnan().all()
-    assert combined.weights[0].tolist() == [[0.0, 0.0]] * 2
-    torch.testing.assert_close(combined.rewards[1], torch.tensor([0.3, 0.7]))
-
-
-def test_reward_of_weight_zero_is_only_watched() -> None:
+def test_a_reward_of_weight_zero_has_no_influence() -> None:
     combined = combine(group([NULL, 0.9], [0.4, NULL]), [1.0, 0.0])
     assert combined.present.tolist() == [[False, True]]
     assert combined.rewards[0, 1].item() == pytest.approx(0.4)
@@ -87,9 +92,9 @@ def test_one_missing_part_leaves_a_tied_top_sample_above_average() -> None:
     lost = complete.clone()
     lost[0, 0, 1] = NULL
     weights = [0.5, 0.5]
-    whole = combine(complete, weights).rewards[0]
-    assert whole[0].item() == pytest.approx(whole[1].item())
-    assert standardised(whole)[0] == pytest.approx(0.72, abs=0.005)
+    full = combine(complete, weights).rewards[0]
+    assert full[0].item() == pytest.approx(full[1].item())
+    assert standardised(full)[0] == pytest.approx(0.72, abs=0.005)
 
     counted_as_zero = lost.nansum(-1)[0] * 0.5
     assert standardised(counted_as_zero)[0] == pytest.approx(-1.40, abs=0.005)
@@ -103,14 +108,6 @@ def test_one_missing_part_leaves_a_tied_top_sample_above_average() -> None:
     assert standardised(combined)[0] == pytest.approx(0.35, abs=0.005)
 
 
-def test_renormalised_weights_of_one_sample_by_hand() -> None:
-    combined = combine(group([0.5, 0.4, NULL], [1.0, 0.0, 0.2]), [1.0, -1.0, 2.0], missing="renormalize")
-    # Sum of magnitudes 4; 2 are left for the first sample: 2 * 0.5 - 2 * 0.4.
-    assert combined.rewards.tolist() == [[pytest.approx(0.2), pytest.approx(1.4)]]
-    assert combined.weights.tolist() == [[[2.0, -2.0, 0.0], [1.0, -1.0, 2.0]]]
-    assert not combined.imputed.any()
-
-
 def test_a_sample_with_a_null_is_dropped_on_request() -> None:
     values = torch.tensor([[[0.5, NULL, NULL], [0.1, NULL, 0.2], [0.3, NULL, 0.6]]], dtype=torch.float64)
     combined = combine(values, [1.0, 2.0, 1.0], missing="drop")
@@ -120,11 +117,6 @@ def test_a_sample_with_a_null_is_dropped_on_request() -> None:
     assert combined.rewards[0, 0].isnan()
     assert not combined.imputed.any()
     assert combined.known.tolist() == [[[False] * 3, [True, False, True], [True, False, True]]]
-
-
-def test_a_null_of_weight_zero_drops_nothing() -> None:
-    combined = combine(group([0.5, NULL], [0.1, 0.2]), [1.0, 0.0], missing="drop")
-    assert combined.rewards.tolist() == [[0.5, pytest.approx(0.1)]]
 
 
 def test_rewards_of_another_dataset_do_not_rescale() -> None:
@@ -140,16 +132,12 @@ def test_rewards_of_another_dataset_do_not_rescale() -> None:
 
 
 @pytest.mark.parametrize("stray", [0.9, math.inf])
-def test_a_score_that_is_not_meant_for_the_group_is_not_looked_at(stray: float) -> None:
-    values = group([0.5, stray], [1.0, 0.3])
-    combined = combine(values, [1.0, 1.0], applies=torch.tensor([[True, False]]))
-    assert combined.rewards.tolist() == [[0.5, 1.0]]
-
-
-def test_a_group_that_no_reward_is_meant_for_has_none() -> None:
-    combined = combine(group([0.5, 0.2]), [1.0, 1.0], applies=torch.tensor([[False, False]]))
-    assert combined.present.tolist() == [[False]]
-    assert combined.rewards.isnan().all()
+def test_a_score_of_another_dataset_is_ignored(stray: float) -> None:
+    values = torch.tensor([[[0.5, stray], [1.0, 0.3]]] * 2, dtype=torch.float64)
+    combined = combine(values, [1.0, 1.0], applies=torch.tensor([[True, False], [False, False]]))
+    assert combined.rewards[0].tolist() == [0.5, 1.0]
+    assert combined.present.tolist() == [[True] * 2, [False] * 2]
+    assert combined.rewards[1].isnan().all()
 
 
 nullable = st.one_of(st.just(NULL), st.floats(0, 1, width=32))
