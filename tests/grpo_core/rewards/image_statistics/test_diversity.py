@@ -19,9 +19,9 @@ from grpo_core.rewards.image_statistics.diversity import (
     lpips_distance,
     pixel_distance,
 )
-from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import WeightFile, file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
