@@ -1,4 +1,4 @@
-"""The checkout that this process runs, and the environment of a process that is to run the same."""
+"""The checkout that this process runs, and the environment for child processes that run it too."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,6 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """As it is here, with the checkout in the path whatever folder the process runs in."""
+    """Return this process's environment with these settings, and with the checkout in the Python path."""
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", **settings}

@@ -1,4 +1,4 @@
-"""Report how far a run is: to bars in a terminal, to lines of a log, or to nobody."""
+"""Report the progress of a run: to bars in a terminal, to lines of a log, or to no reporter."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -15,7 +15,7 @@ class ProgressReporter(Protocol):
         """Show a line of text."""
 
 
-class _Nobody:
+class _NoReporter:
     def advance(self, stage: str, done: int, total: int) -> None:
         """Show nothing."""
 
@@ -23,7 +23,7 @@ class _Nobody:
         """Show nothing."""
 
 
-_REPORTER: ContextVar[ProgressReporter] = ContextVar("progress_reporter", default=_Nobody())  # noqa: B039  (stateless)
+_REPORTER: ContextVar[ProgressReporter] = ContextVar("progress_reporter", default=_NoReporter())  # noqa: B039  (stateless)
 
 
 def listen(reporter: ProgressReporter) -> None:
@@ -33,7 +33,7 @@ def listen(reporter: ProgressReporter) -> None:
 
 def has_listener() -> bool:
     """Whether this context has a reporter."""
-    return not isinstance(_REPORTER.get(), _Nobody)
+    return not isinstance(_REPORTER.get(), _NoReporter)
 
 
 def listener() -> ProgressReporter:
@@ -45,7 +45,7 @@ def progress_of(stage: str, total: int) -> Callable[[int], None]:
     """Begin a stage.
 
     Args:
-        stage: its title.
+        stage: title of the stage.
         total: samples that it handles; the unit and the total stay the same until its end.
 
     Returns:

@@ -87,7 +87,7 @@ def _parameter(name: str, field: "FieldInfo") -> inspect.Parameter:
 
 
 def _unconstrained(kind: Any) -> Any:
-    """A type without pydantic's constraints, which Typer would report without a hint."""
+    """Remove pydantic's constraints from a type; Typer would report them without a hint."""
     if get_origin(kind) is Annotated:
         return get_args(kind)[0]
     if get_origin(kind) in (Union, UnionType):
@@ -100,7 +100,7 @@ def _typer_info(field: "FieldInfo") -> ParameterInfo:
 
 
 def _of_option(model: "type[BaseModel]", error: InputError) -> InputError:
-    """Name the option as it is typed instead of the model's field."""
+    """Replace the model's field in an error by the option that people type."""
     name, _, rest = error.place.partition(".")
     info = _typer_info(model.model_fields[name])
     if isinstance(info, OptionInfo):

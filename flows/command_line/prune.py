@@ -18,22 +18,25 @@ def prune(
     ] = None,
     images_older_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="of iterations: 30d, 12h, or 20i for all but the last 20 iterations"),
+        typer.Option(metavar="AGE", help="delete images this old: 30d, 12h, or 20i for all but the last 20 iterations"),
     ] = None,
     evaluations: Annotated[
-        bool, typer.Option("--evaluations", help="images of evaluations too, but of the first, the best and the last")
+        bool,
+        typer.Option(
+            "--evaluations", help="also delete images of evaluations, except the first, the best and the last"
+        ),
     ] = False,
     previous_older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="folders in previous/ and quarantine/: 30d or 12h")
+        str | None, typer.Option(metavar="AGE", help="delete folders this old in previous/ and quarantine/: 30d or 12h")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="report what would be deleted, and change nothing")
     ] = False,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are stored: a folder or fsspec URL")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """Delete policy versions and images that nothing needs any more; all records are kept, and runs can continue."""
-    with handle_errors():
+    """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
+    with handle_errors(as_json):
         from flows.pruning.request import PruneRequest, check_request
 
         request = PruneRequest(

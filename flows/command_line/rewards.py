@@ -1,4 +1,4 @@
-"""The commands `grpo rewards ...`: what there is, what stored scores are worth, and a server that scores for others."""
+"""The commands `grpo rewards ...`: list rewards, analyse stored scores, serve rewards over HTTP."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ import typer
 from flows.command_line.errors import Json, handle_errors
 
 commands = typer.Typer(
-    name="rewards", help="Rewards: list them, analyse stored scores, serve them.", no_args_is_help=True
+    name="rewards", help="List rewards, analyse stored scores, serve rewards over HTTP.", no_args_is_help=True
 )
 
 
 @commands.command("list")
 def list_rewards(as_json: Json = False) -> None:
-    """Every reward that a configuration may name, with its settings and their defaults."""
-    with handle_errors():
+    """List every reward that a configuration may name, with its settings and their defaults."""
+    with handle_errors(as_json):
         from rich.console import Console
 
         from flows.terminal.rewards import show_rewards
@@ -33,17 +33,17 @@ def list_rewards(as_json: Json = False) -> None:
 @commands.command()
 def analyse(
     source: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or its folder's path")],
-    iterations: Annotated[str | None, typer.Option(metavar="A-B", help="which; by default all")] = None,
+    iterations: Annotated[str | None, typer.Option(metavar="A-B", help="iterations to analyse; by default all")] = None,
     rescored: Annotated[
-        str | None, typer.Option(metavar="NAME", help="scores of this rescoring, not those that were trained on")
+        str | None, typer.Option(metavar="NAME", help="analyse the scores of this rescoring instead of the run's own")
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", help="samples to score once more, for the noise")] = 32,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the page here too")] = None,
-    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are kept")] = "runs",
+    repeats: Annotated[int, typer.Option(metavar="N", help="samples to score again to measure noise")] = 32,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the page to this file")] = None,
+    root: Annotated[str, typer.Option(metavar="DIR", help="where runs are stored: a folder or fsspec URL")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """Range, saturation, spread, agreement, noise and cost of each reward of a run; plots as PNG."""
-    with handle_errors():
+    """Analyse the rewards of a run: range, saturation, spread, agreement, noise and cost, with plots as PNG."""
+    with handle_errors(as_json):
         from rich.console import Console
 
         from flows.rewards.analysis import AnalysisRequest, analyse_rewards
@@ -61,14 +61,14 @@ def analyse(
 def serve_rewards(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML with `rewards:`")],
     port: Annotated[int, typer.Option(help="0 for a free one")] = 8600,
-    host: Annotated[str, typer.Option(help="address to listen on; others than this machine's own need a token")] = (
+    host: Annotated[str, typer.Option(help="address to listen on; a token is required beyond this machine")] = (
         "127.0.0.1"
     ),
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="environment variable with the token that requests must bear")
     ] = None,
 ) -> None:
-    """Score for others over HTTP, as docs/remote_rewards.md describes; Ctrl-C ends it."""
+    """Serve rewards over HTTP, as docs/remote_rewards.md describes; Ctrl-C stops it."""
     with handle_errors():
         from configs.loader import read_rewards_file
         from configs.sections import PlacementSection

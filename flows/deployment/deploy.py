@@ -34,10 +34,10 @@ class DeployRequest:
 
     Attributes:
         config: the resolved configuration.
-        name: of the deployments; None for the run's.
+        name: name of the deployments; None for the run's.
         pool: work pool whose workers run them.
         cron: when training starts; None to keep a schedule, empty to remove it.
-        timezone: of `cron`, such as `Europe/Berlin`; None for UTC.
+        timezone: time zone of `cron`, such as `Europe/Berlin`; None for UTC.
         evaluation: whether to register evaluations of the run too.
         rescorings: rewards files to register rescorings with.
     """
@@ -56,9 +56,9 @@ class DeployedFlow(BaseModel):
 
     Attributes:
         name: `<flow>/<deployment>`, as in Prefect's own commands.
-        id: on the server.
+        id: its id on the server.
         url: its page in the UI; None if the server has no UI.
-        schedule: in words; None without one.
+        schedule: description of the schedule; None without one.
         updated: whether it existed before.
     """
 
@@ -77,7 +77,7 @@ class DeployedRun(BaseModel):
         pool: work pool.
         pool_type: `grpo`, `process` or another.
         deployments: training first.
-        root: where runs are kept; a relative folder is in the worker's checkout.
+        root: where runs are stored; a relative folder is in the worker's checkout.
     """
 
     run: str
@@ -198,7 +198,7 @@ async def _register(
 
 
 def _again(kept: DeploymentSchedule) -> DeploymentScheduleCreate:
-    """Copy a schedule with what was set in the UI; the server replaces all schedules."""
+    """Copy a schedule with the settings made in the UI; the server replaces all schedules."""
     return DeploymentScheduleCreate(
         schedule=kept.schedule,
         active=kept.active,

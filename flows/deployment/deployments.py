@@ -30,10 +30,10 @@ class Deployable:
     Attributes:
         flow: what runs.
         entrypoint: where a worker imports it from.
-        name: of the deployment, next to the flow's.
+        name: name of the deployment, after the flow's.
         parameters: defaults of a run.
         schema: JSON schema of the parameters.
-        description: for people.
+        description: text for the UI.
         exclusive: whether only one run is allowed at a time; a second one is cancelled.
         scheduled: whether the schedule applies to it.
     """

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from flows.evaluation.plan import EvaluatePlan
 from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
-from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards
+from flows.pipeline.stages import artifact_key, collect_rollouts, compute_advantages, recording, score_rewards
 from tasks.progress import log
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import GUARDRAILS, REWARDS
@@ -39,12 +39,12 @@ class EvaluateSummary(BaseModel):
 
     Attributes:
         run: name of the run.
-        policy: version; 0 is the initial model.
+        policy: policy version; 0 is the initial model.
         policy_digest: sha256 of the weights.
         prompts: prompt file; None for several.
         heldout: mean reward; None when no sample has one.
-        rewards: by label.
-        guardrails: by label; scored on the same samples, never trained on.
+        rewards: statistics by label.
+        guardrails: statistics by label; scored on the same samples, never trained on.
         samples: number of samples.
         stored: whether everything was stored already, so that nothing was computed.
         seconds: `total` for this start, and each stage as measured when it ran.
@@ -116,7 +116,7 @@ def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> Eva
         seconds={
             "total": seconds,
             "rollouts": done.rollouts.seconds,
-            # They are computed side by side.
+            # They are computed concurrently.
             "rewards": max(scores.seconds for scores in done.rewards.values()),
             "advantages": done.advantages.seconds,
         },
@@ -137,11 +137,10 @@ def metrics_of(label: str, scores: ArtifactRef) -> RewardMetrics:
 
 async def publish(summary: EvaluateSummary) -> None:
     """Show the rewards in Prefect's UI."""
-    key = f"grpo-evaluate-{summary.run}".lower().replace(".", "-").replace("_", "-")
     rows = [
         {"": kind, "reward": label, **metrics.model_dump()}
         for kind, group in (("reward", summary.rewards), ("guardrail", summary.guardrails))
         for label, metrics in group.items()
     ]
     description = f"{summary.run}, policy {summary.policy}: held-out reward {summary.heldout}"
-    await acreate_table_artifact(rows, key=key, description=description)
+    await acreate_table_artifact(rows, key=artifact_key(f"evaluate-{summary.run}"), description=description)

@@ -31,7 +31,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 # The evaluation of a policy does not depend on any other section of its run.
 _CHANGEABLE = ("evaluate", "rollout", "rewards", "advantages", "watch", "placement", "storage.cache")
 
-# Of a reward: its provenance covers what its settings determine, and the others say how it is computed.
+# A reward's provenance covers its settings; these fields say how it is computed.
 _WITHOUT_EFFECT = {"settings", "max_failures", "batch_size", "processes", "pool"}
 
 
@@ -129,12 +129,12 @@ def _plan(config: RunConfig, heldout: tuple[PromptSet, ...], version: int) -> Ro
 
 
 def _plan_digest(config: RunConfig, heldout: tuple[PromptSet, ...]) -> str:
-    """The digest that run.json holds: of the plan for version 0."""
+    """Return the digest of the plan for version 0, which run.json records."""
     return hashlib.sha256(_plan(config, heldout, 0).model_dump_json().encode()).hexdigest()
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:
-    """What determines the samples of an evaluation and their scores, except the prompts and the policy."""
+    """Return what determines the samples and scores of an evaluation, except the prompts and the policy."""
     rewards = (*config.rewards, *config.watch.guardrails)
     return {
         "rollout": config.rollout.model_dump(mode="json", exclude={"prompts_per_iteration", "group_size"}),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.pipeline.run_summary import RunSummary
 from grpo_core.errors import InputError
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.run_page import Heldout, pair_heldout, render_run_page
@@ -17,7 +16,7 @@ from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import RunView
+from tasks.runs.run_view import RunSummary, RunView
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 
 MAX_GROUPS = 60
@@ -28,7 +27,7 @@ class InspectSummary(RunSummary):
     """What `--json` prints.
 
     Attributes:
-        iteration: the one that is shown; None for a run without iterations.
+        iteration: shown iteration; None for a run without iterations.
         iterations_planned: number in the configuration; None without a readable one.
         finished: whether every planned iteration is done.
         warnings: damaged and missing files, as sentences.
@@ -48,7 +47,7 @@ class InspectSummary(RunSummary):
 
 @dataclass(frozen=True)
 class Inspection:
-    """A run as it is shown.
+    """What is shown of a run.
 
     Attributes:
         run: everything but the samples.
@@ -99,7 +98,7 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     Args:
         name: a run under the root, or the path of its folder.
         root: a folder or any fsspec URL.
-        iteration: to show; None for the last one whose samples have rewards.
+        iteration: iteration to show; None for the last one whose samples have rewards.
         html: file for the page; None for no page.
 
     Raises:
@@ -160,7 +159,7 @@ def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:
         pruned = [reader.pruned[each.folder] for each in stages.get(ROLLOUTS, ()) if each.folder in reader.pruned]
         if pruned:
             by, on = pruned[0].get("by", "grpo prune"), pruned[0].get("on", "an unknown day")
-            yield f"{name}: its images were removed on {on} by `{by}`; everything else of it is there"
+            yield f"{name}: its images were removed on {on} by `{by}`; everything else is stored"
 
 
 def _signs(reader: RunReader) -> Iterator[str]:

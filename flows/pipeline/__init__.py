@@ -2,7 +2,7 @@
 
 requests      the options of evaluate, rescore and replay, which are also the forms of Prefect's UI
 forms         how Prefect shows and reads those forms
-run           a configuration becomes an open run
+run           opens a run from a configuration
+lineage       what a run's results were made with, and what the next start keeps of them
 stages        how flows call the four stages
-run_summary   metrics that every summary has
 """

@@ -30,7 +30,7 @@ class Form:
     read: Callable[[Mapping[str, Any]], BaseModel]
 
     def __get_pydantic_core_schema__(self, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Pydantic's hook: the model's JSON schema for the server; in Python the model, or values to read it from."""
+        """Return the model's JSON schema for the server; in Python accept the model, or values to read it from."""
         return core_schema.json_or_python_schema(
             json_schema=handler.generate_schema(source),
             python_schema=core_schema.no_info_before_validator_function(
@@ -47,7 +47,7 @@ ReplayForm = Annotated[ReplayRequest, Form(partial(validated, ReplayRequest))]
 
 
 def form_schema(parameter: str, model: type[BaseModel]) -> dict[str, Any]:
-    """The parameter schema of a deployment whose flow takes one model.
+    """Return the parameter schema of a deployment whose flow takes one model.
 
     Args:
         parameter: name of the flow's parameter.

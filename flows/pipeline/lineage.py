@@ -73,12 +73,12 @@ def settle_code(code: Mapping[str, tuple[str, ...]], described: Mapping[str, Any
     """Let the keys of this process name the code that the run's results were made with, where a change was accepted.
 
     Args:
-        code: from `stage_code`.
+        code: roots of each stage's code, from `stage_code`.
         described: the content of run.json; empty for a new run.
         accept: whether code that differs from the recorded code is accepted from here on.
 
     Returns:
-        By the fingerprint of changed code, the fingerprint that stands in the keys; run.json keeps it.
+        For each fingerprint of changed code, the fingerprint that the keys contain; run.json records it.
     """
     accepted: dict[str, str] = dict(described.get(ACCEPTED, {}))
     recorded: Mapping[str, str] = described.get(IDENTITY, {}).get("code", {})
@@ -101,7 +101,7 @@ def read_valid_description(store: ArtifactStore) -> Mapping[str, Any] | None:
 
 
 def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> None:
-    """Move to `previous/` what another identity made; stages bring back by its key what is still valid."""
+    """Move to `previous/` what another identity made; stages restore by its key what is still valid."""
     paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
     names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
     kept = [name for name in sorted(names) if not name.startswith(".") and name not in (PREVIOUS, QUARANTINE, RUN_FILE)]
@@ -115,11 +115,11 @@ def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None
         return
     if described.get(LINEAGE) == lineage_digest(identity):
         return
-    # A worker that takes up what the previous configuration asked for finds nothing.
+    # A worker that picks up a request of the previous configuration finds nothing.
     clear_calls(store)
     reason = _difference(described.get(IDENTITY, {}), identity)
     log(f"{store.run}: {reason}; its results are moved to previous/, and what is still valid is used again")
-    # run.json goes last: while it stands, the next start continues to move.
+    # run.json goes last: while it exists, the next start continues to move.
     store.move_to_previous([*kept, RUN_FILE], reason=reason)
 
 

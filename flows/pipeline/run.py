@@ -1,4 +1,4 @@
-"""A configuration -> a run: its inputs checked, its folder opened, its lineage kept apart from any other."""
+"""Open a run from a configuration: check the inputs, lock the folder, separate it from other lineages."""
 
 import hashlib
 import platform
@@ -46,8 +46,8 @@ class Run:
     Attributes:
         config: the resolved configuration.
         store: the run's folder.
-        lock: this process's hold of it.
-        model: what is trained.
+        lock: this process's lock of the run.
+        model: the model that is trained.
         training: the prompts that are trained on.
         heldout: the prompts of the evaluation; empty without one.
     """
@@ -66,12 +66,12 @@ class Run:
 
     @property
     def needs_reference_while_sampling(self) -> bool:
-        """Whether the reward holds a KL to the reference."""
+        """Whether the reward includes a KL to the reference."""
         return self.config.advantages.kl_coef > 0
 
     @property
     def update(self) -> UpdateSection:
-        """The update section, the length of its schedule decided."""
+        """The update section with the length of its schedule."""
         return self.config.scheduled_update
 
     def plan(
@@ -85,14 +85,14 @@ class Run:
         """Plan a sampling round of a training iteration.
 
         Args:
-            iteration: from 1.
-            sampling_round: from 1; later rounds replace groups that taught nothing.
+            iteration: number, from 1.
+            sampling_round: number, from 1; later rounds replace groups without spread.
             count: number of prompts.
             statistics: rewards of earlier iterations; None with a uniform curriculum.
             earlier: previous rounds of this iteration, whose prompts are avoided while there are others.
         """
         config = self.config
-        drawn = draw_prompts(
+        prompts = draw_prompts(
             self.training,
             seed=config.run.seed,
             iteration=iteration,
@@ -103,7 +103,7 @@ class Run:
             avoided={(group.dataset, group.prompt_id) for plan in earlier for group in plan.groups},
         )
         return plan_round(
-            drawn,
+            prompts,
             seed=config.run.seed,
             iteration=iteration,
             sampling_round=sampling_round,
@@ -112,12 +112,12 @@ class Run:
         )
 
     def evaluation_plan(self, version: int) -> RolloutPlan | None:
-        """What the evaluation of a policy version samples; None without held-out prompts."""
+        """Plan the evaluation of a policy version; None without held-out prompts."""
         return plan_heldout(self.config, self.heldout, version)
 
 
 def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) -> RolloutPlan | None:
-    """What the evaluation of a policy version samples; None without held-out prompts."""
+    """Plan the evaluation of a policy version; None without held-out prompts."""
     if not heldout:
         return None
     return plan_evaluation(
@@ -139,11 +139,11 @@ def _shares_noise(config: RunConfig) -> bool:
 
 @contextmanager
 def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
-    """Check the inputs, then hold and open the run's folder; files of another configuration move to `previous/`.
+    """Check the inputs, then lock and open the run's folder; files of another configuration move to `previous/`.
 
     Args:
         config: the run's configuration.
-        accept_code: go on with stored results that other code made, and record it.
+        accept_code: resume with stored results that other code made, and record it.
 
     Raises:
         InputErrors: everything that is wrong with the inputs, before anything is written.
@@ -171,14 +171,14 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
 
 
 def _move_other_evaluations(run: Run) -> None:
-    """Evaluations of other held-out prompts or seeds cannot be compared with those to come."""
-    held = run.store.filesystem.exists(run.store.path(EVALUATIONS))
-    if held and run.heldout and _previous_evaluation(run) not in (None, _evaluation(run)):
+    """Move away evaluations of other held-out prompts or seeds, which cannot be compared with later ones."""
+    exists = run.store.filesystem.exists(run.store.path(EVALUATIONS))
+    if exists and run.heldout and _previous_evaluation(run) not in (None, _evaluation(run)):
         run.store.move_to_previous([EVALUATIONS], reason="the held-out prompts, their targets, number or seed changed")
 
 
 def _evaluation(run: Run) -> str | None:
-    """Digest of what the evaluation of a policy draws; that of an earlier start where this one draws none."""
+    """Return the digest of the evaluation's plan; without held-out prompts, the digest that run.json records."""
     plan = run.evaluation_plan(0)
     if plan is None:
         return _previous_evaluation(run)

@@ -55,11 +55,11 @@ def score_rewards(
     """Score rollouts with every reward: stage 2.
 
     Args:
-        run: that sampled them.
+        run: the run that sampled them.
         rollouts: the samples.
-        plan: that they were sampled by.
-        rewards: what scores them.
-        place: folder of the tables, in the plan's folder.
+        plan: the plan that they were sampled by.
+        rewards: the rewards.
+        place: folder of the tables within the plan's folder.
 
     Returns:
         One table per reward, by the reward's label.
@@ -73,11 +73,11 @@ def compute_advantages(
     """Mix the rewards of all sampling rounds and compute advantages: stage 3.
 
     Args:
-        run: whose rewards and advantages sections apply.
+        run: the run, with its rewards and advantages sections.
         rounds: rollouts and their scores.
-        folder: of the table.
-        title: of the iteration or evaluation.
-        earlier: advantages of the iteration before, whose running statistics are continued; None for none.
+        folder: folder of the table.
+        title: title of the iteration or evaluation.
+        earlier: advantages of the previous iteration, whose running statistics are continued; None for none.
     """
     config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
     return stage(rounds, config.rewards, config.advantages, folder, title, earlier, config.placement)
@@ -95,13 +95,13 @@ def update_policy(
     """Train a policy on stored rollouts: stage 4.
 
     Args:
-        run: whose model is trained.
+        run: the run whose model is trained.
         policy: the version that is trained.
-        rollouts: of all sampling rounds.
-        advantages: of all of them.
-        update: how it is trained.
-        max_staleness: how many versions a row's policy may be older than `policy`.
-        title: of the iteration.
+        rollouts: rollouts of all sampling rounds.
+        advantages: advantages of these rollouts.
+        update: settings of the update.
+        max_staleness: maximum versions by which a row's policy may be older than `policy`.
+        title: title of the iteration.
     """
     config, stage = run.config, named(update_policy_task, title, run.config.placement)
     return stage(
@@ -121,11 +121,11 @@ def score_concurrently(
 
     Args:
         rollouts: the samples.
-        rewards: what scores them.
-        folder: of the tables.
-        title: of the iteration or evaluation.
+        rewards: the rewards.
+        folder: folder of the tables.
+        title: title of the iteration or evaluation.
         placement: where the tasks run.
-        earlier: by the reward's label, tables that already have some of its scores.
+        earlier: tables that already have some of a reward's scores, by its label.
 
     Raises:
         LockLostError: another process writes the run.
@@ -135,7 +135,7 @@ def score_concurrently(
     for section in rewards:
         known = (earlier or {}).get(section.label, ())
         stage = configured(score_reward_task, f"{title}: score {section.label}", placement)
-        # A table with failures is no reason not to try those again.
+        # Scores that failed are tried again.
         stage = stage.with_options(refresh_cache=any(failed_scores(each) for each in known))
         futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
     with stages_cancelled_on_interrupt():
@@ -158,7 +158,7 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P,
 
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
-    """Have the stages of this context write to a run's folder; what they keep in memory is released at the end.
+    """Have the stages of this context write to a run's folder; the memory that they keep is released at the end.
 
     Args:
         store: the run's folder.
@@ -173,6 +173,11 @@ async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     with run_resources(), SyncClientContext.get_or_create(), stages_cancelled_on_signal():
         yield
+
+
+def artifact_key(name: str) -> str:
+    """Return the key of an artifact in Prefect's UI: lower-case letters, digits and dashes."""
+    return f"grpo-{name}".lower().replace(".", "-").replace("_", "-")
 
 
 class _RunLog:

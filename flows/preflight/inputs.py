@@ -1,6 +1,6 @@
 """Checks of everything that a configuration points to, before a model loads, a server starts or a file is written.
 
-`CHECKS` only look, without importing Prefect: `grpo doctor` shows what they find, a run refuses to start because of it.
+`CHECKS` change nothing and do not import Prefect: `grpo doctor` shows what they find, and a run refuses to start.
 """
 
 import posixpath
@@ -57,8 +57,8 @@ class PromptFiles:
     """The prompt files of a configuration, each read once.
 
     Attributes:
-        sets: by section, one entry per dataset; None where its file or a target cannot be used.
-        problems: why.
+        sets: the prompt sets of each section, one entry per dataset; None where its file or a target cannot be used.
+        problems: why sets cannot be used.
     """
 
     sets: Mapping[str, tuple[PromptSet | None, ...]]
@@ -150,7 +150,7 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> PromptSet:
     size = (rollout.width, rollout.height) if isinstance(rollout, ImageRolloutSection) else None
     prompts = read_prompts(dataset.prompts, column=dataset.prompt_column)
     base = posixpath.dirname(dataset.prompts)
-    # Images of a folder pair with the whole file, so the limit comes last.
+    # Images of a folder pair with all prompts of the file, so the limit comes last.
     targets = pair_targets(prompts, folder=dataset.targets, column=dataset.target_column, base=base, size=size)
     return PromptSet(dataset.name, dataset.weight, prompts[: dataset.limit], targets[: dataset.limit])
 
@@ -240,4 +240,4 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "storage": _storage_problems,
     }
 )
-"""What can be known to be wrong without loading a model, writing a file or importing Prefect, by subject."""
+"""Checks by subject that load no model, write no file and do not import Prefect."""

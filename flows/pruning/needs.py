@@ -1,4 +1,4 @@
-"""What of a run is still needed: by its own next start, by replays of it, and by what the server will run."""
+"""Find what is still needed of a run: by its next start, by replays of it, and by flows that the server will run."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ def find_needs(
 
     Args:
         store: the run.
-        config: its configuration.
+        config: the run's configuration.
         versions: policy versions that have their files.
         scheduled: flows that Prefect's server will run.
     """
@@ -151,7 +151,7 @@ def unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
             replay, end = values["replay"], int(values["run"]["iterations"])
             start = int(replay["policy"]) if replay["source"] == store.run else 0
         except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-            # No replay, or one that cannot be continued.
+            # It is no replay, or one that cannot be continued.
             continue
         found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
         numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]

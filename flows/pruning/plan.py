@@ -59,7 +59,7 @@ class RunPlan:
         store: the run.
         request: the rules.
         now: what ages are counted from.
-        deleted: in order.
+        deleted: what is deleted, in order.
         kept: names of what the rules would delete, by kind and reason.
         notes: what else people should know.
     """
@@ -78,7 +78,7 @@ class RunPlan:
 
         Args:
             kind: one of KINDS.
-            name: for people: a policy version, or a folder.
+            name: a policy version or a folder, for people.
             reasons: why it is kept.
             size: returns the bytes that this frees; called only if it is deleted.
             delete: deletes it.
@@ -88,10 +88,10 @@ class RunPlan:
         else:
             self.deleted.append(Deletion(kind, size(), delete))
 
-    def tombstone(self, held: Prunable, removed: str, rule: str) -> Mapping[str, Any]:
+    def tombstone(self, prunable: Prunable, removed: str, rule: str) -> Mapping[str, Any]:
         """Describe a deletion for the manifest; one that was interrupted keeps its own description."""
-        said = {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{self.now:%Y-%m-%d}"}
-        return held.manifest.pruned or {**said, LINEAGE: lineage_of(self.store, held.folder)}
+        pruned = {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{self.now:%Y-%m-%d}"}
+        return prunable.manifest.pruned or {**pruned, LINEAGE: lineage_of(self.store, prunable.folder)}
 
 
 def plan_run(
@@ -101,14 +101,14 @@ def plan_run(
 
     Args:
         store: the run.
-        config: its configuration.
+        config: the run's configuration.
         request: the rules.
         scheduled: flows that Prefect's server will run.
         now: what ages are counted from.
     """
     plan = RunPlan(store, request, now)
     versions = _versions(store)
-    complete = [version for version, held in versions.items() if held.is_complete]
+    complete = [version for version, prunable in versions.items() if prunable.is_complete]
     needed = request.last is not None or request.images_older_than is not None
     needs = find_needs(store, config, complete, scheduled) if needed else Needs()
     _plan_versions(plan, config, versions, needs)
@@ -129,27 +129,27 @@ def plan_run(
 
 def _versions(store: ArtifactStore) -> dict[int, Prunable]:
     found = {version: find_prunable(store, policy_folder(version)) for version in RunReader(store).policies()}
-    return {version: held for version, held in found.items() if held is not None}
+    return {version: prunable for version, prunable in found.items() if prunable is not None}
 
 
 def _plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prunable], needs: Needs) -> None:
     store, request, sampling = plan.store, plan.request, config.run.staleness + 1
-    complete = [version for version, held in versions.items() if held.is_complete]
+    complete = [version for version, prunable in versions.items() if prunable.is_complete]
     last, damaged = _last_valid(store, complete, max(request.last, sampling)) if request.last else ([], [])
-    for version, held in versions.items():
+    for version, prunable in versions.items():
         on_the_way = request.policies_every is not None and version % request.policies_every == 0
-        if held.is_complete and (request.last is None or version in last[: request.last] or on_the_way):
+        if prunable.is_complete and (request.last is None or version in last[: request.last] or on_the_way):
             continue
         reasons = []
-        if held.is_complete:
+        if prunable.is_complete:
             reasons += ["the next iterations are sampled with it"] if version in last[:sampling] else []
             reasons += ["it is damaged, and the next start makes it again"] if version in damaged else []
             reasons += needs.policies.get(version, [])
-        elif not held.half_pruned:
+        elif not prunable.half_pruned:
             continue
-        tombstone = plan.tombstone(held, "files", request.policy_rule)
-        delete = partial(replace_artifact, store, held.reference, None, pruned=tombstone)
-        size = partial(bytes_below, store, store.path(held.folder))
+        tombstone = plan.tombstone(prunable, "files", request.policy_rule)
+        delete = partial(replace_artifact, store, prunable.reference, None, pruned=tombstone)
+        size = partial(bytes_below, store, store.path(prunable.folder))
         plan.decide(VERSIONS, str(version), reasons, size, delete)
 
 
@@ -173,50 +173,50 @@ def _plan_images(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
     store, reader = plan.store, RunReader(plan.store)
     rounds = {number: reader.rounds(iteration_folder(number)) for number in reader.iterations()}
     found = {
-        number: [held for each in folders if (held := find_prunable(store, f"{each}/{ROLLOUTS}")) is not None]
+        number: [prunable for each in folders if (prunable := find_prunable(store, f"{each}/{ROLLOUTS}")) is not None]
         for number, folders in rounds.items()
     }
     last = max((number for number, rollouts in found.items() if rollouts), default=0)
     for number, rollouts in found.items():
-        due = [held for held in rollouts if _is_due(held, age, plan.now, number, last)]
+        due = [prunable for prunable in rollouts if _is_due(prunable, age, plan.now, number, last)]
         reasons = needs.of_iteration(number)
         scores = [f"{folder}/{REWARDS}/{section.label}" for folder in rounds[number] for section in config.rewards]
-        # An incomplete stage of the iteration still has to look at its images.
+        # An incomplete stage of the iteration still needs its images.
         if due and any(store.find(each) is None for each in [f"{rounds[number][-1]}/{ADVANTAGES}", *scores]):
             reasons.append(UNSCORED)
-        for held in due:
-            _decide_images(plan, IMAGES, held, reasons)
+        for prunable in due:
+            _decide_images(plan, IMAGES, prunable, reasons)
     for folder in [EVALUATIONS, *(f"{OTHER_EVALUATIONS}/{name}" for name in reader.names(OTHER_EVALUATIONS))]:
         _plan_evaluations(plan, folder, age, needs.evaluations if folder == EVALUATIONS else {}, last)
 
 
-def _is_due(held: Prunable, age: Age | None, now: datetime, number: int, last: int) -> bool:
-    if held.is_complete:
-        return age is not None and age.reached(held.made, now, number, last)
-    return held.half_pruned
+def _is_due(prunable: Prunable, age: Age | None, now: datetime, number: int, last: int) -> bool:
+    if prunable.is_complete:
+        return age is not None and age.reached(prunable.made, now, number, last)
+    return prunable.half_pruned
 
 
 def _plan_evaluations(plan: RunPlan, folder: str, age: Age | None, needed: Mapping[int, list[str]], last: int) -> None:
     rollouts = {
-        version: held
+        version: prunable
         for version in RunReader(plan.store).evaluations(folder)
-        if (held := find_prunable(plan.store, f"{folder}/{version:06d}/{ROLLOUTS}")) is not None
+        if (prunable := find_prunable(plan.store, f"{folder}/{version:06d}/{ROLLOUTS}")) is not None
     }
     rewards = rewards_of(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
-    for version, held in rollouts.items():
-        if not _is_due(held, age if plan.request.evaluations else None, plan.now, version, last):
+    for version, prunable in rollouts.items():
+        if not _is_due(prunable, age if plan.request.evaluations else None, plan.now, version, last):
             continue
         reasons = [ENDS] if version in (min(rollouts), max(rollouts)) else []
         reasons += [BEST] if version == best else []
         reasons += needed.get(version, [])
         if plan.store.find(f"{folder}/{version:06d}/{ADVANTAGES}") is None:
             reasons.append(UNSCORED)
-        _decide_images(plan, HELDOUT_IMAGES, held, reasons)
+        _decide_images(plan, HELDOUT_IMAGES, prunable, reasons)
 
 
-def _decide_images(plan: RunPlan, kind: str, held: Prunable, reasons: Sequence[str]) -> None:
-    delete = partial(delete_images, plan.store, held, plan.tombstone(held, "images", plan.request.image_rule))
-    # An interrupted deletion has taken some of it already; all that can be done is to finish it.
-    reasons = reasons if held.is_complete else []
-    plan.decide(kind, stage_folder(held.folder), reasons, partial(image_bytes, plan.store, held), delete)
+def _decide_images(plan: RunPlan, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
+    delete = partial(delete_images, plan.store, prunable, plan.tombstone(prunable, "images", plan.request.image_rule))
+    # An interrupted deletion can only be finished, since some images are gone.
+    reasons = reasons if prunable.is_complete else []
+    plan.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, plan.store, prunable), delete)

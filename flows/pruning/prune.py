@@ -38,7 +38,7 @@ class Kept(BaseModel):
     Attributes:
         kind: what it is.
         names: policy versions, or folders.
-        reason: who needs it.
+        reason: what needs it.
     """
 
     kind: str
@@ -50,10 +50,10 @@ class PrunedRun(BaseModel):
     """What pruning did to one run, or would do.
 
     Attributes:
-        run: its name.
+        run: name of the run.
         folder: where it is stored.
-        deleted: by kind.
-        kept: by kind and reason.
+        deleted: what was deleted, by kind.
+        kept: what was kept, by kind and reason.
         notes: what else people should know.
     """
 
@@ -70,8 +70,8 @@ class PruneSummary(BaseModel):
     Attributes:
         dry_run: nothing was changed.
         bytes: freed in total.
-        schedules: whether a Prefect server was asked what it will run.
-        runs: in the order in which they were named.
+        schedules: whether a Prefect server reported what it will run.
+        runs: the runs in the order of the request.
     """
 
     dry_run: bool

@@ -1,4 +1,4 @@
-"""What `grpo prune` is asked for, as rules; every mistake is reported before anything is read."""
+"""The options of `grpo prune` as rules; every mistake is reported before anything is read."""
 
 import re
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class PruneRequest:
 
     Attributes:
         sources: runs under the root, or paths of their folders.
-        root: where runs are kept.
+        root: where runs are stored.
         policies_every: keep policy versions that are multiples of it; None for no such rule.
         policies_last: number of versions to keep at the end; None for the default.
         images_older_than: age of rollouts whose images are deleted; None keeps all.

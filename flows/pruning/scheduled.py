@@ -24,9 +24,9 @@ class ScheduledFlow:
     """A flow that will run, or is running.
 
     Attributes:
-        name: for people.
+        name: name for people.
         flow: TRAIN, EVALUATE or RESCORE.
-        parameters: its parameters, as far as the server knows them.
+        parameters: the parameters that the server knows.
     """
 
     name: str

@@ -46,8 +46,8 @@ class ReplayPlan:
         config: the configuration of the replay.
         start: the source's policy to start from; None for the initial model.
         iterations: the stored iterations to train on, in order.
-        previous_advantages: the source's advantages of the iteration before these, which contain the running moments
-            so far; None at the first iteration and when no reward needs them.
+        previous_advantages: the source's advantages of the iteration before these, which contain the running moments;
+            None at the first iteration and when no reward needs them.
     """
 
     config: ReplayConfig

@@ -1,4 +1,4 @@
-"""The replay flow: a policy learns from rollouts that another run has stored; no training rollouts are sampled."""
+"""The replay flow: train a policy from another run's stored rollouts; no training rollouts are sampled."""
 
 import time
 
@@ -27,7 +27,7 @@ class ReplaySummary(TrainSummary):
 
     Attributes:
         source: run whose rollouts were used.
-        source_iterations: its iterations, one for each update.
+        source_iterations: iterations of the source, one for each update.
         advantages: `stored`, `recomputed`, or the name of a rescoring.
         max_staleness: maximum versions between a row's policy and the policy that was trained.
         staleness: the largest of any row that was trained on.
@@ -84,7 +84,7 @@ def introduction(plan: ReplayPlan) -> str:
 def reuse_advantages(
     run: Run, plan: ReplayPlan, stored: StoredIteration, iteration: int, history: TrainingHistory
 ) -> ArtifactRef:
-    """Copy the stored advantages, or compute them from the stored rewards; the history is extended by them."""
+    """Copy the stored advantages, or compute them from the stored rewards, and add them to the history."""
     folder, title = iteration_folder(iteration), f"iteration {iteration}"
     if plan.config.replay.advantages != RECOMPUTED:
         advantages = named(copy_advantages_task, title, plan.config.placement)(stored.advantages, folder)

@@ -49,11 +49,11 @@ class RescoredRun:
 
     Attributes:
         store: the run.
-        config: its own configuration.
+        config: the run's configuration.
         rewards: the new rewards.
         advantages: how these become advantages.
-        iterations: in order, every file verified.
-        needed: by iteration, for each of its sampling rounds, what each reward needs.
+        iterations: the iterations in order, every file verified.
+        needed: scores that each reward needs, by iteration and for each of its sampling rounds.
     """
 
     store: ArtifactStore
@@ -75,8 +75,8 @@ class RescorePlan:
     """What a rescoring does.
 
     Attributes:
-        name: of the rescoring.
-        runs: in the order of the request.
+        name: name of the rescoring.
+        runs: the runs in the order of the request.
         html: another file for the report; None for none.
     """
 
@@ -147,13 +147,13 @@ def _option_problems(request: RescoreRequest) -> Iterator[InputError]:
     if request.name in (STORED, RECOMPUTED):
         yield InputError("--name", request.name, "grpo replay gives this name a meaning; choose another.")
     if len(set(request.sources)) < len(request.sources):
-        yield InputError("RUN", list(request.sources), "A run stands twice; name each once.")
+        yield InputError("RUN", list(request.sources), "A run is named twice; name each once.")
 
 
 def _plan_run(store: ArtifactStore, requested: RewardsFile, chosen: tuple[int, int] | None) -> RescoredRun:
     config = stored_config(store)
     advantages = requested.advantages or config.advantages
-    # Only the rewards are checked: the rest is done, and its files may be gone.
+    # Only the rewards are checked: the rest has run, and its files may be gone.
     mixed = config.model_copy(update={"rewards": requested.rewards, "advantages": advantages})
     problems = list(reward_contradictions(mixed))
     if problems:
@@ -191,16 +191,16 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
 
 def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:
     """Report iterations whose scores are missing and whose images were removed."""
-    lacking = [
+    missing = [
         each.number
         for each in run.iterations
         for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True)
         if any(one.section == section and one.stored is None for one in needed)
         and run.store.pruned_reason(sampling_round.rollouts) is not None
     ]
-    if lacking:
+    if missing:
         hint = (
-            f"{run.store.run} has no scores of it for iteration {', '.join(map(str, dict.fromkeys(lacking)))}, whose "
+            f"{run.store.run} has no scores of it for iteration {', '.join(map(str, dict.fromkeys(missing)))}, whose "
             "images were removed by `grpo prune`. Choose other --iterations, or rewards whose scores are stored."
         )
         yield InputError(place, section.reward, hint)

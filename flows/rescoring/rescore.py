@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from configs.schema import RewardsFile
 from flows.pipeline.forms import RescoreForm
-from flows.pipeline.stages import named, recording, score_concurrently
+from flows.pipeline.stages import artifact_key, named, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
@@ -45,7 +45,7 @@ class RescoreSummary(BaseModel):
     """The results of a rescoring.
 
     Attributes:
-        name: of the rescoring.
+        name: name of the rescoring.
         runs: names of the runs.
         iterations: number over all runs.
         samples: number over all runs.
@@ -136,7 +136,7 @@ def open_folder(name: str, run: RescoredRun) -> None:
 
 
 def score_missing(name: str, run: RescoredRun, stored: StoredIteration, index: int) -> SamplingRound:
-    """Return a sampling round with the requested scores; the missing ones are computed side by side."""
+    """Return a sampling round with the requested scores; the missing ones are computed concurrently."""
     rollouts, needed = stored.rounds[index].rollouts, run.needed[stored.number][index]
     missing = [each for each in needed if each.stored is None]
     computed = score_concurrently(
@@ -188,8 +188,8 @@ def report(
 async def publish(name: str, comparison: RescoringComparison) -> None:
     """Show the comparison in Prefect's UI."""
     rows = [dict(zip(HEADINGS, row, strict=True)) for row in reward_rows(comparison)]
-    key = f"grpo-rescore-{name}".lower().replace(".", "-").replace("_", "-")
-    await acreate_table_artifact(rows, key=key, description=f"{', '.join(comparison.runs)}: scored again as {name}")
+    description = f"{', '.join(comparison.runs)}: scored again as {name}"
+    await acreate_table_artifact(rows, key=artifact_key(f"rescore-{name}"), description=description)
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""What `grpo rewards analyse` does: a run's scores looked over, some of them made again, pages and plots written."""
+"""`grpo rewards analyse`: analyse a run's scores, compute some of them again, and write the page and the plots."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,20 +30,20 @@ from tasks.runs.stored import STORED, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 
 REPEATED = 32
-"""Samples that are scored once more to see whether the same image gets the same score."""
+"""Samples that are scored again, to see whether the same image gets the same score."""
 
 
 @dataclass(frozen=True)
 class AnalysisRequest:
-    """The options as they were given.
+    """The options of `grpo rewards analyse`.
 
     Attributes:
         source: a run under the root, or the path of its folder.
-        root: where runs are kept.
+        root: where runs are stored.
         iterations: `A-B` or `A`; None for all.
-        rescored: name of a rescoring whose scores are looked at; None for those that were trained on.
-        repeats: samples that are scored once more; 0 for none.
-        html: file for the page beside the one in the run; None for no other.
+        rescored: name of a rescoring whose scores are analysed; None for the run's own.
+        repeats: number of samples to score again; 0 for none.
+        html: another file for the page; None for no other.
     """
 
     source: str
@@ -58,11 +58,11 @@ class AnalysisSummary(BaseModel):
     """What `--json` prints.
 
     Attributes:
-        run: whose scores were looked at.
-        folder: where page, plots and figures are.
+        run: name of the run.
+        folder: where the page, the plots and the metrics are stored.
         watch: guardrails that have fallen while the held-out reward rose, in words.
-        not_repeated: rewards that could not be asked again, and why.
-        analysis: every figure.
+        not_repeated: rewards that could not score again, and why.
+        analysis: every metric.
     """
 
     run: str
@@ -73,7 +73,7 @@ class AnalysisSummary(BaseModel):
 
 
 def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAnalysis]:
-    """Look a run's scores over, and keep what was found in its `analysis` folder.
+    """Analyse a run's scores and store the results in its `analysis` folder.
 
     Raises:
         InputError, InputErrors: with the option, the value and the hint.
@@ -81,7 +81,7 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
     if request.html is not None:
         require_page_path(request.html)
     if request.repeats < 0:
-        raise InputError("--repeats", request.repeats, "Give a whole number of samples; 0 scores none again.")
+        raise InputError("--repeats", request.repeats, "Give a number of samples; 0 scores none again.")
     store = find_run(request.source, request.root)
     config = stored_config(store)
     sections, rounds = _scored_rounds(store, config, request)
@@ -110,7 +110,7 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
 def _scored_rounds(
     store: ArtifactStore, config: RunConfig, request: AnalysisRequest
 ) -> tuple[tuple[RewardSection, ...], dict[int, tuple[SamplingRound, ...]]]:
-    """The rewards, and each iteration's draws with their scores."""
+    """Return the rewards, and the sampling rounds of each iteration with their scores."""
     chosen = None if request.iterations is None else read_range(request.iterations)
     stored = read_iterations(store, chosen, request.rescored or STORED)
     if request.rescored is None:
@@ -123,12 +123,12 @@ def _scored_rounds(
     rounds: dict[int, tuple[SamplingRound, ...]] = {}
     for each in stored:
         found = needed_scores(store, each, rewards)
-        if missing := {one.section.label for draw in found for one in draw if one.stored is None}:
+        if missing := {one.section.label for needed in found for one in needed if one.stored is None}:
             hint = f"Scores of {', '.join(sorted(missing))} are missing in iteration {each.number}; run it again."
             raise InputError("--rescored", request.rescored, hint)
         rounds[each.number] = tuple(
-            replace(draw, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
-            for draw, needed in zip(each.rounds, found, strict=True)
+            replace(stored_round, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
+            for stored_round, needed in zip(each.rounds, found, strict=True)
         )
     return rewards, rounds
 
@@ -136,7 +136,7 @@ def _scored_rounds(
 def _score_again(
     store: ArtifactStore, sections: Sequence[RewardSection], rounds: Mapping[int, Sequence[SamplingRound]], samples: int
 ) -> tuple[pl.DataFrame | None, dict[str, str]]:
-    """The last iteration's first samples once more, by every reward that can be asked here."""
+    """Score the last iteration's first samples again by every reward that can run here."""
     able, unable = [], {}
     for section in sections:
         problems = build_reward(section.reward, section.settings).preflight()
@@ -154,7 +154,7 @@ def _score_again(
 
 
 def _watch(store: ArtifactStore, config: RunConfig) -> tuple[tuple[HackingSign, ...], dict[str, bytes]]:
-    """Signs of hacking by the run's own rule, and the image of it; nothing where no guardrail was scored."""
+    """Find signs of reward hacking by the run's rule, and plot them; nothing without scored guardrails."""
     evaluated = [each for each in read_run(RunReader(store)).evaluations if each.guardrails]
     if not evaluated:
         return (), {}

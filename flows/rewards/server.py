@@ -24,10 +24,10 @@ from grpo_core.rewards.reward import Reward, ScoringBatch, provenance_of, score_
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 MAX_REQUEST_PIXELS = 16 * wire.MAX_PIXELS
-"""Of all images of a request together: 256 of 1024x1024."""
+"""Pixels of all images of a request together: 256 of 1024x1024."""
 
 MAX_REQUESTS = 16
-"""Requests that are held at a time; further ones are sent away with status 429."""
+"""Requests that are processed at a time; further ones are refused with status 429."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class _Refused(Exception):
     """A request that the server refuses.
 
     Args:
-        status: of the answer.
-        reason: for its body.
+        status: HTTP status of the answer.
+        reason: text of its body.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -49,12 +49,12 @@ class RewardService:
     """Answers the requests of a server.
 
     Args:
-        rewards: by their names in requests.
+        rewards: the rewards by their names in requests.
         token: the bearer token of every request; None to require none.
         concurrency: batches scored at a time, each in a thread.
-        max_requests: requests held at a time.
+        max_requests: requests that are processed at a time.
         max_body_bytes: largest body of a request.
-        max_pixels: of all images of a request together; bytes do not bound them, as a black image has hardly any.
+        max_pixels: pixels of all images of a request together, which its bytes do not bound.
 
     Raises:
         InputError: a weight file is missing or not the right one.
@@ -74,7 +74,7 @@ class RewardService:
         self._token = token
         self._threads = anyio.CapacityLimiter(concurrency)
         self._max_requests, self._max_body_bytes, self._max_pixels = max_requests, max_body_bytes, max_pixels
-        self._held = 0
+        self._pending = 0
 
     async def describe(self, request: Request) -> JSONResponse:
         """Answer GET /v1/describe."""
@@ -87,9 +87,9 @@ class RewardService:
 
     async def score(self, request: Request) -> JSONResponse:
         """Answer POST /v1/score."""
-        if self._held >= self._max_requests:
-            return _refusal(_Refused(429, f"{self._held} requests are waiting already"), {"Retry-After": "1"})
-        self._held += 1
+        if self._pending >= self._max_requests:
+            return _refusal(_Refused(429, f"{self._pending} requests are waiting already"), {"Retry-After": "1"})
+        self._pending += 1
         try:
             self._check_token(request)
             body = await self._body(request)
@@ -102,7 +102,7 @@ class RewardService:
             _LOGGER.exception("a batch could not be scored")
             return _refusal(_Refused(500, f"the reward raised {type(error).__name__}; the server's log says more"))
         finally:
-            self._held -= 1
+            self._pending -= 1
 
     def _check_token(self, request: Request) -> None:
         if self._token is None:
@@ -176,7 +176,7 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     max_pixels: int = MAX_REQUEST_PIXELS,
 ) -> FastAPI:
-    """The application; its arguments are those of :class:`RewardService`.
+    """Make the application; its arguments are those of :class:`RewardService`.
 
     Raises:
         InputError: a weight file is missing or not the right one.
@@ -197,19 +197,19 @@ def serve(
     concurrency: int = 2,
     report_progress: Callable[[str], None] = print,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; what is being scored then is finished, for up to ten seconds.
+    """Serve until SIGTERM or Ctrl-C; batches that are being scored are finished, for up to ten seconds.
 
     Args:
-        rewards: by their names in requests.
-        host: to listen on; beyond this machine only with a token.
+        rewards: the rewards by their names in requests.
+        host: address to listen on; one that other machines can reach requires a token.
         port: 0 for any that is free.
         token_env: environment variable with the token; None to require none.
         concurrency: batches scored at a time.
-        report_progress: is called with one line, the server's address, when requests are accepted.
+        report_progress: called with one line, the server's address, when requests are accepted.
 
     Raises:
         InputErrors: rewards that are not ready, each problem with its hint.
-        InputError: no token where one is due; an address that cannot be listened on.
+        InputError: a required token is missing; an address that cannot be listened on.
     """
     problems = [
         InputError(f"rewards.{name}", "not ready", p) for name, reward in rewards.items() for p in reward.preflight()
@@ -241,7 +241,7 @@ def _address(listener: socket.socket) -> str:
 
 
 def _run(server: uvicorn.Server, listener: socket.socket) -> None:
-    # When uvicorn has ended it raises the signal that ended it once more, for the handlers that stood before its own.
+    # When uvicorn has ended it raises the signal that ended it once more, for the previous handlers.
     signals = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, lambda *_: None) for number in signals}
     try:

@@ -19,8 +19,8 @@ class Access:
     """How the server can be reached.
 
     Attributes:
-        host: to listen on.
-        port: to listen on.
+        host: address to listen on.
+        port: port to listen on.
         url: where browsers, runs and workers find it, without a path; behind a proxy, the proxy's.
         auth: `user:password` that every request must carry; None for no authentication.
         csrf: whether a page in a browser needs the server's token to change anything.
@@ -69,8 +69,8 @@ def decide_access(
     """Check the options, and refuse those that would leave the server open.
 
     Args:
-        host: to listen on.
-        port: to listen on.
+        host: address to listen on.
+        port: port to listen on.
         url: where others find the server; None for http://HOST:PORT.
         auth: whether requests need a user and a password; always true if the environment sets them for the server.
         csrf: whether to protect against other sites' pages in a browser; always true unless the host is loopback.

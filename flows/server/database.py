@@ -20,7 +20,7 @@ _HINTS: Mapping[str, str] = {
     "3D000": 'The database does not exist: as an administrator, CREATE DATABASE "..." OWNER ... .',
     "42501": "The user may not create tables there: as an administrator, ALTER DATABASE ... OWNER TO that user.",
 }
-"""By SQLSTATE."""
+"""Hints by SQLSTATE."""
 
 
 def choose_database(given: str | None, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -53,7 +53,7 @@ def choose_database(given: str | None, environment: MutableMapping[str, str] = o
         raise InputError(place, shown, f"Prefect keeps its records in SQLite or PostgreSQL: {FORM}.")
     query = dict(url.query)
     if "sslmode" in query:
-        # libpq's name for it, which asyncpg does not know.
+        # libpq's name of the parameter, which asyncpg does not know.
         query["ssl"] = query.pop("sslmode")
     for variable in VARIABLES:
         environment.pop(variable, None)

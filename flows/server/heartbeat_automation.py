@@ -10,9 +10,9 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
-NAME = "grpo: silent runs have crashed"
+NAME = "grpo: runs without heartbeats have crashed"
 
-SILENCE = timedelta(seconds=75)
+HEARTBEAT_TIMEOUT = timedelta(seconds=75)
 """Two and a half heartbeats of 30 s, the interval that flows.prefect_settings sets."""
 
 FLOWS = ("grpo *", "collect rollouts", "score reward", "compute advantages", "update policy")
@@ -32,9 +32,9 @@ def heartbeat_automation() -> AutomationCore:
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=SILENCE,
+        within=HEARTBEAT_TIMEOUT,
     )
-    message = f"no heartbeat for {SILENCE.seconds} s; start the run again and it goes on from its last artifact"
+    message = f"no heartbeat for {HEARTBEAT_TIMEOUT.seconds} s; start the run again to resume from its last artifact"
     return AutomationCore(
         name=NAME,
         description="A flow run whose process or machine died is marked as crashed.",
@@ -47,7 +47,7 @@ async def ensure_automations(client: "PrefectClient") -> bool:
     """Register the automation once, or update the one that differs; one that was disabled stays disabled.
 
     Args:
-        client: of the server.
+        client: client of the server.
 
     Returns:
         Whether anything was changed.
@@ -87,7 +87,7 @@ async def extend_deadline() -> None:
     from prefect.server.database import provide_database_interface
 
     db = provide_database_interface()
-    deadline = datetime.now(UTC) + SILENCE
+    deadline = datetime.now(UTC) + HEARTBEAT_TIMEOUT
     ours = sa.select(db.Automation.id).where(db.Automation.name == NAME).scalar_subquery()
     extended = (
         sa.update(db.AutomationBucket)

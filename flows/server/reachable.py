@@ -26,8 +26,8 @@ def require_server() -> None:
     """Refuse to begin when the configured server cannot be used; without one, do nothing.
 
     Raises:
-        InputError: it does not answer in time, wants another password, is not Prefect's, or is of a release that does
-            not go with this one.
+        InputError: it does not answer in time, requires another password, is not Prefect's, or is of an incompatible
+            release.
     """
     url = server_url()
     if url is None:
@@ -127,7 +127,7 @@ def server_database() -> str | None:
 
 
 def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object:
-    """Ask once; with its own settings Prefect's client would retry for minutes."""
+    """Send one request; with its own settings Prefect's client would retry for minutes."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError

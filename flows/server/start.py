@@ -26,8 +26,8 @@ class ServerRequest:
     """The options of `grpo ui`.
 
     Attributes:
-        host: to listen on.
-        port: to listen on; 0 for any free one.
+        host: address to listen on.
+        port: port to listen on; 0 for any free one.
         url: where others find the server; None for http://HOST:PORT.
         auth: whether requests need a user and a password.
         csrf: whether pages in a browser need the server's token.
@@ -47,7 +47,7 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
 
     Args:
         request: the options.
-        report_progress: called with each line for people; with PREFECT_API_URL once requests are accepted.
+        report_progress: called with each line for people; shows PREFECT_API_URL once requests are accepted.
 
     Raises:
         InputError: the address would leave the server open or is in use, or the database cannot be used.
@@ -81,7 +81,7 @@ def _settle(access: Access) -> None:
     """Set the environment, which Prefect reads when it is imported."""
     for name, value in LASTING_SERVER.items():
         os.environ.setdefault(name, value)
-    # For other commands the console is silent because they report failures themselves.
+    # Other commands report failures themselves, so their console shows no logs.
     if os.environ.get("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL") == CLIENT["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"]:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "NOTSET"
     os.environ.update(access.settings())

@@ -35,7 +35,7 @@ THUMBNAIL = 16
 """Characters across an image; each character is two pixels, one above the other."""
 
 LETTERS = 400
-"""Of a text; the page has the whole of it."""
+"""Letters of a text that are shown; the page has all of it."""
 
 
 def report(inspection: Inspection, html: Path | None, *, to_stderr: bool) -> None:
@@ -204,7 +204,7 @@ def _has_colours(console: Console) -> bool:
 
 
 def thumbnail(image: Image.Image, across: int = THUMBNAIL) -> Text:
-    """An image in half blocks: the upper pixel is the character's colour, the lower one its background."""
+    """Convert an image to half blocks: the upper pixel is the character's colour, the lower one its background."""
     down = max(2, 2 * round(across * image.height / image.width / 2))
     small = image.resize((across, down), Image.Resampling.BOX)
     text = Text(no_wrap=True)

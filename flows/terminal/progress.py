@@ -37,7 +37,7 @@ def training_progress(console: Console | None = None) -> Iterator[None]:
     """Show how far each stage is: a bar in a terminal; elsewhere one line when it ends.
 
     Args:
-        console: where; by default stderr.
+        console: console to print on; by default stderr.
     """
     console = console or stderr()
     if not console.is_terminal:
@@ -63,7 +63,7 @@ class _Bars:
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
         self.tasks: dict[str, TaskID] = {}
-        # Rewards that are scored side by side report from their own threads.
+        # Rewards that are scored concurrently report from their own threads.
         self.lock = threading.Lock()
 
     def advance(self, stage: str, done: int, total: int) -> None:

@@ -42,7 +42,7 @@ def show_analysis(analysis: RewardAnalysis, console: Console) -> None:
     found = findings(analysis)
     if found:
         lines = Text("\n").join(plain(f"{finding.subject} {finding.text}") for finding in found)
-        console.print(Panel(lines, title="worth a look before training on these", border_style="yellow"))
+        console.print(Panel(lines, title="check before training on these", border_style="yellow"))
     size = f"{counted(analysis.samples, 'sample')} in {counted(analysis.groups, 'group')}"
     console.print(reward_table(f"Rewards, {size}", HEADINGS, list(reward_rows(analysis)), console))
     if analysis.agreements:

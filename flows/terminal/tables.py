@@ -16,12 +16,12 @@ NAME_WIDTH = 28
 
 
 def stderr() -> Console:
-    """A console on stderr; stdout is for `--json`."""
+    """Return a console on stderr; stdout is for `--json`."""
     return Console(stderr=True)
 
 
 def plain(text: str) -> Text:
-    """Text that is data: no markup, and no control characters that a terminal would obey."""
+    """Return text that is data: no markup, and no control characters that a terminal would obey."""
     return Text("".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text))
 
 
@@ -32,7 +32,7 @@ def relative(path: str) -> str:
 
 
 def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values; both are data."""
+    """Make a table of names and values; both are data."""
     table = Table(title=plain(title), title_justify="left", show_header=False, box=box.SIMPLE)
     table.add_column()
     table.add_column(overflow="fold")
@@ -42,12 +42,12 @@ def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Table:
-    """A table whose cells are data and fold where they are too wide.
+    """Make a table whose cells are data and fold where they are too wide.
 
     Args:
-        title: above it.
-        headings: of the columns.
-        rows: cells.
+        title: title above the table.
+        headings: headings of the columns.
+        rows: cells of each row.
         right: columns of numbers, aligned to the right and never folded.
     """
     table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
@@ -60,11 +60,11 @@ def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]],
 
 
 def reward_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """A table with one row per reward, as wide as it needs; a list per reward when the terminal is too narrow.
+    """Make a table with one row per reward, or a list per reward when the terminal is too narrow.
 
     Args:
-        title: above it.
-        headings: of the columns, the first one the reward's.
+        title: title above the table.
+        headings: headings of the columns, the first one the reward's.
         rows: cells of at least one row; empty cells are left out of a list.
         console: where it is printed.
     """

@@ -1,4 +1,4 @@
-"""Makes the shipped tiny GLM-Image again from its recipe: token model, decoder, files, measurements, prompt files.
+"""Make the shipped tiny GLM-Image again from its recipe: token model, decoder, files, measurements, prompt files.
 
 `python -m flows.tiny_models.glm_image`; the same recipe gives the same weights on the same machine.
 """
@@ -38,21 +38,21 @@ TEMPERATURES = (1.0, 0.7)
 
 @task(name="train token model", cache_policy=NO_CACHE)
 def train_token_model(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> AutoregressiveMetrics:
-    """Cross-entropy on the tokens of captioned images; changes the pipeline in place."""
+    """Train with cross-entropy on the tokens of captioned images; changes the pipeline in place."""
     report_progress = progress_of("train token model", recipe.autoregressive_steps)
     return train_autoregressive(pipeline, recipe, lambda step, steps, loss: report_progress(step))
 
 
 @task(name="train decoder", cache_policy=NO_CACHE)
 def train_image_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
-    """Flow matching from tokens to pixels; changes the pipeline in place."""
+    """Train with flow matching from tokens to pixels; changes the pipeline in place."""
     report_progress = progress_of("train decoder", recipe.decoder_steps)
     return train_decoder(pipeline, recipe, lambda step, steps, loss: report_progress(step))
 
 
 @task(name="measure and save", cache_policy=NO_CACHE)
 def measure_and_save(pipeline: GlmImagePipeline, recipe: TinyRecipe, measured: dict[str, object], folder: Path) -> None:
-    """Save, load again as a user would, measure on held-out captions, and write the recipe beside it."""
+    """Save, load again as a user would, measure on held-out captions, and write the recipe next to it."""
     _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
     save_tiny_model(pipeline, folder)
     reports = [asdict(evaluate_tiny_model(folder, unseen, temperature=warm)) for warm in TEMPERATURES]
@@ -61,7 +61,7 @@ def measure_and_save(pipeline: GlmImagePipeline, recipe: TinyRecipe, measured: d
 
 @task(name="write prompt files", cache_policy=NO_CACHE)
 def write_prompt_files(recipe: TinyRecipe) -> None:
-    """Prompts and target images for training by rewards; the held-out ones were never seen before."""
+    """Write prompts and target images for training with rewards; the model has never seen the held-out ones."""
     seen, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
     for name, scenes, count in (
         (TRAIN_FILE, seen, recipe.train_prompts),
@@ -72,7 +72,7 @@ def write_prompt_files(recipe: TinyRecipe) -> None:
 
 @flow(name="tiny model", validate_parameters=False)
 def make_tiny_model(recipe: TinyRecipe, folder: Path) -> None:
-    """Build, train, save, measure. The previous model stays until the new one is whole."""
+    """Build, train, save, measure. The previous model is replaced once the new one is complete."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     pipeline = build_pipeline(recipe)

@@ -1,4 +1,4 @@
-"""Makes the shipped tiny text model again from its recipe: weights, files, measurements, prompt files.
+"""Make the shipped tiny text model again from its recipe: weights, files, measurements, prompt files.
 
 `python -m flows.tiny_models.text`; the same recipe gives the same weights on the same machine.
 """
@@ -39,7 +39,7 @@ TEMPERATURES = (1.0, 0.1)
 def train_text_model(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe
 ) -> TrainingMetrics:
-    """Cross-entropy on imperfect answers; changes the model in place."""
+    """Train with cross-entropy on imperfect answers; changes the model in place."""
     report_progress = progress_of("train text model", recipe.steps)
     return train_model(model, tokenizer, recipe, lambda step, steps, loss: report_progress(step))
 
@@ -52,7 +52,7 @@ def measure_and_save(
     measured: dict[str, object],
     folder: Path,
 ) -> None:
-    """Save, load again as a user would, measure on held-out words, and write the recipe beside it."""
+    """Save, load again as a user would, measure on held-out words, and write the recipe next to it."""
     _, unseen = split_words(recipe.seed, train=0, heldout=recipe.heldout_words)
     save_tiny_text_model(model, tokenizer, folder)
     reports = [asdict(evaluate_tiny_text_model(folder, unseen, temperature=warm)) for warm in TEMPERATURES]
@@ -61,13 +61,13 @@ def measure_and_save(
 
 @task(name="write text prompt files", cache_policy=NO_CACHE)
 def write_files(recipe: TinyTextRecipe) -> None:
-    """Prompts with their answers for training by rewards; the held-out ones were never seen before."""
+    """Write prompts with their answers for training with rewards; the model has never seen the held-out ones."""
     write_prompt_files(recipe, DATA / "prompts")
 
 
 @flow(name="tiny text model", validate_parameters=False)
 def make_tiny_text_model(recipe: TinyTextRecipe, folder: Path) -> None:
-    """Build, train, save, measure. The previous model stays until the new one is whole."""
+    """Build, train, save, measure. The previous model is replaced once the new one is complete."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     tokenizer = build_tokenizer()

@@ -1,4 +1,4 @@
-"""What a training flow has seen so far, and the report of each iteration."""
+"""The history of a training flow, and the report of each iteration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from configs.schema import RunConfig
 from flows.pipeline.run import Run
+from flows.pipeline.stages import artifact_key
 from grpo_core.rewards.hacking import HackingSign
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
@@ -20,7 +21,7 @@ LOGGED_METRICS = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "
 
 @dataclass
 class TrainingHistory:
-    """What a training flow has seen so far.
+    """The finished iterations and evaluations of a training flow.
 
     Attributes:
         iterations: one record per finished iteration.
@@ -69,7 +70,7 @@ async def report_iteration(
         history: extended by the iteration.
         policy: the version that the iteration made.
         rounds: rollouts and rewards.
-        advantages: of all rounds.
+        advantages: advantages of all rounds.
         replayed: whether another run sampled the rounds and counts their metrics.
     """
     assert policy.checkpoint is not None
@@ -100,8 +101,7 @@ def format_progress_line(record: IterationRecord, iterations: int) -> str:
 async def publish(run: Run, history: TrainingHistory) -> None:
     """Show the last iteration's report and table in Prefect's UI."""
     name, record = run.config.run.name, history.iterations[-1]
-    key = f"grpo-{name}".lower().replace(".", "-").replace("_", "-")
     title = f"{name}, iteration {record.iteration}"
     markdown = iteration_markdown(run.store, name, history.iterations)
-    await acreate_markdown_artifact(markdown, key=f"{key}-report", description=title)
-    await acreate_table_artifact(iteration_table(record), key=f"{key}-metrics", description=title)
+    await acreate_markdown_artifact(markdown, key=artifact_key(f"{name}-report"), description=title)
+    await acreate_table_artifact(iteration_table(record), key=artifact_key(f"{name}-metrics"), description=title)

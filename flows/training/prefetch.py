@@ -14,7 +14,7 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """What an iteration learns from.
+    """The rollouts that an iteration learns from.
 
     Attributes:
         policy: the version that sampled it.
@@ -31,8 +31,7 @@ class ScoredRollouts:
 class RolloutPrefetcher:
     """Samples iteration after iteration, each with the policy that is `run.staleness` versions behind the newest.
 
-    The iteration's number decides which policy samples it, not which thread is faster; so a run that is repeated, or
-    runs elsewhere, is the same.
+    The iteration's number alone decides which policy samples it, not which thread is faster, so runs are reproducible.
 
     Attributes:
         section: iterations and staleness of the run.

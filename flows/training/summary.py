@@ -2,10 +2,10 @@
 
 from configs.sections import TextRolloutSection
 from flows.pipeline.run import Run
-from flows.pipeline.run_summary import RunSummary
 from flows.training.evaluation import write_watch_plot
 from flows.training.history import TrainingHistory
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
+from tasks.runs.run_view import RunSummary
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 

@@ -3,13 +3,13 @@
 One iteration, with the record that each stage passes on:
 
     policy v ---PolicyRef---> collect rollouts ---ArtifactRef---> score rewards ---{label: ArtifactRef}---+
-                              (RolloutPlan)                       (one task per reward, side by side)     |
+                              (RolloutPlan)                       (one task per reward, concurrent)       |
                                                                                                           v
     policy v+1 <---PolicyRef--- update policy <---ScoredRollouts--- compute advantages <---SamplingRound--+
 
 Each stage is one Prefect task. It reads artifacts, makes one call into grpo_core, writes one artifact and returns a
 reference to it, never a tensor. A stage whose inputs and settings are unchanged is not run again: its stored artifact
-is used, so a run that was interrupted resumes at the stage that it had reached.
+is used, so an interrupted run resumes at the stage that it had reached.
 """
 
 import time
@@ -60,7 +60,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
 
 
 def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, iteration: int) -> ScoredRollouts:
-    """Stages 1 to 3: sample groups, score them, and compare siblings.
+    """Sample groups, score them, and compare siblings: stages 1 to 3.
 
     With `advantages.constant_groups: redraw`, groups without a difference in reward are replaced in further sampling
     rounds, up to `advantages.max_rounds` (Yu et al., 2025, DAPO, arXiv:2503.14476, section 3.2, dynamic sampling).
@@ -69,19 +69,19 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
         run: the open run.
         history: advantages of earlier iterations, which the curriculum and running moments need; extended.
         policy: the version that samples.
-        iteration: from 1.
+        iteration: number, from 1.
     """
-    section, wanted = run.config.advantages, run.config.rollout.prompts_per_iteration
+    section, prompts = run.config.advantages, run.config.rollout.prompts_per_iteration
     rounds: tuple[SamplingRound, ...] = ()
     plans: tuple[RolloutPlan, ...] = ()
-    count, statistics = wanted, history.statistics(run)
+    count, statistics = prompts, history.statistics(run)
     for sampling_round in range(1, section.max_rounds + 1):
         plan = run.plan(iteration, sampling_round, count, statistics, plans)
         rollouts = collect_rollouts(run, policy, plan)
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
         rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
         advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.last_advantages)
-        count = wanted - int(advantages.metrics["groups_kept"])
+        count = prompts - int(advantages.metrics["groups_kept"])
         if section.constant_groups != "redraw" or count <= 0:
             break
     history.sampled.append(advantages)
@@ -89,13 +89,13 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
 
 
 def train_policy(run: Run, policy: PolicyRef, batch: ScoredRollouts, iteration: int) -> PolicyRef:
-    """Stage 4: one update; rows that an older version sampled count by their importance weights.
+    """Make one update, stage 4; rows that an older version sampled are weighted by importance.
 
     Args:
         run: the open run.
         policy: the version to train.
         batch: rollouts and advantages of the iteration.
-        iteration: from 1.
+        iteration: number, from 1.
     """
     staleness = policy.version - batch.policy.version
     update = corrected(run.update, CORRECTION) if staleness else run.update

@@ -28,10 +28,10 @@ class StageChild(ChildProcess):
 
 
 async def carry_out_call(root: str, run: str, call: str, timeout: float | None = None) -> None:
-    """Run the stage of a call in a run's folder, and leave the outcome next to the call.
+    """Run the stage of a call in a run's folder, and write the outcome next to the call.
 
     Args:
-        root: where runs are kept.
+        root: where runs are stored.
         run: name of the run that requests it.
         call: the call's digest.
         timeout: seconds that the stage may take; None for no limit.
@@ -48,7 +48,7 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
         child.end()
         raise
     except StageCancelledError:
-        # Nobody waits for an outcome.
+        # No run waits for the outcome.
         store.clear_abandoned()
         raise
     except (LostStageError, StageTimeoutError) as error:

@@ -1,4 +1,4 @@
-"""`grpo worker POOL`: runs stages in one child that keeps its model, and other flows in processes of their own."""
+"""`grpo worker POOL`: run stages in one child that keeps its model, and other flows in separate processes."""
 
 import contextlib
 import os
@@ -39,15 +39,15 @@ _SECONDS_BETWEEN_RUNS = 5.0
 
 
 class ResidentWorker(ProcessWorker):
-    """Runs one flow at a time: a stage in the child that keeps the model, any other flow in a process of its own.
+    """Runs one flow at a time: a stage in the child that keeps the model, any other flow in a separate process.
 
-    Two of them share a process and its machine, so that a run can go on next to the stages that it waits for.
+    Two of them share a process and its machine, so that a run can continue while its stages run.
 
     Args:
-        pool: that it serves.
-        queues: of the pool, those that it polls.
-        name: on the server.
-        polling: lock of the two, for the one that polls.
+        pool: the pool that it serves.
+        queues: queues of the pool that it polls.
+        name: its name on the server.
+        polling: lock that lets one of the two poll at a time.
         pause: minimum seconds between two polls; Prefect's setting applies to both workers.
     """
 
@@ -64,7 +64,7 @@ class ResidentWorker(ProcessWorker):
         self._names: dict[UUID, str] = {}
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
-        """Take a flow run that is due, unless the other worker runs one that needs the whole machine."""
+        """Take a flow run that is due, unless the other worker runs one that needs the machine."""
         async with self._polling:
             early = time.monotonic() - self._polled < self._pause
             if early or (self.other is not None and self.other.needs_the_machine()):
@@ -111,7 +111,7 @@ class ResidentWorker(ProcessWorker):
             state = Cancelled()
             await self.client.set_flow_run_state(flow_run.id, state, force=True)
         log(f"{flow_run.name}: {state.name.lower()}")
-        # A stage that failed has told its run; the worker itself did not fail.
+        # A failed stage has reported its error to its run; the worker itself did not fail.
         return ProcessWorkerResult(status_code=0, identifier=str(os.getpid()))
 
     async def _end_when_cancelled(self, flow_run: FlowRun, cancelled: anyio.Event) -> None:
@@ -123,7 +123,7 @@ class ResidentWorker(ProcessWorker):
                 self._child.end()
                 return
             except (httpx.HTTPError, PrefectHTTPStatusError):
-                # A stage goes on while the server is unreachable.
+                # A stage continues while the server is unreachable.
                 continue
             if state is not None and state.is_cancelling():
                 cancelled.set()
@@ -134,8 +134,8 @@ class ResidentWorker(ProcessWorker):
 def needs_the_machine(parameters: Mapping[str, Any]) -> bool:
     """Return whether the parameters are those of a stage, or of a training run that runs every stage itself.
 
-    A run with a stage on a pool waits most of its time. If nothing else ran meanwhile, runs could wait for each other,
-    or for themselves, for ever.
+    A run with a stage on a pool waits most of its time. If nothing else ran meanwhile, runs could wait forever
+    for each other or for themselves.
     """
     config = parameters.get("config")
     if not isinstance(config, Mapping):

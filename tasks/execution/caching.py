@@ -1,7 +1,7 @@
 """The key of a stage's result: its name, its code, and a description of its inputs by content.
 
-Titles, the name of the run, placement and what changes memory alone are not part of it: they change no result. Another
-device, thread count or batch rounds the last bits otherwise, and what was made with it stays valid.
+Titles, the name of the run, placement and settings that change only memory are not part of it: they change no result.
+Another device, thread count or batch size rounds the last bits differently; existing results stay valid.
 """
 
 import functools
@@ -34,16 +34,16 @@ _ACCEPTED: ContextVar[Mapping[str, str]] = ContextVar("accepted_code")
 
 
 def accept_code(accepted: Mapping[str, str]) -> None:
-    """Let keys of this context name changed code by the fingerprint of the code that the run was begun with.
+    """Let keys of this context name changed code by the fingerprint of the code that the run began with.
 
     Args:
-        accepted: by the fingerprint of the changed code, the fingerprint that stands in the keys.
+        accepted: maps the fingerprint of changed code to the fingerprint that the keys contain.
     """
     _ACCEPTED.set(accepted)
 
 
 def accepted_fingerprint(roots: tuple[str, ...]) -> str:
-    """The fingerprint of the code that the roots reach, as it stands in keys."""
+    """Return the fingerprint of the code that the roots reach, as keys contain it."""
     fingerprint = code_fingerprint(roots)
     return _ACCEPTED.get({}).get(fingerprint, fingerprint)
 
@@ -54,8 +54,8 @@ class StageKey(CachePolicy):
 
     Attributes:
         stage: name of the stage, the readable part of the key.
-        roots: from the inputs, where the stage's code begins.
-        describe: the inputs that determine the result, as JSON values.
+        roots: returns where the stage's code begins, given the inputs.
+        describe: returns the inputs that determine the result, as JSON values.
     """
 
     stage: str = ""
@@ -69,14 +69,14 @@ class StageKey(CachePolicy):
         flow_parameters: dict[str, Any],
         **kwargs: Any,
     ) -> str:
-        """The key: `<stage>-<sha256>`."""
+        """Return the key: `<stage>-<sha256>`."""
         code = accepted_fingerprint(self.roots(inputs))
         text = json.dumps({"stage": self.stage, "code": code, **self.describe(inputs)}, sort_keys=True, allow_nan=False)
         return f"{self.stage}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
-    """The stage's task under a title, with its record in the run's folder, tried again as the placement says."""
+    """Return the stage's task with a title, its record in the run's folder and the placement's retries."""
     return stage.with_options(task_run_name=title, result_storage=current_records(), **retry_options(placement))
 
 
@@ -88,14 +88,14 @@ def stage_task(
     sharding: Sharding | None = None,
     modules: Roots = lambda arguments: (),
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """A Prefect task whose result is a reference, kept under the stage's key and verified when it is used again.
+    """Make a Prefect task whose result is a reference, stored under the stage's key and verified when it is reused.
 
     Args:
         name: the stage, as the UI and the command line call it.
-        describe: the inputs that determine the result, as JSON values.
-        kind: its section of the placement, which is one of its arguments; None: it always runs in this process.
-        sharding: how it is cut and joined, where it can be.
-        modules: from the inputs, modules that the stage imports by a name put together while it runs.
+        describe: returns the inputs that determine the result, as JSON values.
+        kind: section of the placement, which is one of its arguments; None if it always runs in this process.
+        sharding: how it is cut and joined; None if it cannot be cut.
+        modules: returns the modules that the stage imports by a name composed at run time, given the inputs.
     """
 
     def decorate(function: Callable[P, R]) -> Task[P, R]:

@@ -1,4 +1,4 @@
-"""A stage and its arguments as JSON, for another process or machine, and what came of it."""
+"""A stage and its arguments as JSON, for another process or machine, and its outcome."""
 
 import hashlib
 import inspect
@@ -33,12 +33,12 @@ class StageCall(BaseModel):
     """A stage to be run elsewhere.
 
     Attributes:
-        stage: its name.
-        storage: the root as any process of any machine of the run finds it, and the folder for copies of what is read.
-        run: whose artifacts it reads and writes.
+        stage: name of the stage.
+        storage: the root as every machine of the run finds it, and the folder for copies of what is read.
+        run: name of the run whose artifacts it reads and writes.
         roots: where the stage's code begins.
-        code: digest of that code and of the libraries' versions; others would make something else.
-        arguments: of the stage's function, as JSON values.
+        code: digest of that code and of the libraries' versions, which the worker must have too.
+        arguments: arguments of the stage's function, as JSON values.
         withdrawable: whether the run may withdraw it, by removing the call's file; the stage then commits nothing.
     """
 
@@ -60,13 +60,13 @@ class StageCall(BaseModel):
 
 
 class StageOutcome(BaseModel):
-    """What came of a call: an artifact, a policy version, or an error.
+    """The outcome of a call: an artifact, a policy version, or an error.
 
     Attributes:
-        artifact: that the stage made.
-        policy: that the stage made.
+        artifact: artifact that the stage made.
+        policy: policy version that the stage made.
         error: why it made neither.
-        reasons: why damaged files were quarantined on the way.
+        reasons: why damaged files were quarantined meanwhile.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""Stages on pools are waited for in threads, which no signal reaches; these make them stop waiting."""
+"""Stop the threads that wait for stages on pools, which no signal reaches."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ from tasks.execution.resources import resource
 
 
 class StopSignals:
-    """What the waiting threads of a run look at.
+    """Events that the waiting threads of a run check.
 
     Attributes:
         cancelled: the run was interrupted; every stage that is waited for is cancelled.

@@ -1,7 +1,7 @@
-"""The child's side of `child_process`: `python -m tasks.execution.child_main HANDLER`, one request a line.
+"""The child's side of `child_process`: `python -m tasks.execution.child_main HANDLER`, one request per line.
 
-It writes one JSON object a line to its standard output: that it is ready, progress, log lines, the outcome or the error
-of a request. It ends with its standard input, also in the middle of a request: its parent is gone then.
+It writes one JSON object per line to its standard output: that it is ready, progress, log lines, and the outcome or
+the error of a request. It ends when its standard input closes, even during a request, since its parent is gone then.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ HANDLERS = {
 
 
 def child_command(handler: str) -> tuple[str, ...]:
-    """Arguments of the Python interpreter that start a child with a handler."""
+    """Return the arguments of the Python interpreter that start a child with a handler."""
     return ("-m", "tasks.execution.child_main", handler)
 
 
@@ -32,7 +32,7 @@ class Answers:
     """The child's messages to its parent; it is a ProgressReporter.
 
     Args:
-        stream: that the parent reads; other processes may write whole lines to it too.
+        stream: file descriptor that the parent reads; other processes may write complete lines to it too.
     """
 
     def __init__(self, stream: int) -> None:
@@ -93,7 +93,7 @@ def _read(requests: "queue.Queue[bytes]") -> None:
     # Bytes: text would be decoded in the machine's locale.
     for line in sys.stdin.buffer:
         requests.put(line)
-    # What stages have started is killed too, such as the server of a judge.
+    # Processes that stages have started are killed too, such as the server of a judge.
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

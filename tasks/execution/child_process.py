@@ -1,7 +1,7 @@
 """Child processes that answer requests, keep their model between them, and can be killed at any moment.
 
-Parent and child exchange JSON, one object a line: a request on the child's standard input, its answers on its standard
-output. Stages with a timeout, rewards with processes of their own and updates in several processes all run in these.
+Parent and child exchange JSON, one object per line: requests on the child's standard input, answers on its standard
+output. Stages with a timeout, rewards in separate processes and updates in several processes all run in these.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class ChildProcess:
 
     Args:
         command: arguments of the Python interpreter.
-        variables: of the child's environment, in addition to this process's.
+        variables: environment variables of the child, in addition to this process's.
     """
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
@@ -48,7 +48,7 @@ class ChildProcess:
         self._stderr: IO[bytes] | None = None
 
     def request(self, label: str, payload: Any, timeout: float | None, reporter: ProgressReporter) -> Any:
-        """Have the child handle a request; of several threads that ask, one is served after the other.
+        """Have the child handle a request; requests of several threads are handled one after the other.
 
         Args:
             label: what is done, for messages.
@@ -72,7 +72,7 @@ class ChildProcess:
             assert self._stderr is not None
             self._stderr.truncate(0)
             deadline = None if timeout is None else time.monotonic() + timeout
-            # In a thread: a request may be longer than what a pipe takes of a child that does not read.
+            # In a thread: a request may exceed a pipe's buffer while the child does not read.
             threading.Thread(target=_write_line, args=(child.stdin, json.dumps(payload)), daemon=True).start()
             try:
                 kind, value = self._answer(deadline, reporter)
@@ -80,7 +80,7 @@ class ChildProcess:
                 self.end()
                 raise StageTimeoutError(f"{label} was killed: not done after {timeout:g} s") from None
             except BaseException:
-                # The rest of this request's answers must not be taken for those of the next.
+                # Later answers to this request must not be read as answers to the next.
                 self.end()
                 raise
             if kind == OUTCOME:
@@ -90,7 +90,7 @@ class ChildProcess:
     def failure(self, record: ErrorRecord) -> Exception:
         """Build what a request raises, and end a child that may have become unusable."""
         if not record.is_foreseen:
-            # It may be the process: a GPU that failed once fails in it for good.
+            # A GPU that failed once in a process keeps failing in it.
             self.end()
         return record.error()
 
@@ -109,7 +109,7 @@ class ChildProcess:
         """Wait for the child's next line; queue.Empty once the deadline has passed."""
         child = self._child
         while True:
-            # Before the wait: what it said last is still read.
+            # Checked before the wait, so that its last line is still read.
             ended = child is None or exit_code(child) is not None
             left = SECONDS_BETWEEN_CHECKS if deadline is None else max(0.0, deadline - time.monotonic())
             try:
@@ -153,7 +153,7 @@ class ChildProcess:
             message = self._next_message(time.monotonic() + SECONDS_TO_START)
             if ERROR in message:
                 raise self.failure(ErrorRecord.model_validate_json(json.dumps(message[ERROR])))
-            assert READY in message, "a child says first that it is ready"
+            assert READY in message, "a child first reports that it is ready"
         except queue.Empty:
             self.end()
             raise LostStageError(f"a child process did not start in {SECONDS_TO_START:g} s") from None
@@ -170,7 +170,7 @@ class ChildProcess:
         deadline = time.monotonic() + SECONDS_TO_END
         while (code := exit_code(child)) is None:
             if time.monotonic() > deadline:
-                return LostStageError("its process has closed its output and does not answer any more")
+                return LostStageError("its process has closed its output and does not answer")
             time.sleep(0.01)
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
         tail = stderr.read().decode(errors="replace").strip().splitlines()[-STDERR_TAIL_LINES:]
@@ -179,7 +179,7 @@ class ChildProcess:
         return LostStageError(f"its process ended {how}{cause}" + "".join(f"\n{line}" for line in tail))
 
     def end(self) -> None:
-        """Kill the child and all that it started; the next request starts another."""
+        """Kill the child and every process that it started; the next request starts another."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -207,9 +207,9 @@ def exit_code(child: subprocess.Popen[str]) -> int | None:
 
 
 def _kill_family(child: subprocess.Popen[str]) -> None:
-    """Kill the child, its group, and what it started in groups of their own, such as the processes of an update."""
+    """Kill the child, its group, and processes that it started in other groups, such as those of an update."""
     if child.returncode is not None:
-        # It has been waited for, and its process id may be another's by now.
+        # It has been waited for, and its process id may belong to another process.
         return
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -252,9 +252,9 @@ class ChildProcesses:
 
         Args:
             group: children of one group can replace each other.
-            label: of the request that follows.
-            command: of a child that has to be started.
-            variables: of its environment.
+            label: label of the request that follows.
+            command: command of a child that has to be started.
+            variables: its environment variables.
         """
         with self._lock:
             idle = sorted(self._idle.setdefault(group, []), key=lambda each: each.last_label != label)

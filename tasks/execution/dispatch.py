@@ -39,8 +39,8 @@ def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
     """Run the stage where its placement says.
 
     Args:
-        stage: what is run.
-        arguments: of its function; among them the placement.
+        stage: the stage to run.
+        arguments: arguments of its function, which include the placement.
         submit: starts the stage's task on a part of it.
 
     Raises:
@@ -83,16 +83,16 @@ def run_in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Referen
 
     Args:
         stage: one with `sharding`.
-        arguments: of the uncut stage.
+        arguments: arguments of the uncut stage.
         submit: starts the stage's task on a part.
 
     Raises:
-        RetriesExhaustedError: the first part that failed met an error that may pass, more often than it is retried.
+        RetriesExhaustedError: the first part that failed met a retryable error more often than it is retried.
         Exception: what the first part that failed raised otherwise; both once the other parts have ended.
     """
     assert stage.sharding is not None, "only a stage with sharding is cut"
     parts = stage.sharding.cut(arguments, stage.shards(arguments))
-    # Each part is recorded when it ends; within the whole stage's task Prefect would wait for the end of that.
+    # Each part is recorded when it ends; inside the stage's own task Prefect would record it at the end of that task.
     with transaction(commit_mode=CommitMode.EAGER):
         futures = [submit(part) for part in parts]
     with stages_cancelled_on_interrupt():

@@ -1,6 +1,6 @@
-"""Errors of stages: which of them may pass when the stage is retried, and how they cross processes as JSON.
+"""Errors of stages: which of them are retryable, and how they cross processes as JSON.
 
-Errors that a person reads come back as the same class with the same arguments. Nothing is unpickled.
+Errors that people read are rebuilt as the same class with the same arguments. Nothing is unpickled.
 """
 
 import errno
@@ -22,7 +22,7 @@ from tasks.storage.filesystem.failures import StorageError, UnreachableStorageEr
 
 
 class Retryable(StrEnum):
-    """A kind of error that may pass when the stage is retried; its value is its field of RetrySection."""
+    """A kind of retryable error; its value is the name of its field in RetrySection."""
 
     STORAGE = "storage"
     SERVICE = "service"
@@ -31,7 +31,7 @@ class Retryable(StrEnum):
 
 
 class LostStageError(RuntimeError):
-    """The process or worker that ran a stage has died, or can no longer be followed."""
+    """The process or worker that ran a stage has died, or cannot be followed."""
 
 
 class StageTimeoutError(RuntimeError):
@@ -43,16 +43,16 @@ class StageCancelledError(RuntimeError):
 
 
 class RetriesExhaustedError(RuntimeError):
-    """A shard failed as often as it is retried; retrying the whole stage would only multiply its attempts."""
+    """A shard failed as often as it is retried; retrying the stage would only multiply its attempts."""
 
 
 class RemoteStageError(RuntimeError):
     """A stage failed in another process, with an error that cannot be rebuilt in this one.
 
     Args:
-        message: for people, beginning with the class of the error.
+        message: text for people, beginning with the class of the error.
         trace: traceback of the other process.
-        retryable: its kind if it may pass when the stage is retried, else None.
+        retryable: its kind; None if it is not retryable.
     """
 
     def __init__(self, message: str, trace: str, retryable: Retryable | None) -> None:
@@ -76,7 +76,7 @@ _TRANSIENT = frozenset(
         errno.EPIPE,
         errno.ESTALE,
         errno.ETIMEDOUT,
-        # s3fs raises it for a bucket that asks for fewer requests or has an internal error.
+        # s3fs raises it for a bucket that limits requests or has an internal error.
         errno.EBUSY,
     }
 )
@@ -98,7 +98,7 @@ _TOO_MANY_REQUESTS = 429
 
 
 def retryable_kind(error: BaseException) -> Retryable | None:
-    """Classify an error that may pass when the stage is retried; None for every error that would be raised again."""
+    """Return the kind of a retryable error; None for any other."""
     if isinstance(error, RemoteStageError):
         return error.retryable
     if isinstance(error, StorageError):
@@ -126,11 +126,11 @@ class ErrorRecord(BaseModel):
 
     Attributes:
         kind: name of its class.
-        arguments: what it is built from; empty where its class cannot be rebuilt.
-        message: for people.
-        trace: for programmers.
+        arguments: arguments of its class; empty where its class cannot be rebuilt.
+        message: text for people.
+        trace: traceback.
         seconds: when it happened, since the epoch.
-        retryable: its kind if it may pass when the stage is retried, else None.
+        retryable: its kind; None if it is not retryable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -144,11 +144,11 @@ class ErrorRecord(BaseModel):
 
     @property
     def is_foreseen(self) -> bool:
-        """Whether the error can be rebuilt or may pass; any other may have left its process unusable."""
+        """Whether the error can be rebuilt or is retryable; any other may have left its process unusable."""
         return self.kind in _BUILDERS or self.retryable is not None
 
     def error(self) -> Exception:
-        """Rebuild the error; one that cannot be rebuilt here, or that may pass, becomes a RemoteStageError."""
+        """Rebuild the error; one that cannot be rebuilt here, or is retryable, becomes a RemoteStageError."""
         if self.kind in _BUILDERS and self.retryable is None:
             return _BUILDERS[self.kind](*self.arguments)
         return RemoteStageError(f"{self.kind}: {self.message}", self.trace, self.retryable)

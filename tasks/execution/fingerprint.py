@@ -1,12 +1,12 @@
-"""Fingerprint the code that computes a stage's result: what its function reaches, and nothing else.
+"""Fingerprint the code that computes a stage's result: everything that its function reaches, and nothing else.
 
 A fingerprint covers every function, class and constant of this project that a stage can reach by name, starting at its
 function and following imports through all modules, those inside functions too. Each is taken as a syntax tree without
 comments and docstrings. So an edited comment changes no key, a changed line in a loss changes the update's alone, and a
 new mechanism anywhere is seen without being listed.
 
-Names that are put together while the program runs (a policy or a reward found by its configured name) cannot be
-followed; a stage names the modules behind them as further roots.
+Names that are composed at run time (a policy or a reward found by its configured name) cannot be followed; a stage
+names their modules as further roots.
 """
 
 import ast
@@ -21,7 +21,7 @@ from pathlib import Path
 from tasks.checkout import CHECKOUT
 
 PACKAGES = ("grpo_core", "tasks", "configs", "data")
-"""What a stage may import of this project."""
+"""Packages of this project that a stage may import."""
 
 Symbol = tuple[str, str]
 """A module and a name at its top level."""
@@ -33,7 +33,7 @@ class ModuleSource:
 
     Attributes:
         definitions: statements by the name that they bind.
-        imports: by bound name, the module and the name in it; None for a module itself. Imports inside functions count.
+        imports: the module and the name in it by bound name; None for a module itself. Imports inside functions count.
         effects: statements that bind no name; they run whenever the module is imported.
     """
 
@@ -43,11 +43,11 @@ class ModuleSource:
 
 
 def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
-    """Digest of the code that the roots reach.
+    """Compute a digest of the code that the roots reach.
 
     Args:
-        roots: `package.module:name` for a function or class, whose decorators are left out, or `package.module` for all
-            that a module defines.
+        roots: `package.module:name` for a function or class, whose decorators are left out, or `package.module` for
+            everything that a module defines.
         checkout: folder that holds the packages.
 
     Returns:
@@ -63,7 +63,7 @@ def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
 
 
 def reached_symbols(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[Symbol]:
-    """The module and name of everything that a fingerprint covers; an empty name for a module's bare statements."""
+    """Return the module and name of all that a fingerprint covers; an empty name for a module's bare statements."""
     return frozenset(_reached(tuple(roots), checkout))
 
 
@@ -98,7 +98,7 @@ def _reached(roots: tuple[str, ...], checkout: Path) -> dict[Symbol, str]:
 
 
 def _named(statement: ast.stmt, module: str, source: ModuleSource, checkout: Path) -> Iterator[Symbol]:
-    """What a statement names: in its own module, and as `module.name` in others."""
+    """Yield what a statement names: in its own module, and as `module.name` in others."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Attribute) and (chain := _dotted(node)) is not None:
             yield from _through_modules(source, chain, checkout)
@@ -111,14 +111,14 @@ def _named(statement: ast.stmt, module: str, source: ModuleSource, checkout: Pat
 
 
 def _imported(source: ModuleSource, name: str, checkout: Path) -> Iterator[Symbol]:
-    """Where an imported name leads; what is used of an imported module is seen where it is used."""
+    """Yield where an imported name leads; attributes of an imported module are found where they are used."""
     for module, attribute in source.imports.get(name, ()):
         if attribute is not None and _source(f"{module}.{attribute}", checkout) is None:
             yield module, attribute
 
 
 def _through_modules(source: ModuleSource, chain: list[str], checkout: Path) -> Iterator[Symbol]:
-    """`module.name` where the module was imported as an object."""
+    """Yield `module.name` where the module was imported as an object."""
     for module, attribute in source.imports.get(chain[0], ()):
         path = module if attribute is None else f"{module}.{attribute}"
         rest = chain[1:]
@@ -138,7 +138,7 @@ def _dotted(node: ast.Attribute) -> list[str] | None:
 
 
 def _quoted_annotation(node: ast.AST) -> list[str]:
-    """Names in the annotations of an argument, a result or a field that are written as strings."""
+    """Return the names in string annotations of an argument, a result or a field."""
     if isinstance(node, ast.arg | ast.AnnAssign):
         annotation = node.annotation
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -164,7 +164,7 @@ def _with_parents(module: str) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _source(module: str, checkout: Path) -> ModuleSource | None:
-    """A module of this project; None for any other."""
+    """Parse a module of this project; None for any other."""
     if module.split(".")[0] not in PACKAGES:
         return None
     path = checkout.joinpath(*module.split("."))
@@ -225,6 +225,6 @@ class _DropText(ast.NodeTransformer):
 
 
 def _without_docstrings(statement: ast.stmt) -> ast.stmt:
-    """A copy without docstrings; a body that was one is empty then, which no other body is."""
+    """Copy a statement without docstrings; a body that was only a docstring becomes empty."""
     copied = ast.parse(ast.unparse(statement)).body[0]
     return ast.fix_missing_locations(_DropText().visit(copied))  # type: ignore[no-any-return]

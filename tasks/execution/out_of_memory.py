@@ -1,4 +1,4 @@
-"""A stage that ran out of a device's memory is run again with half its batch, and later stages begin with that."""
+"""Run a stage that ran out of device memory again with half its batch, and begin later stages with that size."""
 
 import gc
 from collections.abc import Callable
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class _FittingSizes:
-    """Batch sizes that memory had room for after a larger one had failed, by run, setting and configured size."""
+    """Batch sizes that fit after a larger one had failed, by run, setting and configured size."""
 
     def __init__(self) -> None:
         self.sizes: dict[tuple[str, str, int], int] = {}
@@ -26,11 +26,11 @@ def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: 
     The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it.
 
     Args:
-        title: what is done, for people.
+        title: title of the stage, for messages.
         run: name of the run.
         setting: key of the configuration that gives the size.
         size: samples or prompts per batch, as configured.
-        call: does all of the work with a batch size; must leave nothing behind when it raises.
+        call: does all of the work with a batch size; must have no effect when it raises.
 
     Raises:
         InputError: half of the size is too much as well, or the size is 1.
@@ -43,7 +43,7 @@ def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: 
         if current == 1:
             raise _too_large(setting, current, error) from error
         message = str(error).partition(". ")[0]
-    # Outside of the except clause: the error keeps the frames alive, and these the tensors.
+    # Outside of the except clause, since the error keeps frames and their tensors alive.
     _free_memory()
     half = fitting[key] = current // 2
     log(f"{title}: {message}; running it again, and later ones, with {setting} {half} instead of {current}")

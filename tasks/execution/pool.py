@@ -1,4 +1,4 @@
-"""A stage sent to a work pool: a call in the run's folder, a flow run that points at it, an outcome in the folder.
+"""Send a stage to a work pool: a call in the run's folder, a flow run that points at it, an outcome in the folder.
 
 Only the name of the call goes through the server, which refuses parameters over 512 KiB.
 """
@@ -28,13 +28,13 @@ from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
     """Have a worker of the pool run the stage, and wait for it.
 
-    A run that was killed while it waited finds what the worker has made since, or continues to wait for it.
+    A run that was killed while it waited finds the result of the worker at its next start, or waits for it again.
 
     Args:
         call: the stage.
         pool: name of the work pool.
         timeout: seconds that the stage may take once a worker has begun it; None for no limit.
-        store: of the run.
+        store: the run.
 
     Raises:
         InputError: no worker has ever served this stage for the pool.
@@ -60,7 +60,7 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
 
 
 def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
-    """Return what a worker made for an earlier start of this run; its errors are dropped."""
+    """Return the outcome of a call of an earlier start of this run; errors are dropped."""
     outcome = read_outcome(store, name)
     if outcome is None or outcome.error is not None:
         # The call stays: a worker may be running it, and commits nothing for one that was withdrawn.
@@ -78,7 +78,7 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
 
 
 def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: float | None) -> FlowRun:
-    """Create a flow run of the call, or take the one that an earlier start of this run created and that still runs."""
+    """Create a flow run of the call, or return the unfinished one that an earlier start of this run created."""
     context = TaskRunContext.get()
     stage = context.task_run.name if context else call.stage
     parameters: dict[str, Any] = {

@@ -25,13 +25,13 @@ from tasks.progress import log
 
 SECONDS_BETWEEN_POLLS = 0.1
 MAX_SECONDS_BETWEEN_POLLS = 1.0
-# The pause grows with the time that was waited already.
+# The pause grows with the time that has been waited.
 POLL_SHARE = 0.05
 SECONDS_BETWEEN_CHECKS = 3.0
 SECONDS_BETWEEN_HEARTBEATS = 30.0
 # A busy machine may send a heartbeat late, and a stage that is sent again runs twice.
 MISSED_HEARTBEATS = 4
-MIN_SECONDS_OF_SILENCE = 15.0
+MIN_SECONDS_WITHOUT_HEARTBEAT = 15.0
 SECONDS_WITHOUT_SERVER = 600.0
 SECONDS_PENDING = 60.0
 # The worker kills a stage at its timeout, counted from when its child is ready; after this the worker has not obeyed.
@@ -45,12 +45,12 @@ def is_final(flow_run: FlowRun) -> bool:
 
 
 class _Watch:
-    """What is known of one flow run, and since when."""
+    """The state of one flow run, and the times of its changes."""
 
     def __init__(self, client: SyncPrefectClient, flow_run: FlowRun, pool: str, timeout: float | None) -> None:
         self.client, self.pool, self.timeout = client, pool, timeout
         self.id: UUID = flow_run.id
-        self.begun = self.answered = self.checked = time.monotonic()
+        self.begun = self.last_answer = self.checked = time.monotonic()
         self.taken: float | None = None
         self.running: float | None = None
         self.ended = False
@@ -67,7 +67,7 @@ class _Watch:
             StageTimeoutError: its worker does not end it.
         """
         flow_run = self.client.read_flow_run(self.id)
-        self.answered = now = time.monotonic()
+        self.last_answer = now = time.monotonic()
         state = flow_run.state
         if state is not None and state.is_final():
             self.ended = True
@@ -93,7 +93,7 @@ class _Watch:
                 log(f"waiting for a worker of pool {self.pool}: {reason}")
             return
         name = str(flow_run.labels.get(WORKER_LABEL, ""))
-        if name and self._is_silent(workers.get(name)):
+        if name and self._lacks_heartbeats(workers.get(name)):
             reason = f"worker {name} of pool {self.pool} has died"
             if flow_run.state is not None and flow_run.state.is_cancelling():
                 # Only a worker ends a cancelled run, and another worker must not run it.
@@ -118,17 +118,17 @@ class _Watch:
             return f"none is online; start `grpo worker {self.pool}`"
         return None
 
-    def _is_silent(self, worker: Worker | None) -> bool:
-        """Return whether no heartbeat has come for long, by the clock of this machine.
+    def _lacks_heartbeats(self, worker: Worker | None) -> bool:
+        """Return whether heartbeats have stopped, by the clock of this machine.
 
-        The server's own verdict comes from a service that may be late, or not be running.
+        The server's own check is a service that may be late, or not be running.
         """
         if worker is None:
             return True
         if worker.last_heartbeat_time != self.last_heartbeat:
             self.last_heartbeat, self.heartbeat_seen = worker.last_heartbeat_time, time.monotonic()
         interval = worker.heartbeat_interval_seconds or SECONDS_BETWEEN_HEARTBEATS
-        return time.monotonic() - self.heartbeat_seen > max(MIN_SECONDS_OF_SILENCE, MISSED_HEARTBEATS * interval)
+        return time.monotonic() - self.heartbeat_seen > max(MIN_SECONDS_WITHOUT_HEARTBEAT, MISSED_HEARTBEATS * interval)
 
     def _give_up(self, reason: str) -> None:
         self.client.set_flow_run_state(self.id, Crashed(message=reason), force=True)
@@ -136,15 +136,15 @@ class _Watch:
 
 
 def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, has_outcome: Callable[[], bool]) -> None:
-    """Wait until the run has ended, by the server's word or because the run's folder has its outcome.
+    """Wait until the server reports the end of the flow run, or the run's folder has its outcome.
 
-    A server that does not answer is waited for. When the run that requested the stage stops waiting, it cancels it.
+    While the server does not answer, the run waits. When the run that requested the stage stops, it cancels the stage.
 
     Args:
-        flow_run: of the stage.
-        pool: that it was sent to.
+        flow_run: flow run of the stage.
+        pool: name of the pool that it was sent to.
         timeout: seconds that it may run; None for no limit.
-        has_outcome: whether its outcome is in the run's folder.
+        has_outcome: returns whether its outcome is in the run's folder.
 
     Raises:
         LostStageError: its worker has died, or the server does not come back.
@@ -180,7 +180,7 @@ def _has_ended(watch: _Watch, has_outcome: Callable[[], bool]) -> bool:
             raise
         if has_outcome():
             return True
-        silent = time.monotonic() - watch.answered
-        if silent > SECONDS_WITHOUT_SERVER:
-            raise LostStageError(f"the Prefect server has not answered for {silent:.0f} s ({error})") from error
+        waited = time.monotonic() - watch.last_answer
+        if waited > SECONDS_WITHOUT_SERVER:
+            raise LostStageError(f"the Prefect server has not answered for {waited:.0f} s ({error})") from error
         return False

@@ -1,4 +1,4 @@
-"""What a process keeps from one stage to the next, owned by the run: the loaded policy, child processes, stop signals.
+"""Resources that a run keeps from one stage to the next: the loaded policy, child processes, stop signals.
 
 `run_resources()` opens the collection, and `resource(Kind)` returns the one object of a kind, created on first use.
 """
@@ -15,7 +15,7 @@ class Closable(Protocol):
     """A resource that must be closed when its run ends."""
 
     def close(self) -> None:
-        """Release what it keeps."""
+        """Release the resource."""
 
 
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""How often a stage is retried: each kind of error that may pass is counted for itself."""
+"""How often a stage is retried: each kind of retryable error is counted separately."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _MAX_DELAYS = 50
 
 
 def retry_options(placement: PlacementSection) -> dict[str, Any]:
-    """Options of a Prefect task: retries with jittered delays that double up to `retries.max_delay` seconds."""
+    """Return options of a Prefect task: retries with jittered delays that double up to `retries.max_delay` seconds."""
     section = placement.retries
     limits = {kind: int(getattr(section, kind.value)) for kind in Retryable}
     # Prefect counts all kinds together; the condition counts each kind.

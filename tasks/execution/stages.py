@@ -23,9 +23,9 @@ _MODULES: Mapping[str, str] = MappingProxyType(
     }
 )
 STAGES = tuple(_MODULES)
-"""Those that may run in another process."""
+"""Kinds of stages that may run in another process."""
 SHARDS = "shards"
-"""Folder for the parts of what is kept next to it."""
+"""Folder for the parts of the artifacts next to it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Part:
 
     Attributes:
         title: name of its task run.
-        arguments: of the stage's function.
+        arguments: arguments of the stage's function.
     """
 
     title: str
@@ -46,8 +46,8 @@ class Sharding:
     """How a stage is cut into parts.
 
     Attributes:
-        cut: arguments and a number of shards -> the parts in order, at most that many.
-        join: arguments and the parts' artifacts in order -> the artifact that the uncut stage would have made.
+        cut: returns the parts in order, given the arguments and the maximum number of shards.
+        join: returns the artifact that the uncut stage would have made, given the arguments and the parts' artifacts.
     """
 
     cut: Callable[[Arguments, int], list[Part]]
@@ -59,11 +59,11 @@ class Stage:
     """A stage that can run in several places.
 
     Attributes:
-        name: in the UI and on the command line.
-        kind: its section of the placement; None if it always runs in the run's own process.
-        function: runs it.
-        modules: from the arguments, modules that the function imports by a name put together while it runs.
-        sharding: None if it cannot be cut.
+        name: name in the UI and on the command line.
+        kind: section of the placement; None if it always runs in the run's process.
+        function: runs the stage.
+        modules: returns the modules that the function imports by a name composed at run time, given the arguments.
+        sharding: how it is cut; None if it cannot be.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Stage:
     sharding: Sharding | None = None
 
     def roots(self, arguments: Arguments) -> tuple[str, ...]:
-        """Where the stage's code begins: its function, and the modules that nothing imports by a fixed name."""
+        """Return where the stage's code begins: its function, and modules that are not imported by a fixed name."""
         return f"{self.function.__module__}:{self.function.__qualname__}", *self.modules(arguments)
 
     def where(self, arguments: Arguments) -> StagePlacement:
@@ -86,7 +86,7 @@ class Stage:
         return where.model_copy(update={"pool": pool}) if pool else where
 
     def shards(self, arguments: Arguments) -> int:
-        """Return how many parts the placement asks for."""
+        """Return the number of parts that the placement requests."""
         where = self.where(arguments)
         is_cut = self.sharding is not None and where.pool is not None
         return where.shards if is_cut and isinstance(where, ShardedStagePlacement) else 1
@@ -113,12 +113,12 @@ def stage_named(name: str) -> Stage:
 
 
 def shard_folder(folder: str, index: int, count: int) -> str:
-    """Return where the stages of a folder keep one part until the parts are joined.
+    """Return where the stages of a folder store one part until the parts are joined.
 
     Args:
-        folder: of what is made of all parts.
-        index: of the part, from 0.
-        count: how many parts there are.
+        folder: folder of the joined artifacts.
+        index: index of the part, from 0.
+        count: number of parts.
     """
     return f"{folder}/{SHARDS}/{index + 1:02d}of{count:02d}"
 

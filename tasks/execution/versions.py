@@ -1,4 +1,4 @@
-"""The versions of the libraries that do the numbers. They are recorded with a run, and are no part of a key."""
+"""The versions of the libraries that compute. They are recorded with a run, and are no part of a key."""
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -29,12 +29,12 @@ _LIBRARIES = (
 
 
 def library_versions() -> dict[str, str]:
-    """The libraries that do the numbers, with the versions installed here; `none` for one that is not installed."""
+    """Return the installed versions of the libraries that compute; `none` for one that is not installed."""
     return {library: _version(library) for library in _LIBRARIES}
 
 
 def changed_versions(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """`library was -> is` for every version that differs."""
+    """Return `library old -> new` for every version that differs."""
     names = sorted({*previous, *current})
     pairs = [(name, previous.get(name, "none"), current.get(name, "none")) for name in names]
     return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]

@@ -1,1 +1,1 @@
-"""Metrics of an iteration: their names, and how a stage's are pooled over sampling rounds (pooled)."""
+"""Metrics of an iteration: their names (names), and how they are pooled over sampling rounds (pooled)."""

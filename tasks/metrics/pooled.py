@@ -17,7 +17,7 @@ def stage_metrics(stages: Mapping[tuple[str, str], Sequence[ArtifactRef]]) -> di
     """Pool the metrics of each stage over the sampling rounds, and add the seconds of each stage and of all.
 
     Args:
-        stages: in the order of the stages, by stage and reward label (empty for other stages), an artifact per round.
+        stages: an artifact per round, by stage and reward label (empty for other stages), in the order of the stages.
     """
     metrics: dict[str, float] = {}
     for rounds in stages.values():
@@ -25,7 +25,7 @@ def stage_metrics(stages: Mapping[tuple[str, str], Sequence[ArtifactRef]]) -> di
     seconds: dict[str, float] = {}
     for stage in dict.fromkeys(stage for stage, _ in stages):
         parts = [rounds for (name, _), rounds in stages.items() if name == stage]
-        # The rewards of a round are computed side by side, so the slowest counts.
+        # The rewards of a round are computed concurrently, so the slowest counts.
         seconds[stage] = sum(max(part.seconds for part in each if part) for each in zip_longest(*parts))
     metrics |= {f"{SECONDS}{stage}": spent for stage, spent in seconds.items()}
     return metrics | {STEP_TIME: sum(seconds.values())}
@@ -34,8 +34,8 @@ def stage_metrics(stages: Mapping[tuple[str, str], Sequence[ArtifactRef]]) -> di
 def pool_rounds(rounds: Sequence[ArtifactRef]) -> dict[str, float]:
     """Return the metrics of all samples of one stage's sampling rounds together.
 
-    Counts are summed and extremes taken; means are weighted by the samples that they are of, and standard deviations
-    (Bessel-corrected) pooled with their means.
+    Counts are summed, and extremes are those of all rounds; means are weighted by their number of samples, and standard
+    deviations (Bessel-corrected) are pooled with their means.
     """
     if len(rounds) == 1:
         return dict(rounds[0].metrics)
@@ -53,7 +53,7 @@ def pool_rounds(rounds: Sequence[ArtifactRef]) -> dict[str, float]:
 
 
 def _counted(artifact: ArtifactRef, group: str) -> float:
-    """The number of samples that a metric of the group is over: those that the reward scored."""
+    """Return the number of samples of a group's metrics: those that the reward scored."""
     return artifact.rows - artifact.metrics.get(f"{group}/null", 0.0)
 
 

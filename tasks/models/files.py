@@ -1,4 +1,4 @@
-"""What a model's files are, by content: of a folder, or of a hub snapshot."""
+"""Digests of a model's files: of a folder, or of a hub snapshot."""
 
 import hashlib
 from functools import lru_cache
@@ -11,12 +11,12 @@ _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 
 @lru_cache(maxsize=4)
 def model_digest(model: str) -> str:
-    """Digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
+    """Compute the digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
 
     A hub name whose files are not on this machine is downloaded, unless the hub is switched off.
 
     Raises:
-        InputError: the hub's files are neither here nor to be had.
+        InputError: the hub's files are not on this machine and cannot be downloaded.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -35,7 +35,7 @@ def _snapshot(model: str) -> Path:
     try:
         return Path(snapshot_download(model))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        hint = f"Its files are not on this machine and cannot be had now: `hf download {model}`, or give a folder."
+        hint = f"Its files are not here and cannot be downloaded: run `hf download {model}`, or give a folder."
         raise InputError("policy.model", model, hint) from error
 
 
@@ -52,7 +52,7 @@ REFERENCE_FOLDER = "reference"
 
 
 def weights_digest(folder: Path) -> str:
-    """sha256 over the weight files of a policy's folder."""
+    """Compute a sha256 over the weight files of a policy's folder."""
     digest = hashlib.sha256()
     for pattern in WEIGHT_FILES:
         for path in sorted(folder.glob(pattern)):

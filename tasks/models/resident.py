@@ -26,9 +26,9 @@ class ModelSpec(BaseModel):
 
     Attributes:
         section: the configuration's policy section.
-        digest: of the model's files.
-        adapter_seed: of the adapters' random initialisation.
-        reference: where the reference is kept when every weight is trained; `none` if nothing needs it.
+        digest: digest of the model's files.
+        adapter_seed: seed of the adapters' random initialisation.
+        reference: where the reference is kept when every weight is trained; `none` if it is not needed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,7 +55,7 @@ def configure_torch(placement: PlacementSection) -> torch.device:
 
 
 def torch_device(placement: PlacementSection) -> torch.device:
-    """Return the device that the placement stands for on this machine."""
+    """Return the device of this machine that the placement names."""
     if placement.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(placement.device)
@@ -69,7 +69,7 @@ class _Loaded:
     device: torch.device
     policy: Policy
     digest: str | None  # None while an update changes the weights
-    reference_digest: str | None  # None: the model as it was given
+    reference_digest: str | None  # None: the initial model
 
 
 _CHANGING = "a reference that is being refreshed"
@@ -87,15 +87,15 @@ class ResidentPolicy:
         Args:
             reference: the version.
             spec: the model, loaded if another one, or none, is in memory.
-            settings: of the family's sampler, for sampling and scoring.
+            settings: settings of the family's sampler, for sampling and scoring.
             placement: device and threads.
 
         Raises:
-            InputError: this machine's files of the model are not those of the run.
+            InputError: this machine's files of the model differ from those of the run.
         """
         device = configure_torch(placement)
         if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
-            self._loaded = None  # its memory is needed for the next one
+            self._loaded = None  # frees its memory for the next one
             begun = time.perf_counter()
             _require_same_model(spec)
             self._loaded = _Loaded(spec, device, _load(spec, settings, device), spec.digest, None)
@@ -151,7 +151,7 @@ def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
 
 
 def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
-    """Read what differs between the weights in memory and a version's."""
+    """Read the weights of a version that differ from those in memory."""
     new_weights = loaded.digest != version.digest
     new_reference = loaded.reference_digest != version.reference_digest
     if not new_weights and not new_reference:

@@ -26,8 +26,8 @@ class Prunable:
 
     Attributes:
         folder: within the run.
-        reference: the reference to it.
-        manifest: its manifest.
+        reference: reference to the artifact.
+        manifest: manifest of the artifact.
         made: when its manifest was written.
         half_pruned: a process that pruned it was killed.
     """
@@ -40,7 +40,7 @@ class Prunable:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing of it was ever deleted."""
+        """Whether all of its files exist as its stage made them."""
         return self.manifest.pruned is None
 
 
@@ -72,7 +72,7 @@ def bytes_below(store: ArtifactStore, path: str) -> int:
 
 def image_bytes(store: ArtifactStore, rollouts: Prunable) -> int:
     """Return the stored size of the images; 0 for texts, and if they are deleted or damaged."""
-    # pyarrow may end the whole process on a damaged footer.
+    # pyarrow may end the process on a damaged footer.
     if store.find(rollouts.folder) is None:
         return 0
     total = 0
@@ -96,7 +96,7 @@ def delete_images(store: ArtifactStore, rollouts: Prunable, pruned: Mapping[str,
     """Replace rollouts by the same rollouts without images.
 
     Raises:
-        StaleReferenceError: its files are not what the manifest says.
+        StaleReferenceError: its files do not match the manifest.
         StorageError: a disk or a bucket refuses it.
     """
     # Reading a damaged artifact would quarantine it; the next start does that and makes it again.

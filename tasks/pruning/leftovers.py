@@ -1,4 +1,4 @@
-"""Files that no run reads any more: old calls, unfinished writes, and what was moved away long ago."""
+"""Files that no run reads: old calls, unfinished writes, and folders in `previous/` and `quarantine/`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ class MovedFolder:
 
     Attributes:
         folder: within the run.
-        since: when something was last moved there.
-        size: bytes.
+        since: when a file was last moved there.
+        size: size in bytes.
         restorable: the run's current configuration made it, so the run may restore it.
     """
 
@@ -64,7 +64,7 @@ def delete_moved(store: ArtifactStore, folder: str) -> None:
 
 
 def old_calls(store: ArtifactStore, now: datetime) -> list[str]:
-    """Return paths of calls and results that nobody waits for any more."""
+    """Return paths of calls and outcomes that no run waits for."""
     paths = store.filesystem.find(store.path(CALLS)) if store.filesystem.exists(store.path(CALLS)) else []
     return sorted(path for path in paths if now - modified(store, path) > CALLS_ARE_KEPT)
 

@@ -1,4 +1,4 @@
-"""What people see of a run, made from its artifacts alone: pages, plots, tables and the report of each iteration.
+"""Reports of a run, made from its artifacts alone: pages, plots, tables and the report of each iteration.
 
 images            stored images by sample id, images as data links, the contact sheet
 text              excerpts, Markdown, numbers and sparklines
@@ -9,9 +9,9 @@ iteration         the report and the table of each iteration in Prefect's UI
 heldout           the held-out samples before and after training, as a sheet of images or a page of texts
 run_page          a run as one HTML file
 rescoring         what changed when rollouts were scored again; read by rescoring_samples, shown by rescoring_page
-reward_analysis   what each reward is worth; read by reward_scores, shown by reward_page
+reward_analysis   statistics of each reward; read by reward_scores, shown by reward_page
 watch_plot        the reward against guardrails
 pages, templates  the base of all pages
-target_reader     images that prompts should give
+target_reader     target images of prompts
 plots             the look of all plots; imported only where something is plotted, as are rescoring_plots, reward_plots
 """

@@ -21,10 +21,10 @@ def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: Artifa
     """Write the images of two evaluations next to each other as one image, and return its path.
 
     Args:
-        store: of the run.
+        store: the run.
         before: advantages of the earlier evaluation.
-        after: of the later one.
-        title: stands at the top.
+        after: advantages of the later evaluation.
+        title: title at the top.
     """
     rows = []
     with tempfile.TemporaryDirectory() as fetched:
@@ -52,13 +52,13 @@ def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: Artifa
 
 
 def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
-    """Write the whole texts of two evaluations one below the other as Markdown, and return the path of the page.
+    """Write the complete texts of two evaluations one below the other as Markdown, and return the path of the page.
 
     Args:
-        store: of the run.
+        store: the run.
         before: advantages of the earlier evaluation.
-        after: of the later one.
-        title: stands at the top; plain words.
+        after: advantages of the later evaluation.
+        title: title at the top, without markup.
     """
     with tempfile.TemporaryDirectory() as fetched:
         earlier, later = (_read_evaluation(store, side, Path(fetched) / side.folder)[0] for side in (before, after))

@@ -27,7 +27,7 @@ def read_images(
 
     Args:
         rollouts: folder of the Parquet files.
-        sample_ids: the wanted samples; one whose image was pruned is not in the answer.
+        sample_ids: the wanted samples; one whose image was pruned is left out of the result.
         sides: longest side by sample, in pixels, to which an image is reduced at once; None keeps every size.
     """
     found: dict[str, Image.Image] = {}
@@ -46,7 +46,7 @@ def read_images(
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
-    """Scale an image to fit a square of `side` pixels; small images grow by whole pixels, large ones are averaged."""
+    """Scale an image to fit a square of `side` pixels: small ones by an integer factor, large ones by averaging."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS)
@@ -80,8 +80,8 @@ class SheetRow:
     """One held-out prompt of the contact sheet.
 
     Attributes:
-        prompt: its text.
-        target: the image that it should give, if known.
+        prompt: text of the prompt.
+        target: target image, if known.
         before: images of the first policy; None for one that was pruned.
         after: images of the last policy, with the same seeds.
         reward_before: mean over `before`; None without one.

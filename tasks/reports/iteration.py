@@ -1,4 +1,4 @@
-"""The report and the table that each iteration leaves in Prefect's UI: cheap, and never growing."""
+"""The report and the table of each iteration in Prefect's UI: cheap, and of bounded size."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,10 +39,10 @@ class IterationRecord:
     """One iteration as the reports see it.
 
     Attributes:
-        iteration: its number.
+        iteration: number, from 1.
         rounds: rollouts and their rewards; more than one where groups without spread were replaced.
         advantages: rewards and advantages of the samples of all rounds.
-        metrics: of all its stages, by name.
+        metrics: metrics of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
     """
 
@@ -59,11 +59,11 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
 
 
 def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
-    """Write the last iteration's metrics, the course of the reward, and the best and worst samples.
+    """Write the last iteration's metrics, the reward over iterations, and the best and worst samples.
 
     Args:
-        store: of the run.
-        run: its name.
+        store: the run.
+        run: name of the run.
         history: all iterations so far, at least one.
     """
     record = history[-1]

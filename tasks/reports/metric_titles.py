@@ -1,4 +1,4 @@
-"""The titles of metrics: what each one is, in plain words, for the page, the terminal and Prefect's UI."""
+"""Titles and meanings of metrics, in plain words, for the page, the terminal and Prefect's UI."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -35,7 +35,7 @@ _TITLES = {
     "reward_std": ("reward: standard deviation", "over all {noun}s of the iteration, groups without spread included"),
     "reward_std_within_groups": (
         "spread within groups",
-        "mean over groups of the reward's standard deviation; without it nothing is learnt",
+        "mean over groups of the reward's standard deviation; without it nothing is learned",
     ),
     "frac_reward_zero_std": ("groups without spread", "share of groups whose {noun}s all have the same reward"),
     "groups_dropped": ("groups dropped", "groups without spread in all rounds; none of their tokens is trained on"),
@@ -52,7 +52,7 @@ _TITLES = {
     "completions/min_length": ("tokens per {noun}, minimum", "sampled tokens"),
     "completions/max_length": ("tokens per {noun}, maximum", "sampled tokens"),
     "completions/clipped_ratio": ("{noun}s truncated", "share that reached the maximum length before they ended"),
-    "loss": ("loss", "the whole objective, before each optimizer step"),
+    "loss": ("loss", "the complete objective, before each optimizer step"),
     "policy_loss": ("policy loss", "the surrogate alone, without the KL term and the entropy bonus"),
     "grad_norm": ("gradient norm", "before it is clipped"),
     "learning_rate": ("learning rate", "at the last optimizer step"),
@@ -105,7 +105,7 @@ _OF_REWARD = {
     "null": ("{label}: {noun}s without a score", "those that it does not apply to, and those that it could not score"),
     "failed": (
         "{label}: {noun}s it could not score",
-        "through no fault of the {noun}: a service that did not answer, or a value that is no number; scored null",
+        "independent of the {noun}: a service did not answer, or a value is no number; scored null",
     ),
 }
 
@@ -114,7 +114,7 @@ def metric_title(name: str, noun: Noun = "image") -> MetricTitle:
     """Look up a metric's title and meaning; an unknown name is its own title, without a meaning.
 
     Args:
-        name: of the metric.
+        name: name of the metric.
         noun: what people call a sample of the run.
     """
     title, meaning, label = name, "", ""

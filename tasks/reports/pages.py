@@ -16,7 +16,7 @@ from tasks.reports.text import excerpt, number, percent, signed, significant
 from tasks.storage.filesystem.files import write_file_atomically
 
 THUMBNAIL = 256
-"""Longest side of an image on a page about rewards, in pixels; smaller ones are kept."""
+"""Longest side of an image on a page about rewards, in pixels; smaller ones are unchanged."""
 
 
 def render(template: str, **values: object) -> str:
@@ -24,7 +24,7 @@ def render(template: str, **values: object) -> str:
 
     Args:
         template: file name in the folder `templates`.
-        values: by the names that the template uses.
+        values: values by the names that the template uses.
     """
     return _environment().get_template(template).render(**values)
 
@@ -75,6 +75,6 @@ def require_page_path(html: Path) -> None:
     if html.expanduser().is_dir():
         raise InputError("--html", str(html), "This is a folder. Name a file in it.")
     if not folder.is_dir():
-        raise InputError("--html", str(html), f"There is no folder {folder}. Make it, or name another file.")
+        raise InputError("--html", str(html), f"There is no folder {folder}. Create it, or name another file.")
     if not os.access(folder, os.W_OK):
         raise InputError("--html", str(html), f"{folder} cannot be written. Name a file somewhere else.")

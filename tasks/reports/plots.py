@@ -28,7 +28,7 @@ MAX_MARKERS = 60
 """A line of more points than this has a marker at its last point only."""
 
 _THEME = {INK: "--ink", SOFT: "--soft", LINE: "--line", **{COLOURS[index]: f"--s{index}" for index in range(6)}}
-"""Variables of the pages' style sheet by the colour that stands for them in a figure."""
+"""Variables of the pages' style sheet by the colour that represents them in a figure."""
 
 _TOOLTIP = "tooltip:"
 
@@ -54,8 +54,8 @@ def svg_of(figure: Figure, label: str) -> Markup:
     nothing outside itself.
 
     Args:
-        figure: 72 units of the element per inch.
-        label: says what it shows to people who cannot see it.
+        figure: figure to write; the element has 72 units per inch.
+        label: text alternative for screen readers.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
@@ -74,7 +74,7 @@ def svg_of(figure: Figure, label: str) -> Markup:
 
 
 def set_tooltip(artist: Artist, text: str) -> None:
-    """Show a text when somebody points at this artist in an SVG."""
+    """Show a text when the pointer is over this artist in an SVG."""
     artist.set_gid(_TOOLTIP + text)
 
 
@@ -82,7 +82,7 @@ def quiet(axes: Axes, *, grid: str) -> None:
     """Draw axes without a box, with faint lines across the values.
 
     Args:
-        axes: to be changed.
+        axes: axes to change.
         grid: "x", "y" or "both".
     """
     axes.spines[["top", "right"]].set_visible(False)
@@ -121,8 +121,8 @@ def markers(points: int) -> str:
     return "o" if points <= 40 else ""
 
 
-def whole_numbers(most: int) -> MaxNLocator:
-    """Place ticks at round whole numbers, about `most` of them."""
+def integer_ticks(most: int) -> MaxNLocator:
+    """Place ticks at round integers, about `most` of them."""
     return MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10])
 
 
@@ -135,7 +135,7 @@ class LinePlot:
         meaning: a sentence.
         lines: name and last value of each line, in the order of their colours; never empty.
         svg: the plot.
-        legend: the names of the lines add something to the title.
+        legend: whether the page shows the names of the lines.
     """
 
     title: str
@@ -173,7 +173,7 @@ def line_plot(
     axes.spines[:].set_visible(False)
     axes.tick_params(labelsize=10.5, length=0, pad=5)
     axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(whole_numbers(6 if width < 600 else 12))
+    axes.xaxis.set_major_locator(integer_ticks(6 if width < 600 else 12))
     ticks = _value_ticks([y for points in lines.values() for _, y in points])
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     axes.set_ylim(ticks[0], ticks[-1])

@@ -23,7 +23,7 @@ from tasks.reports.statistics import (
 from tasks.reports.text import correlation, number, percent
 
 BEFORE, AFTER = "before:", "after:"
-"""Prefixes of the columns of single rewards; their labels follow."""
+"""Prefixes of the columns of single rewards, followed by their labels."""
 
 COLUMNS = (*GROUP, "sample_id", "prompt", "dataset")
 REWARDS = ("reward_before", "reward_after")
@@ -47,10 +47,10 @@ class RewardChange:
     """One reward, or the combined one, on both sides.
 
     Attributes:
-        label: its name.
+        label: label of the reward.
         before: None where it was not part of the previous scoring.
-        after: None where it is not part of the later one.
-        own: ranks by its previous values against its later ones; None where a side is missing.
+        after: None where it is not part of the later scoring.
+        own: ranks by its previous values against its later values; None where a side is missing.
         with_previous: ranks by it (later values, or previous ones where there are no later) against the previous
             combined reward.
     """
@@ -64,7 +64,7 @@ class RewardChange:
 
 @dataclass(frozen=True)
 class AdvantageChange:
-    """Where the samples push the policy, before and after.
+    """The samples' advantages before and after.
 
     Attributes:
         compared: samples with an advantage on both sides.
@@ -101,7 +101,7 @@ class RescoringComparison:
         groups: number of their groups.
         combined: the combined reward.
         rewards: each reward alone: those of both sides first, then the added, then the removed.
-        advantages: of the samples.
+        advantages: what changed in the samples' advantages.
     """
 
     runs: tuple[str, ...]
@@ -126,7 +126,7 @@ def compare(samples: pl.DataFrame) -> RescoringComparison:
             reward. Values that are null or not finite count as missing.
 
     Raises:
-        ValueError: a column is missing, a sample is there twice, or no sample has a reward on both sides.
+        ValueError: a column is missing, a sample occurs twice, or no sample has a reward on both sides.
     """
     frame = prepare(samples)
     before, after = labels(frame, BEFORE), labels(frame, AFTER)
@@ -215,7 +215,7 @@ def moved_most(samples: pl.DataFrame, count: int = MAX_MOVED) -> pl.DataFrame:
         count: maximum number of rows.
 
     Returns:
-        The rows of `samples` with siblings, rank_before, rank_after, places (positive: it rose), percentile_before,
+        The rows of `samples` with siblings, rank_before, rank_after, places (positive if it rose), percentile_before,
         percentile_after (100 is the highest reward of all samples, 0 the lowest, 50 with a single sample) and points.
 
     Raises:

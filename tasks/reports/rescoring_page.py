@@ -22,7 +22,7 @@ from tasks.reports.statistics import finite
 from tasks.reports.text import counted
 
 Outputs = Mapping[tuple[str, str], Image.Image | str]
-"""Images, or whole texts, by run and sample id."""
+"""Images, or complete texts, by run and sample id."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class MovedSample:
     """One sample whose rank moved, as the page shows it.
 
     Attributes:
-        row: its row of :func:`tasks.reports.rescoring.moved_most`.
-        output: its image or text; None where none was read.
+        row: row of :func:`tasks.reports.rescoring.moved_most`.
+        output: image or text of the sample; None where none was read.
         breakdown: label, value before and value after; None where it has none, or the reward is not on that side.
     """
 
@@ -43,14 +43,14 @@ class MovedSample:
 def render_rescoring_page(
     comparison: RescoringComparison, samples: pl.DataFrame, moved: pl.DataFrame, outputs: Outputs, title: str
 ) -> str:
-    """Write the whole page.
+    """Write the page of a rescoring.
 
     Args:
-        comparison: of all samples.
-        samples: what was compared.
+        comparison: comparison of all samples.
+        samples: the compared samples.
         moved: the samples whose rank moved most, in the order to be shown.
-        outputs: of these; others are ignored, and the page says which are missing.
-        title: in plain words.
+        outputs: outputs of these samples; others are ignored, and the page says which are missing.
+        title: title of the page.
     """
     # Matplotlib takes a second to import.
     from tasks.reports.rescoring_plots import plot_joint, plot_rewards

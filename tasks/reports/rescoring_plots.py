@@ -26,8 +26,8 @@ def plot_joint(before: Rewards, after: Rewards) -> Markup:
         left, right, low, high = rows[row], rows[row + 1], columns[column], columns[column + 1]
         alpha = FAINTEST + (1 - FAINTEST) * strength
         square = axes.add_patch(Rectangle((left, low), right - left, high - low, color=COLOURS[0], alpha=alpha, lw=0))
-        said = counted(int(counts[row, column]), "sample")
-        set_tooltip(square, f"{said}: previous {left:.3f} to {right:.3f}, later {low:.3f} to {high:.3f}")
+        size = counted(int(counts[row, column]), "sample")
+        set_tooltip(square, f"{size}: previous {left:.3f} to {right:.3f}, later {low:.3f} to {high:.3f}")
     axes.set_xlim(rows[0], rows[-1])
     axes.set_ylim(columns[0], columns[-1])
     axes.margins(0.02)

@@ -23,9 +23,9 @@ class RescoredIteration:
     """One iteration, scored twice.
 
     Attributes:
-        iteration: its number.
-        previous: its sampling rounds with the scores that it was trained on.
-        previous_advantages: of the samples of all rounds.
+        iteration: number, from 1.
+        previous: sampling rounds with the scores that the run was trained on.
+        previous_advantages: advantages of the samples of all rounds.
         rounds: the same rollouts with the later scores.
         advantages: computed from these.
     """
@@ -75,7 +75,7 @@ def read_outputs(
     """Read images or texts of these samples by run and sample id; other iterations are not opened.
 
     Args:
-        store: of the run; samples of other runs are ignored.
+        store: the run; samples of other runs are ignored.
         iterations: where the samples may be.
         samples: with the columns run, iteration and sample_id.
     """

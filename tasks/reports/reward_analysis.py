@@ -1,4 +1,4 @@
-"""What each reward is worth as a teacher, from stored scores alone: spread, saturation, noise, cost, agreement."""
+"""Analyse rewards from stored scores: spread, saturation, noise, cost, agreement."""
 
 import dataclasses
 import itertools
@@ -41,11 +41,11 @@ class Noise:
     """Differences between two scorings of the same samples, to the last bit.
 
     Attributes:
-        pairs: samples with a value both times.
+        pairs: samples with a value in both scorings.
         mean_difference: mean absolute difference.
         max_difference: largest absolute difference.
         share_differing: share of the pairs that differ at all.
-        one_sided: samples with a value one time only.
+        one_sided: samples with a value in only one scoring.
     """
 
     pairs: int
@@ -57,7 +57,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Saturation:
-    """Values that cannot fall, or rise, any further; shares of all values.
+    """Shares of values at a bound.
 
     Attributes:
         at_floor: at 0.
@@ -78,7 +78,7 @@ class Cost:
         total: over all samples.
         mean: over samples.
         median: over samples.
-        p95: 95 % of the samples take no longer.
+        p95: 95th percentile.
     """
 
     total: float
@@ -89,10 +89,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class IterationMean:
-    """One reward over one iteration's samples, of all runs.
+    """One reward over the samples of one iteration of all runs.
 
     Attributes:
-        iteration: its number.
+        iteration: number, from 1.
         mean: None where no sample has a value.
         values: samples that have one.
     """
@@ -104,25 +104,25 @@ class IterationMean:
 
 @dataclass(frozen=True)
 class RewardMetrics:
-    """One reward.
+    """Metrics of one reward.
 
     Attributes:
-        label: its name.
-        spread: its values in groups. A sample without a value is one that it does not apply to, or a failure.
+        label: label of the reward.
+        spread: spread of its values in groups. It does not apply to samples without a value, or failed for them.
         not_applicable: samples that it does not apply to.
         failures: samples that it failed for.
         failure_reasons: failures by reason, the most frequent first.
         values: quantiles of the values; None without any.
         raw: the same before scaling, in the reward's own unit.
         saturation: None without values.
-        signal_ratio: spread within groups over the standard deviation of all values: near 0 it tells prompts apart and
-            not their samples. None without either, or where all values are equal.
+        signal_ratio: spread within groups over the standard deviation of all values: near 0 it
+            distinguishes prompts, but not their samples. None without either, or where all values are equal.
         noise: None where nothing was scored twice.
         noise_to_spread: mean difference between two scorings over the spread within groups; None without either, or
             without spread.
         cost: None where no seconds were stored.
         trend: mean by iteration.
-        histogram: of the values; None without any.
+        histogram: histogram of the values; None without any.
     """
 
     label: str
@@ -146,8 +146,8 @@ class Agreement:
     """Two rewards over the samples that have both.
 
     Attributes:
-        first: label.
-        second: label.
+        first: label of one reward.
+        second: label of the other.
         ranks: Spearman's rank correlation, over all samples and within groups.
         centred: samples that lie off their group's mean by both rewards.
         same_sign: share of these that lie on the same side of it; None without any.
@@ -226,7 +226,7 @@ def _prepare(scores: pl.DataFrame, what: str) -> pl.DataFrame:
 
 
 def _wide(frame: pl.DataFrame, labels: list[str]) -> tuple[pl.DataFrame, list[tuple[str, str]]]:
-    """Pivot to a row per sample and a column per reward; columns have numbers, because a label may be any word."""
+    """Pivot to a row per sample and a column per reward; columns have numbers, because a label may be any text."""
     columns = [(label, f"reward_{index}") for index, label in enumerate(labels)]
     numbered = frame.with_columns(pl.col("label").replace_strict(dict(columns), return_dtype=pl.String))
     return numbered.pivot(on="label", index=[*SAMPLE, "group"], values="value"), columns
@@ -290,8 +290,8 @@ def _cost(seconds: pl.Series) -> Cost | None:
     return Cost(total=float(seconds.sum()), mean=mean, median=found.median, p95=found.p95)
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _ratio(part: float | None, total: float | None) -> float | None:
+    return None if part is None or not total else part / total
 
 
 def agreements_of(wide: pl.DataFrame, columns: Sequence[tuple[str, str]]) -> tuple[Agreement, ...]:

@@ -15,7 +15,7 @@ HEADINGS = (
     "at 0 | at 1 | at highest",
     "no value | failed",
     "groups without spread",
-    "spread in groups | of the whole",
+    "spread in groups | of total",
     "noise, mean | maximum",
     "seconds, mean | p95",
 )
@@ -25,7 +25,7 @@ PAIR_HEADINGS = ("rewards", "rank correlation", "within groups", "same side of t
 """Headings of the columns of :func:`agreement_rows`."""
 
 MANY_FLAT_GROUPS = 0.5
-"""Share of groups without spread: half of the rollouts teach nothing."""
+"""Share of groups without spread, from which nothing is learned."""
 
 SATURATED = 0.5
 """Share of values at the floor or the ceiling."""
@@ -37,15 +37,15 @@ NOISY = 0.2
 """Mean difference between two scorings over the spread within groups: a fifth of what siblings differ by."""
 
 WEAK_SIGNAL = 0.1
-"""Spread within groups over the spread of all values: the prompt decides the reward, not what was made of it."""
+"""Spread within groups over the spread of all values; below it the prompt decides the reward, not the sample."""
 
 NEARLY_THE_SAME, AGAINST = 0.95, -0.3
-"""Rank correlation within groups: two rewards that count the same twice, or that pull against each other."""
+"""Rank correlation within groups, beyond which two rewards measure the same, or oppose each other."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to look at before training on these rewards.
+    """A property of rewards to check before training on them.
 
     Attributes:
         subject: the reward, or both of them.
@@ -69,20 +69,20 @@ def _alone(reward: RewardMetrics) -> Iterator[str]:
         share = percent(reward.failures / spread.samples)
         yield f"failed for {counted(reward.failures, 'sample')} ({share}): {reasons}"
     if reward.saturation is None:
-        yield "has no value for any sample: it teaches nothing"
+        yield "has no value for any sample: nothing is learned from it"
         return
     if spread.groups_without_spread is not None and spread.groups_without_spread >= MANY_FLAT_GROUPS:
         share = percent(spread.groups_without_spread)
-        yield f"is the same for all siblings in {share} of the groups: these teach nothing"
+        yield f"is the same for all siblings in {share} of the groups: nothing is learned from these"
     edges = (("floor, 0", reward.saturation.at_floor), ("ceiling, 1", reward.saturation.at_ceiling))
     for bound, at_bound in edges:
         if at_bound >= SATURATED:
             yield f"is at the {bound}, for {percent(at_bound)} of the samples"
     if reward.signal_ratio is not None and 0 < reward.signal_ratio < WEAK_SIGNAL:
-        yield f"tells prompts apart, not their samples: spread within groups is {reward.signal_ratio:.3f} of the whole"
+        yield f"distinguishes prompts, not samples: spread within groups is {reward.signal_ratio:.3f} of the total"
     noise = reward.noise
     if noise is not None and noise.one_sided:
-        yield f"gave a value only one of two times for {counted(noise.one_sided, 'sample')}"
+        yield f"gave a value in only one of two scorings for {counted(noise.one_sided, 'sample')}"
     if noise is not None and reward.noise_to_spread is not None and reward.noise_to_spread >= NOISY:
         mean, share = significant(noise.mean_difference), percent(reward.noise_to_spread)
         yield f"is noisy: two scorings differ by {mean} on average, {share} of the spread within groups"
@@ -94,7 +94,7 @@ def _pairs(analysis: RewardAnalysis) -> Iterator[Finding]:
         if rho is not None and rho >= NEARLY_THE_SAME:
             yield Finding(subject, f"order siblings nearly alike (rank correlation {rho:.2f}): one counts twice")
         if rho is not None and rho <= AGAINST:
-            yield Finding(subject, f"pull against each other within groups (rank correlation {rho:.2f})")
+            yield Finding(subject, f"oppose each other within groups (rank correlation {rho:.2f})")
 
 
 def reward_rows(analysis: RewardAnalysis) -> Iterator[tuple[str, ...]]:
@@ -135,12 +135,12 @@ def agreement_rows(analysis: RewardAnalysis) -> Iterator[tuple[str, ...]]:
 
 
 def render_reward_page(analysis: RewardAnalysis, plots: Mapping[str, bytes], title: str) -> str:
-    """Write the whole page.
+    """Write the page of an analysis.
 
     Args:
-        analysis: of the rewards.
+        analysis: analysis of the rewards.
         plots: PNG files by name, shown in this order.
-        title: in plain words.
+        title: title of the page.
     """
     return render(
         "rewards.html.jinja",

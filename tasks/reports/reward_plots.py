@@ -14,12 +14,12 @@ from tasks.reports.plots import (
     INK,
     SOFT,
     headline,
+    integer_ticks,
     markers,
     new_figure,
     plot_label,
     png_of,
     quiet,
-    whole_numbers,
 )
 from tasks.reports.reward_analysis import Agreement, RewardAnalysis, RewardMetrics
 from tasks.reports.text import correlation, percent
@@ -27,11 +27,11 @@ from tasks.reports.text import correlation, percent
 PANELS_PER_ROW = 4
 
 LOG_SCALE_RATIO = 50
-"""Cost of the dearest reward over that of the cheapest, beyond which the axis is logarithmic."""
+"""Ratio of the highest to the lowest cost, beyond which the axis is logarithmic."""
 
 
 def plot_rewards(analysis: RewardAnalysis) -> dict[str, bytes]:
-    """Plot everything as PNG by file name, in the order of the page; a plot without anything to show is left out."""
+    """Plot everything as PNG by file name, in the order of the page; empty plots are left out."""
     plots: Mapping[str, Callable[[RewardAnalysis], Figure | None]] = {
         "histograms.png": plot_histograms,
         "agreement.png": plot_agreement,
@@ -43,7 +43,7 @@ def plot_rewards(analysis: RewardAnalysis) -> dict[str, bytes]:
 
 
 def _panels(analysis: RewardAnalysis, fill: Callable[[Axes, RewardMetrics], bool]) -> Figure:
-    """Plot one panel per reward with its name above; `fill` returns False for one that has nothing to show."""
+    """Plot one panel per reward with its name above; `fill` returns False for a panel without values."""
     columns = min(PANELS_PER_ROW, len(analysis.rewards))
     rows = math.ceil(len(analysis.rewards) / columns)
     figure = new_figure(max(6.5, 3.1 * columns), 0.9 + 2.35 * rows)
@@ -106,7 +106,7 @@ def _trend(panel: Axes, reward: RewardMetrics) -> bool:
     room = (high - low) or abs(high) * 0.1 or 1.0
     panel.set_ylim(low - 0.08 * room, high + 0.3 * room)
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4))
-    panel.xaxis.set_major_locator(whole_numbers(5))
+    panel.xaxis.set_major_locator(integer_ticks(5))
     note = f"{means[0]:.3f} → {means[-1]:.3f}  ({means[-1] - means[0]:+.3f})"
     panel.text(0.03, 0.98, note, transform=panel.transAxes, va="top", fontsize=8, color=SOFT)
     return True
@@ -121,7 +121,7 @@ def plot_agreement(analysis: RewardAnalysis) -> Figure | None:
     figure = new_figure(2 * side + 3.6, side + 2.25)
     overall, within = figure.subplots(1, 2, sharey=True)
     _matrix(overall, analysis, "over all samples", lambda pair: pair.ranks.overall)
-    title = "within groups, mean: what a policy is taught"
+    title = "within groups, mean: what a policy learns from"
     _matrix(within, analysis, title, lambda pair: pair.ranks.within_groups)
     within.tick_params(left=False)
     bar = figure.colorbar(within.images[0], ax=[overall, within], shrink=0.7, aspect=30, pad=0.01)
@@ -157,7 +157,7 @@ def _matrix(panel: Axes, analysis: RewardAnalysis, title: str, measure: Callable
 
 
 def plot_cost(analysis: RewardAnalysis) -> Figure | None:
-    """Plot the seconds per sample, the dearest reward on top, with marks at the median and the 95th percentile."""
+    """Plot the seconds per sample, the slowest reward on top, with marks at the median and the 95th percentile."""
     costs = [(reward.label, reward.cost) for reward in analysis.rewards if reward.cost is not None]
     if not costs:
         return None

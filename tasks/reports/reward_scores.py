@@ -20,7 +20,7 @@ def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRoun
     """Read one row per sample and reward, as :func:`tasks.reports.reward_analysis.analyse` needs them.
 
     Args:
-        store: of the run.
+        store: the run.
         rounds: rollouts with the scores to analyse, by iteration.
 
     Raises:
@@ -47,14 +47,14 @@ def _samples(store: ArtifactStore, part: SamplingRound, fetched: Path) -> pl.Dat
 def score_again(
     store: ArtifactStore, iteration: int, part: SamplingRound, sections: Sequence[RewardSection], samples: int
 ) -> pl.DataFrame:
-    """Score the first samples of a sampling round once more by each reward, in the form of :func:`read_scores`.
+    """Score the first samples of a sampling round again by each reward, in the form of :func:`read_scores`.
 
     Args:
-        store: of the run.
+        store: the run.
         iteration: number of the iteration that the round belongs to.
         part: the sampling round.
         sections: the rewards.
-        samples: groups are scored whole until at least this many samples are.
+        samples: complete groups are scored until there are at least this many samples.
     """
     frames = []
     with tempfile.TemporaryDirectory() as fetched:

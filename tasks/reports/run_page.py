@@ -47,13 +47,13 @@ def _by_sample_id(group: GroupView) -> GroupView:
 def render_run_page(
     run: RunView, groups: Groups, heldout: Heldout | None, warnings: Sequence[str], heading: Sequence[tuple[str, str]]
 ) -> str:
-    """Write the whole page.
+    """Write the page of a run.
 
     Args:
         run: read from its artifacts.
-        groups: of the iteration that is shown.
+        groups: groups of the iteration that is shown.
         heldout: two evaluations, if there are any.
-        warnings: what a person must know about missing or damaged files.
+        warnings: sentences about missing or damaged files.
         heading: names and values of the summary.
     """
     # Matplotlib takes a second to import.
@@ -81,7 +81,7 @@ def render_run_page(
 
 
 def progress(run: RunView) -> str:
-    """Say how far the run is."""
+    """Describe how many iterations of the run are done."""
     if run.finished:
         return f"finished: {run.policy_version} iterations"
     planned = f" of {run.planned}" if run.planned is not None else ""

@@ -23,7 +23,7 @@ _OUTPUT_COLUMNS = ("target_uri", "target_sha256", "completion")
 _RATED = ("reward", "advantage", "dropped")
 
 Row = dict[str, Any]
-"""One sample by column."""
+"""Values of one sample by column."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class SampleView:
 
     Attributes:
         sample_id: joins every table.
-        seed: its tokens were sampled with this.
+        seed: seed that its tokens were sampled with.
         logprob: sum over its trained tokens, in nats, recorded while sampling.
         length: number of trained tokens.
         finished: False where it was truncated at its maximum length.
         reward: None where no reward applies or none was computed.
         advantage: None likewise, and where its group was dropped.
         breakdown: value by reward, before weights; None where the reward does not apply.
-        output: an RGB image, reduced where it was large; or the whole text; None for an image that was pruned.
+        output: an RGB image, reduced where it was large; or the complete text; None for an image that was pruned.
     """
 
     sample_id: str
@@ -58,11 +58,11 @@ class GroupView:
     """The siblings of one prompt occurrence.
 
     Attributes:
-        group_id: of the occurrence.
+        group_id: id of the occurrence.
         dataset: the prompt set that it comes from.
-        prompt: as it was given.
+        prompt: text of the prompt.
         dropped: the group has no spread and was left out of the update.
-        target: the image that it should give; None where there is none, or none can be read.
+        target: target image; None where there is none, or it cannot be read.
         samples: highest reward first, those without one last; in the stored order where rewards are equal.
     """
 
@@ -117,7 +117,7 @@ class Groups:
     datasets: tuple[str, ...]
 
     def describe(self) -> str:
-        """Say how many groups were sampled in how many rounds, and how many of them teach nothing."""
+        """Describe how many groups were sampled in how many rounds, and how many were dropped."""
         times = "1 sampling round" if self.rounds == 1 else f"{self.rounds} sampling rounds"
         return f"{self.total} groups in {times}, {self.dropped} without spread left out of the update"
 
@@ -127,7 +127,7 @@ class SampleTable:
     """Stored samples with their scores.
 
     Attributes:
-        rows: the columns that were asked for, and reward, advantage and dropped; in the stored order, at least one.
+        rows: the requested columns, and reward, advantage and dropped; in the stored order, at least one.
         scores: value by reward and sample.
     """
 
@@ -164,8 +164,8 @@ def read_samples(
     Args:
         rollouts: folders, one per sampling round, at least one.
         rewards: label and folder of each reward's scores, any number per label.
-        advantages: folders; the samples have no rewards without any.
-        columns: of the rollouts; those that the modality does not have are left out.
+        advantages: folders of advantages; without any, the samples have no rewards.
+        columns: columns of the rollouts; those that the modality does not have are left out.
     """
     rated = {}
     for folder in advantages:
@@ -195,10 +195,10 @@ def best_first(rows: Iterable[Row]) -> list[Row]:
 
 
 def read_groups(reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int) -> Groups:
-    """Read groups in the stored order, as far as their stages are complete; none without rollouts.
+    """Read groups in the stored order; without rollouts there are none.
 
     Args:
-        reader: at the run.
+        reader: reader of the run.
         stages: verified artifacts; rewards and advantages may be missing.
         fetched: folder for copies of remote artifacts.
         targets: reads the targets.
@@ -228,7 +228,7 @@ def read_groups(reader: RunReader, stages: Stages, fetched: Path, targets: Targe
 
 
 def _sides(groups: Sequence[Sequence[Row]]) -> dict[str, int]:
-    """Choose how large each image is shown: the ends of a group large, the others small."""
+    """Choose the size of each image: large for the best and worst of a group, small for the others."""
     sides: dict[str, int] = {}
     for group in groups:
         names = [row["sample_id"] for row in group]

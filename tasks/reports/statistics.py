@@ -8,13 +8,13 @@ import numpy as np
 import polars as pl
 
 GROUP = ("run", "iteration", "group_id")
-"""Columns that identify a group: two runs use the same group ids."""
+"""Columns that identify a group, since two runs use the same group ids."""
 
 SAMPLE = ("run", "sample_id")
 """Columns that identify a sample."""
 
 DIGITS = 12
-"""Decimal digits of a column's largest value in which sums of the same rewards in another order agree."""
+"""Decimal digits of a column's largest value that do not depend on the order of a sum."""
 
 QUANTILES = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 BINS = 40
@@ -40,7 +40,7 @@ def require_unique(frame: pl.DataFrame, columns: Sequence[str], what: str) -> No
     twice = frame.filter(frame.select(columns).is_duplicated())
     if twice.height:
         values = zip(columns, twice.select(columns).row(0), strict=True)
-        raise ValueError(f"{what} hold {', '.join(f'{column} {value!r}' for column, value in values)} more than once")
+        raise ValueError(f"{what} have {', '.join(f'{column} {value!r}' for column, value in values)} more than once")
 
 
 def finite(frame: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
@@ -75,7 +75,7 @@ def number_or_none(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class Spread:
-    """One reward over samples in groups.
+    """Spread of one reward over samples in groups.
 
     Attributes:
         samples: number of samples.
@@ -85,7 +85,7 @@ class Spread:
         std: over values, Bessel-corrected; None with fewer than two.
         within_groups: mean over groups with at least two values of their Bessel-corrected standard deviation.
         groups: groups with a value.
-        groups_without_spread: share of these with fewer than two values or equal ones; they teach nothing.
+        groups_without_spread: share of these with fewer than two values or equal ones; nothing is learned from them.
     """
 
     samples: int
@@ -102,7 +102,7 @@ def spread_of(frame: pl.DataFrame, column: str) -> Spread:
     """Summarize a settled column over the groups that the column `group` numbers."""
     values = frame.select("group", value=column).drop_nulls("value")
     flat = pl.col("value").min() == pl.col("value").max()
-    # Equal values have no deviation to the last bit.
+    # Equal values may have a deviation other than zero in the last bit.
     std = pl.when(flat & (pl.len() > 1)).then(0.0).otherwise(pl.col("value").std())
     groups = values.group_by("group", maintain_order=True).agg(flat.alias("flat"), std.alias("std"))
     return Spread(
@@ -168,7 +168,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values in equal bins.
+    """Counts of values in equal bins.
 
     Attributes:
         low: lower edge of the first bin.

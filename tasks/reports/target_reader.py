@@ -1,4 +1,4 @@
-"""Images that prompts ought to give, for looking at a run whose input files may have moved."""
+"""Read target images of prompts for reports of a run whose input files may have moved."""
 
 import hashlib
 
@@ -11,20 +11,20 @@ from tasks.reports.images import shrunk
 
 
 class TargetReader:
-    """Target images by address, each read once; one that is gone or changed is told and left out.
+    """Target images by address, each read once; missing and changed ones are recorded and left out.
 
     Attributes:
         missing: addresses and reasons.
     """
 
     def __init__(self, side: int) -> None:
-        """Nothing is read yet; what is larger than `side` pixels will be made smaller."""
+        """Reduce images to at most `side` pixels; nothing is read yet."""
         self.missing: dict[str, str] = {}
         self._side = side
         self._read: dict[str, Image.Image] = {}
 
     def read(self, uri: str | None, sha256: str | None) -> Image.Image | None:
-        """The image, made smaller where it is large."""
+        """Read the image, reduced where it is large; None where it cannot be read."""
         if uri is None or uri in self.missing:
             return None
         if uri not in self._read:
@@ -41,7 +41,7 @@ class TargetReader:
 
 
 def over_white(image: Image.Image) -> Image.Image:
-    """Upright and RGB; what was transparent is white."""
+    """Convert an image to upright RGB, with transparent parts in white."""
     upright = ImageOps.exif_transpose(image)
     if not upright.has_transparency_data:
         return upright.convert("RGB")

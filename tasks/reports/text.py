@@ -1,4 +1,4 @@
-"""Texts and numbers for people: excerpts, Markdown that cannot break out of its place, rounded values, sparklines."""
+"""Texts and numbers for people: excerpts, escaped Markdown, rounded values, sparklines."""
 
 import itertools
 import math

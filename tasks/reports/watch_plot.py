@@ -10,12 +10,12 @@ from tasks.reports.plots import (
     SOFT,
     colour_of,
     headline,
+    integer_ticks,
     markers,
     new_figure,
     plot_label,
     png_of,
     quiet,
-    whole_numbers,
 )
 
 Series = Sequence[float | None]
@@ -27,10 +27,10 @@ UPPER, LOWER = 1.9, 3.4
 def plot_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series]) -> bytes:
     """Plot the reward above, and below it each guardrail as a multiple of its first value, as PNG.
 
-    A guardrail whose first value is zero has no multiple, nor has one without values: their names stand below.
+    A guardrail without values, or whose first value is zero, has no multiple and is named below the plot.
 
     Args:
-        versions: of the policy, rising.
+        versions: policy versions, ascending.
         rewards: held-out reward of each version; None where there is none.
         guardrails: values of each version by name, higher being better.
 
@@ -49,7 +49,7 @@ def plot_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str
     _plot_reward(above, versions, rewards)
     _plot_guardrails(below, versions, plotted, lower)
     if len(versions) > 1:
-        above.xaxis.set_major_locator(whole_numbers(10))
+        above.xaxis.set_major_locator(integer_ticks(10))
     else:
         above.set_xticks(versions)
     note = f"; begin at zero or have no values: {', '.join(left_out)}" if left_out else ""
@@ -99,7 +99,7 @@ def _line(axes: Axes, versions: Sequence[int], series: Series, colour: str, *, w
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, inches: float) -> None:
-    """Write each line's name to the right of the axes, as near to the height of its end as the others leave room.
+    """Write each line's name to the right of the axes, as close to the height of its end as the other names allow.
 
     Args:
         axes: with their final vertical limits.

@@ -5,6 +5,6 @@ records        a sampling round, a stored iteration, a stored evaluation
 reader         lists, finds and verifies artifacts; reports damage and changes nothing
 lookup         finds a run by name or path; refuses another schema version
 stored         configuration, iterations, evaluations and policies for flows that use them again
-run_view       records of a whole run for reports; read_run reads them
+run_view       records of a run for reports and summaries; read_run reads them
 metrics_table  the table of an iteration's metrics
 """

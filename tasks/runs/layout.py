@@ -1,11 +1,11 @@
-"""The names in a run folder: paths for what writes there, parsers for what reads. No other module spells them.
+"""The names in a run folder: paths for what writes there, parsers for what reads. No other module contains them.
 
 iteration_000001/rollouts, rewards/<label>, advantages     stages of an iteration; artifacts
-iteration_000001/round_02/...                              the same of its second sampling round
+iteration_000001/round_02/...                              the same for its second sampling round
 iteration_000001/metrics.parquet
 policies/000001                                            what an update made; an artifact
 evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
-evaluations_of/<prompts>/000001/...                        the same of other prompts or settings
+evaluations_of/<prompts>/000001/...                        the same with other prompts or settings
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
 """
 
@@ -57,8 +57,8 @@ def evaluation_folder(version: int, others: str | None = None) -> str:
     """Return the folder of a policy version's evaluation.
 
     Args:
-        version: of the policy.
-        others: name of other prompts or settings than the run's; None for the run's own.
+        version: policy version.
+        others: name of other prompts or settings; None for the run's.
     """
     return f"{EVALUATIONS if others is None else f'{OTHER_EVALUATIONS}/{others}'}/{version:06d}"
 
@@ -80,10 +80,10 @@ def parse_iteration(name: str) -> int | None:
 
 
 def is_later_round(name: str) -> bool:
-    """Tell whether a name in an iteration's folder is that of a sampling round after the first."""
+    """Return whether a name in an iteration's folder is that of a sampling round after the first."""
     return _ROUND.fullmatch(name) is not None
 
 
 def is_result(name: str) -> bool:
-    """Tell whether a name in a run folder is one that the run's policies made, not a file that a person put there."""
+    """Return whether a name in a run folder is a result of the run, not a file that a person put there."""
     return parse_iteration(name) is not None or name in (POLICIES, EVALUATIONS, OTHER_EVALUATIONS, RESCORED)

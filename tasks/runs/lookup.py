@@ -46,7 +46,7 @@ def require_schema(store: ArtifactStore) -> None:
             described = load_checked(content)
         version = described.get("schema_version")
     except (ValueError, TypeError, AttributeError):
-        # A damaged file says nothing of its version; its readers report the damage.
+        # A damaged file has no known version; its readers report the damage.
         return
     if isinstance(version, int) and version != SCHEMA_VERSION:
         hint = (

@@ -27,8 +27,8 @@ def gather_metrics(
     """Return the metrics of all stages of an iteration, with the seconds that each took when it ran.
 
     Args:
-        rounds: rollouts and rewards; empty for a replay, which has none of its own.
-        advantages: of the samples of all rounds.
+        rounds: rollouts and rewards; empty for a replay, which samples none.
+        advantages: advantages of the samples of all rounds.
         update: the checkpoint.
         heldout: advantages of the evaluation of the policy that the iteration made; None without an evaluation.
         guardrails: scores of the same evaluation by label.
@@ -72,7 +72,7 @@ def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, fl
 
 
 def _read_table(content: bytes) -> dict[str, float]:
-    """Values of a table; empty where it is damaged: it is gathered again from the stages, which were verified."""
+    """Read the values of a table; empty where it is damaged, since the verified stages have them all."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.parquet"
         path.write_bytes(content)

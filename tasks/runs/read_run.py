@@ -32,14 +32,14 @@ from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
 from tasks.storage.filesystem.checked_json import load_checked
 
 Found = dict[str, dict[tuple[int, str], StoredArtifact]]
-"""By stage, by sampling round from 1 and reward label; of the advantages the last round's, which cover all rounds."""
+"""Artifacts by stage, then by sampling round from 1 and reward label; advantages are those of the last round."""
 
 
 def read_run(reader: RunReader, shown: int | None = None) -> RunView:
-    """Read a run. All that is shown is verified, the rest as far as a second or so of reading allows.
+    """Read a run. Everything that is shown is verified, and of the rest as much as about a second of reading allows.
 
     Args:
-        reader: the run's.
+        reader: reader of the run.
         shown: iteration to show; None for the last one whose samples have rewards.
     """
     iterations = {number: _find_stages(reader, iteration_folder(number)) for number in reader.iterations()}
@@ -111,14 +111,14 @@ def _references(stages: Found) -> Stages:
 
 
 def _last_scored(iterations: Mapping[int, Found]) -> int | None:
-    """The last iteration with rewards; without one, the last with anything."""
+    """Return the last iteration with rewards; without one, the last that has any stage."""
     begun = [number for number in sorted(iterations) if iterations[number]]
     rated = [number for number in begun if ADVANTAGES in iterations[number]]
     return next(reversed(rated or begun), None)
 
 
 def _drop_damaged(reader: RunReader, groups: Sequence[Found], *, always: bool) -> None:
-    """Drop what does not verify; a checkpoint's weights are large and never shown, so they wait for the budget."""
+    """Drop what does not verify; checkpoints, which are large and never shown, are verified within the budget."""
     for stages in groups:
         for stage, parts in list(stages.items()):
             if always and stage == UPDATE:
@@ -131,7 +131,7 @@ def _drop_damaged(reader: RunReader, groups: Sequence[Found], *, always: bool) -
 
 
 def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> tuple[int, str | None] | None:
-    """Version and digest of the last valid policy; None without one."""
+    """Return the version and digest of the last valid policy; None without one."""
     for version in sorted(policies, reverse=True):
         if STATE_FILE in policies[version].manifest.files and reader.verify(policies[version], [STATE_FILE]):
             return version, _read_json(reader, f"{policy_folder(version)}/{STATE_FILE}").get("policy_digest")
@@ -139,7 +139,7 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
 
 
 def _base_digest(reader: RunReader, described: Mapping[str, Any] | None) -> str | None:
-    """Digest of the model as given."""
+    """Return the digest of the initial model."""
     if described is None:
         reader.report_damage(RUN_FILE, "it is missing")
     return (described or {}).get("model_digest")
@@ -154,7 +154,7 @@ def _iteration_view(reader: RunReader, number: int, stages: Found, heldout: floa
 
 
 def _covered_rounds(stages: Found) -> dict[tuple[str, str], list[ArtifactRef]]:
-    """By stage and label, the artifacts that have metrics of the whole iteration.
+    """Return the artifacts that cover every sampling round of the iteration, by stage and label.
 
     Rounds that the advantages do not cover are left out, and so are rollouts or a reward with a damaged round.
     """
@@ -191,7 +191,7 @@ def _compare_with_table(reader: RunReader, number: int, metrics: Mapping[str, fl
 
 
 def _read_description(reader: RunReader) -> Mapping[str, Any] | None:
-    """Content of run.json; empty where it is damaged, None where it is missing."""
+    """Read run.json; empty where it is damaged, None where it is missing."""
     content = reader.read_bytes(RUN_FILE)
     try:
         return None if content is None else load_checked(content)
@@ -201,7 +201,7 @@ def _read_description(reader: RunReader) -> Mapping[str, Any] | None:
 
 
 def _read_config(reader: RunReader, sha256: str | None) -> tuple[str | None, Mapping[str, Any]]:
-    """Text and values of config.yaml."""
+    """Read the text and the values of config.yaml."""
     content = reader.read_bytes(CONFIG_FILE)
     if content is None:
         reader.report_damage(CONFIG_FILE, "it is missing")

@@ -43,11 +43,11 @@ class StoredArtifact:
 
 
 class RunReader:
-    """Reads one run and collects the damage that it meets. Unlike the store it moves nothing.
+    """Reads one run and collects the damage that it finds. Unlike the store it moves nothing.
 
     Attributes:
         damages: damage found so far, each file once.
-        pruned: by artifact folder, what `grpo prune` removed from the artifacts found so far.
+        pruned: what `grpo prune` removed from the artifacts found so far, by folder.
         unverified: number of artifacts that were too large to verify.
     """
 
@@ -58,11 +58,11 @@ class RunReader:
         self.pruned: dict[str, Mapping[str, Any]] = {}
         self.unverified = 0
         self._verified: set[str] = set()
-        # Verifying a remote artifact means fetching it; there, only what is shown is worth that.
+        # Verifying a remote artifact means fetching it, so only shown ones are verified.
         self._budget = VERIFIED_BYTES if is_local(store.filesystem) else 0
 
     def names(self, folder: str = "") -> list[str]:
-        """Sorted names in a folder of the run; empty where there is no such folder."""
+        """List the sorted names in a folder of the run; empty where there is no such folder."""
         try:
             found = self.store.filesystem.ls(self.store.path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -70,34 +70,34 @@ class RunReader:
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def artifact_names(self, folder: str) -> list[str]:
-        """Sorted names of the artifacts in a folder of the run."""
+        """List the sorted names of the artifacts in a folder of the run."""
         found = self.names(folder)
         return [name.removesuffix(MANIFEST_ENDING) for name in found if name.endswith(MANIFEST_ENDING)]
 
     def iterations(self) -> list[int]:
-        """Iterations that have a folder, in order."""
+        """List the iterations that have a folder, in order."""
         return sorted(number for name in self.names() if (number := parse_iteration(name)) is not None)
 
     def policies(self) -> list[int]:
-        """Policy versions that have a manifest, pruned ones included, in order."""
+        """List the policy versions that have a manifest, pruned ones included, in order."""
         return sorted(int(name) for name in self.artifact_names(POLICIES) if name.isdigit())
 
     def evaluations(self, folder: str = EVALUATIONS) -> list[int]:
-        """Policy versions that have an evaluation in this folder, in order."""
+        """List the policy versions that have an evaluation in this folder, in order."""
         return sorted(int(name) for name in self.names(folder) if name.isdigit())
 
     def rounds(self, folder: str) -> list[str]:
-        """Folders of the sampling rounds of an iteration's folder, in order; the first round is the folder itself."""
+        """List the folders of an iteration's sampling rounds in order; that of the first is the iteration's folder."""
         return [folder, *(f"{folder}/{name}" for name in self.names(folder) if is_later_round(name))]
 
     def scored_rounds(self, folder: str) -> list[str]:
-        """Folders of the sampling rounds that the last advantages cover; empty without advantages."""
+        """List the folders of the sampling rounds that the last advantages cover; empty without advantages."""
         folders = self.rounds(folder)
         scored = [index for index, each in enumerate(folders) if ADVANTAGES in self.artifact_names(each)]
         return folders[: scored[-1] + 1] if scored else []
 
     def read_bytes(self, name: str) -> bytes | None:
-        """Content of a small file of the run; None where there is none."""
+        """Read a small file of the run; None where there is none."""
         try:
             content: bytes = self.store.filesystem.cat_file(self.store.path(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -114,7 +114,7 @@ class RunReader:
             self.damages.append(damage)
 
     def find(self, folder: str) -> StoredArtifact | None:
-        """The artifact in this folder if its manifest is valid and every file that it names exists."""
+        """Return the artifact in this folder if its manifest is valid and every file that it names exists."""
         name = f"{folder}{MANIFEST_ENDING}"
         content = self.read_bytes(name)
         if content is None:
@@ -139,7 +139,7 @@ class RunReader:
         return None if missing else StoredArtifact(reference, manifest)
 
     def verify(self, artifact: StoredArtifact, only: Iterable[str] | None = None) -> bool:
-        """Whether the files, or `only` these of them, have the sha256 that the manifest states."""
+        """Return whether the files, or `only` these of them, have the sha256 that the manifest states."""
         folder, manifest = artifact.reference.folder, artifact.manifest
         valid = True
         for name in manifest.files if only is None else only:
@@ -170,7 +170,7 @@ class RunReader:
         return self.verify(artifact)
 
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """The artifact's folder on this machine; a remote one is copied below `fetched` first."""
+        """Return the artifact's folder on this machine; a remote one is copied below `fetched` first."""
         if is_local(self.store.filesystem):
             return Path(self.store.path(reference.folder))
         target = fetched / reference.folder

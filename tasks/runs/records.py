@@ -1,4 +1,4 @@
-"""Frozen records of what a run has stored and stages or flows work on."""
+"""Frozen records of stored sampling rounds, iterations and evaluations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class StoredIteration:
     """One stored iteration, every file verified.
 
     Attributes:
-        number: of the iteration, from 1.
+        number: number of the iteration, from 1.
         rounds: the sampling rounds that the advantages cover.
-        advantages: of the samples of all rounds.
+        advantages: advantages of the samples of all rounds.
         samplers: version and digest of the policies that sampled the rows.
     """
 

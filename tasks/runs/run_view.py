@@ -1,8 +1,10 @@
-"""Frozen records of a run as reports show it: its iterations, its evaluations, and the files that were moved away."""
+"""Frozen records of a run for reports: its iterations, its evaluations and moved files; the summary of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from tasks.runs.layout import ADVANTAGES, ROLLOUTS, STAGES
 from tasks.runs.reader import Damage
@@ -11,17 +13,17 @@ from tasks.storage.artifacts.reference import ArtifactRef
 Noun = Literal["image", "completion"]
 
 Stages = Mapping[str, tuple[ArtifactRef, ...]]
-"""Valid artifacts by stage: of rollouts one per sampling round, of rewards one per round and label, of others one."""
+"""Valid artifacts by stage: one of rollouts per sampling round, one of rewards per round and label, one of others."""
 
 
 @dataclass(frozen=True)
 class IterationView:
-    """One training iteration, as far as it went.
+    """One training iteration, as far as it is stored.
 
     Attributes:
         iteration: number, from 1.
         stages: valid artifacts by stage; without missing and damaged ones.
-        metrics: of these stages, with the seconds of each, and the held-out reward of the policy that it made.
+        metrics: metrics of these stages, the seconds of each, and the held-out reward of the policy that it made.
     """
 
     iteration: int
@@ -44,7 +46,7 @@ class EvaluationView:
     """The held-out prompts, sampled by one policy version.
 
     Attributes:
-        version: of the policy.
+        version: policy version.
         stages: valid artifacts by stage.
         guardrails: mean score of each guardrail over the same samples, by label.
     """
@@ -60,7 +62,7 @@ class EvaluationView:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all stages; rewards are computed side by side, so the slowest counts."""
+        """Seconds of all stages; rewards are computed concurrently, so the slowest counts."""
         return sum(max(part.seconds for part in parts) for parts in self.stages.values())
 
     @property
@@ -86,18 +88,18 @@ class MovedFiles:
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything about a run but its samples.
+    """Everything about a run except its samples.
 
     Attributes:
-        name: of the run.
-        folder: path or URL.
+        name: name of the run.
+        folder: path or URL of the run.
         config_text: content of config.yaml; None without a readable one.
-        config: its keys and values.
-        iterations: in order; only those that have at least one valid stage.
-        shown: the requested iteration; None where it has no valid stage.
-        evaluations: in order of the policy version.
-        policy_version: number of updates; 0 is the model as given.
-        policy_digest: of that policy's weights; None where no valid file states it.
+        config: keys and values of the configuration.
+        iterations: iterations in order; only those that have at least one valid stage.
+        shown: the iteration to show; None where it has no valid stage.
+        evaluations: evaluations in the order of their policy versions.
+        policy_version: number of updates; 0 is the initial model.
+        policy_digest: sha256 of that policy's weights; None where no valid file states it.
         moved: files in `quarantine/`, then those in `previous/`.
         damages: files that differ from what was written.
         unverified: number of artifacts that are not shown and were too large to verify.
@@ -173,6 +175,32 @@ class RunView:
         names = {name for metrics in seen for name in metrics}
         found = {dataset: name for name in names if (dataset := dataset_of(name)) is not None}
         return dict(sorted(found.items()))
+
+
+class RunSummary(BaseModel):
+    """Rewards, time and place of a run, under the names that every command's `--json` uses.
+
+    Attributes:
+        run: name of the run.
+        iterations: number of policy updates.
+        reward_first: mean training reward of the first iteration; None without rewards.
+        reward_last: mean training reward of the last iteration; None without rewards.
+        heldout_before: mean held-out reward of the first evaluated policy; None without held-out prompts.
+        heldout_after: mean held-out reward of the last evaluated policy; None where only one was evaluated.
+        policy_digest: sha256 of the last policy's weights; None where no valid file states it.
+        seconds: `total`, and by stage over all iterations as measured when each ran.
+        folder: path or URL of the run.
+    """
+
+    run: str
+    iterations: int
+    reward_first: float | None
+    reward_last: float | None
+    heldout_before: float | None
+    heldout_after: float | None
+    policy_digest: str | None
+    seconds: dict[str, float]
+    folder: str
 
 
 def dataset_of(metric: str) -> str | None:

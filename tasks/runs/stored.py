@@ -1,4 +1,4 @@
-"""Read what a run has stored that flows use again: configuration, iterations, evaluations, policies. All verified."""
+"""Read stored configurations, iterations, evaluations and policies for flows that use them again; all verified."""
 
 import json
 import re
@@ -34,7 +34,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 STORED, RECOMPUTED = "stored", "recomputed"
-"""Names of advantages beside those of rescorings: the run's own, and new ones from its stored rewards."""
+"""Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
 
 
 def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:
@@ -168,9 +168,9 @@ def find_evaluation(
 
     Args:
         store: the run.
-        folder: of the evaluation.
+        folder: folder of the evaluation.
         config: names the rewards and guardrails that the evaluation must have.
-        policy: that must have sampled it; None for any.
+        policy: policy that must have sampled it; None for any.
     """
     rewards = {section.label: f"{REWARDS}/{section.label}" for section in config.rewards}
     guardrails = {section.label: f"{GUARDRAILS}/{section.label}" for section in config.watch.guardrails}
@@ -180,7 +180,7 @@ def find_evaluation(
         if found is None:
             return None
         valid[stage] = found
-    # Another version may have stood in this folder before.
+    # Another policy of the same version may have been evaluated here before.
     if policy is not None and read_samplers(store, [valid[ROLLOUTS]]) != {(policy.version, policy.digest)}:
         return None
     return StoredEvaluation(
@@ -197,7 +197,7 @@ def stored_versions(store: ArtifactStore) -> list[int]:
 
 
 def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
-    """Who removed the files of a version and when; None for a version that has them."""
+    """Return who removed the files of a version and when; None for a version that has them."""
     manifest = store.manifest_at(store.path(policy_folder(version)))
     return manifest.pruned if manifest is not None and not manifest.files else None
 
@@ -207,8 +207,8 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
 
     Args:
         store: the run; nothing in it is changed.
-        version: 0 for the model as given; None for the last valid one.
-        model_digest: of that model.
+        version: 0 for the initial model; None for the last valid version.
+        model_digest: digest of the initial model.
 
     Raises:
         InputErrors: there is no such version, or it is damaged.
@@ -244,7 +244,7 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
 
 
 def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
-    """The version, or what is wrong with its files."""
+    """Return the version, or what is wrong with its files."""
     reader = RunReader(store)
     found = reader.find(policy_folder(version))
     if found is None or not reader.verify(found):

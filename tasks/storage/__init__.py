@@ -1,4 +1,4 @@
-"""Where stages leave their results: complete or absent, and verified when read.
+"""Storage of the stages' results: complete or absent, and verified when read.
 
 artifacts        artifacts under manifests with sha256; the store of a run
 filesystem       a run's folder on any fsspec root, atomic writes, the read cache, storage errors

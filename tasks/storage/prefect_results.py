@@ -1,6 +1,6 @@
-"""Which stage made which artifact: Prefect's results, kept in the run's folder and verified when they are read.
+"""Prefect's results: references to artifacts, stored in the run's folder and verified when they are read.
 
-Prefect's own record of a result names the class that decodes it, pickle among them, so a changed file could run code.
+Prefect's record of a result names the class that decodes it, pickle among them, so a changed file could run code.
 Only the reference is kept here, as JSON with a checksum; it is always decoded by `decode_reference`.
 """
 
@@ -19,7 +19,7 @@ from tasks.storage.filesystem.checked_json import dump_checked, load_checked
 from tasks.storage.filesystem.files import is_local, write_file_atomically
 
 FOLDER = ".stages"
-"""In the run, so that its folder is enough to continue; and next to the runs, so that they find each other's."""
+"""Folders of records: in the run, so that its folder suffices to continue; next to the runs, which share them."""
 _ARTIFACT, _POLICY = "$artifact", "$policy"
 
 
@@ -47,7 +47,7 @@ class StageRecords(WritableFileSystem):
         return record.model_dump_json(serialize_as_any=True).encode()
 
     async def aread_path(self, path: str) -> bytes:
-        """Do the same as read_path."""
+        """Read the record of a key asynchronously."""
         return self.read_path(path)
 
     def write_path(self, path: str, content: bytes, *, _sync: bool = True) -> None:  # type: ignore[override]
@@ -56,12 +56,12 @@ class StageRecords(WritableFileSystem):
         _keep(current_store(), f"{FOLDER}/{path}.json", dump_checked({"key": path, "result": result}))
 
     async def awrite_path(self, path: str, content: bytes) -> None:
-        """Do the same as write_path."""
+        """Write the record of a key asynchronously."""
         self.write_path(path, content)
 
 
 def _keep(store: ArtifactStore, name: str, content: bytes) -> None:
-    """Write a record in the run and next to the runs; one that a power failure loses there is another run's miss."""
+    """Write a record in the run and next to the runs; a record lost there is only a cache miss of another run."""
     if not is_local(store.filesystem):
         store.write_file(name, content)
         store.write_shared(name, content)
@@ -117,7 +117,7 @@ def encode_reference(value: object) -> dict[str, Any]:
 def decode_reference(value: dict[str, Any]) -> Any:
     """Decode a reference whose files are present and verified in this run's folder.
 
-    Prefect takes an error here for a cache miss, so a stage whose files are gone or changed runs again.
+    Prefect treats an error here as a cache miss, so a stage whose files are gone or changed runs again.
 
     Raises:
         StaleReferenceError: there is no valid copy of the files.

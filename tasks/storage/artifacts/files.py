@@ -1,4 +1,4 @@
-"""Files of artifacts, read and verified: on a local disk each time, in a bucket only when they changed."""
+"""Read and verify files of artifacts: on a local disk each time, in a bucket only when they changed."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,7 @@ class ArtifactFiles:
 
     Args:
         filesystem: the root's filesystem.
-        cache: copies of remote files; None keeps none.
+        cache: copies of remote files; None for no copies.
     """
 
     def __init__(self, filesystem: AbstractFileSystem, cache: ReadCache | None) -> None:
@@ -42,7 +42,7 @@ class ArtifactFiles:
             return self._download(path, Path(folder) / "file")
 
     def damage(self, folder: str, manifest: Manifest) -> str | None:
-        """Say what is wrong with the files in `folder`; None when they are what the manifest says."""
+        """Return what is wrong with the files in `folder`; None if they match the manifest."""
         for name in manifest.files:
             try:
                 found = self.sha256(f"{folder}/{name}")
@@ -53,7 +53,7 @@ class ArtifactFiles:
         return None
 
     def fetch(self, folder: str, manifest: Manifest, target: Path) -> str | None:
-        """Put the files of a remote folder below `target`; say what is wrong with them, or None.
+        """Copy the files of a remote folder below `target`; return what is wrong with them, or None.
 
         Each is read from the root once, or not at all if the cache has it.
         """
@@ -75,7 +75,7 @@ class ArtifactFiles:
             self.cache.keep(local, sha256)
 
     def note_copy(self, source: str, target: str, sha256: str) -> None:
-        """Remember a file that was copied within the root, if its ETag proves that it is the same."""
+        """Remember a file that was copied within the root, if its ETag proves that it is unchanged."""
         if self.cache is None:
             return
         tags = [str(self.filesystem.info(path).get("ETag", "")) for path in (source, target)]
@@ -83,7 +83,7 @@ class ArtifactFiles:
             self.cache.note(version, sha256)
 
     def _version(self, path: str) -> str | None:
-        """URL, size and tag of a remote file; None if the filesystem has no tag that changes with the content."""
+        """Return URL, size and tag of a remote file; None if no tag of the filesystem changes with the content."""
         info = self.filesystem.info(path)
         tag = next((name for name in _TAGS if info.get(name)), None)
         return None if tag is None else f"{self.filesystem.unstrip_protocol(path)} {info['size']} {tag} {info[tag]}"
@@ -103,14 +103,14 @@ class ArtifactFiles:
         """Read a file once, and keep it; one that changed meanwhile is read again."""
         for _ in range(_ATTEMPTS):
             version = self._version(path)
-            # The old target may be another name of a copy in the cache.
+            # The old target may be a hard link to a copy in the cache.
             target.unlink(missing_ok=True)
             self.filesystem.get_file(path, str(target))
             found = sha256_of(_LOCAL, str(target))
             if version == self._version(path):
                 break
         else:
-            # It changed during every read, so it is not known which of its tags this content had.
+            # It changed during every read, so the tag of this content is unknown.
             version = None
         if self.cache is not None and version is not None:
             self.cache.note(version, found)

@@ -18,10 +18,10 @@ class Manifest:
     """The content of a manifest.
 
     Attributes:
-        described: fields of the reference, all but its uri and sha256.
+        described: fields of the reference, except its uri and sha256.
         files: sha256 by name within the artifact's folder.
         previous: sha256 of the manifests that this one replaced; references to them mean this one.
-        pruned: what was deleted from the artifact and why (a tombstone); None while it is as its stage made it.
+        pruned: what was deleted from the artifact and why (a tombstone); None if nothing was deleted.
         replaced: sha256 of the files that were replaced by smaller ones or deleted. A replaced file is valid in both
             forms, since the process that replaces it may be killed halfway.
     """
@@ -34,7 +34,7 @@ class Manifest:
 
     @cached_property
     def content(self) -> bytes:
-        """The bytes of the manifest's file.
+        """Encode the manifest as the bytes of its file.
 
         Raises:
             ValueError: a metric is not finite.
@@ -57,18 +57,18 @@ class Manifest:
         return ArtifactRef(uri=uri, sha256=self.sha256, **self.described)
 
     def matches(self, reference: ArtifactRef) -> bool:
-        """Whether the reference means this manifest, or one that it replaced."""
+        """Return whether the reference means this manifest, or one that it replaced."""
         known = (self.sha256, *self.previous)
         return reference.sha256 in known and self.described.get("digest") == reference.digest
 
     def equals_in_result(self, other: "Manifest") -> bool:
-        """Whether later stages find the same in both; measured seconds may differ."""
+        """Return whether later stages get the same from both; measured seconds may differ."""
         kept = ("digest", "schema_version", "rows", "metrics")
         same = all(self.described.get(name) == other.described.get(name) for name in kept)
         return same and set(self.files) == set(other.files) and self.pruned == other.pruned
 
     def accepted(self, name: str) -> frozenset[str]:
-        """The sha256 that a file may have."""
+        """Return every sha256 that a file may have."""
         return frozenset({self.files[name], self.replaced.get(name, self.files[name])})
 
 
@@ -76,7 +76,7 @@ def read_manifest(content: bytes) -> Manifest:
     """Read a manifest from its bytes.
 
     Raises:
-        ValueError: it is no manifest, not as it was written, or names a file outside of its folder.
+        ValueError: it is no manifest, was changed, or names a file outside of its folder.
     """
     found = load_checked(content)
     files, replaced = _checked(found.pop(FILES, None)), _checked(found.pop(REPLACED, {}))

@@ -1,4 +1,4 @@
-"""The store that a configuration describes."""
+"""Open the store that a configuration describes."""
 
 import functools
 from pathlib import Path
@@ -11,7 +11,7 @@ from tasks.storage.filesystem.read_cache import GIB, ReadCache, default_cache
 
 
 def open_store(storage: StorageSection, run: str) -> ArtifactStore:
-    """A run's store, with the cache that is asked for; nothing is written yet.
+    """Return a run's store, with the configured cache; nothing is written yet.
 
     Raises:
         InputError: credentials in a URL, one of an unknown kind, or of one whose package is not installed.
@@ -23,9 +23,9 @@ def open_store(storage: StorageSection, run: str) -> ArtifactStore:
 
 
 def open_store_elsewhere(storage: StorageSection, run: str) -> ArtifactStore:
-    """The store of a run that another process holds, perhaps one of another machine.
+    """Return the store of a run that another process has opened, perhaps on another machine.
 
-    Where the folder for copies cannot be written on this machine, they are kept in the user's cache folder.
+    If the folder for copies cannot be written on this machine, they are kept in the user's cache folder.
 
     Raises:
         InputError: as for open_store.
@@ -36,13 +36,13 @@ def open_store_elsewhere(storage: StorageSection, run: str) -> ArtifactStore:
     try:
         store.files.cache.require_usable()
     except InputError as error:
-        _tell_once(f"{error} Here they are kept in the user's cache folder.")
+        _log_once(f"{error} Here they are kept in the user's cache folder.")
         return open_store(storage.model_copy(update={"cache_dir": None}), run)
     return store
 
 
 def described(store: ArtifactStore) -> StorageSection:
-    """The root, and where copies of it are kept, as others find them; the user's cache folder is that of each user."""
+    """Return the root and its folder for copies for other processes; None stands for each user's cache folder."""
     root, cache = store.filesystem.unstrip_protocol(store.root), store.files.cache
     if cache is None:
         return StorageSection(root=root)
@@ -53,6 +53,6 @@ def described(store: ArtifactStore) -> StorageSection:
 
 
 @functools.cache
-def _tell_once(line: str) -> None:
-    """A process does many stages of a run."""
+def _log_once(line: str) -> None:
+    """Log a line once per process, which runs many stages of a run."""
     log(line)

@@ -1,4 +1,4 @@
-"""The small record that stands for an artifact between tasks: never the data, never a path of one machine."""
+"""References that tasks pass to each other instead of artifacts: never the data, never a path of one machine."""
 
 import unicodedata
 
@@ -8,7 +8,7 @@ from grpo_core.errors import InputError
 
 
 class ArtifactRef(BaseModel):
-    """One stage's output.
+    """A reference to one stage's output.
 
     Attributes:
         uri: folder of the artifact relative to the storage root, `<run>/iteration_000001/rollouts`.
@@ -49,11 +49,11 @@ class ArtifactRef(BaseModel):
 
 
 class PolicyRef(BaseModel):
-    """One version of the policy.
+    """A reference to one version of the policy.
 
     Attributes:
         version: number of updates made so far; 0 is the initial model.
-        digest: digest of the weights that sample: those of the initial model for version 0, of the trained part later.
+        digest: digest of the weights: all those of the initial model for version 0, later the trained ones.
         checkpoint: weights, optimizer and schedule; None for version 0.
         reference_digest: digest of the reference's weights; None while that is the initial model.
     """
@@ -67,7 +67,7 @@ class PolicyRef(BaseModel):
 
 
 class StaleReferenceError(ValueError):
-    """What a reference stands for is missing, or no longer what it was."""
+    """The artifact of a reference is missing or was changed."""
 
 
 class PrunedArtifactError(InputError):
@@ -75,7 +75,7 @@ class PrunedArtifactError(InputError):
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a relative name, taken part by part, stays in the folder that it is looked up in."""
+    """Return whether a relative name leads to a place inside the folder that it is looked up in."""
     if "\\" in name or any(unicodedata.category(letter) == "Cc" for letter in name):
         return False
     return all(part not in ("", ".", "..") for part in name.split("/"))

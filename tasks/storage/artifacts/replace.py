@@ -1,8 +1,8 @@
-"""Files of an artifact replaced or deleted under a tombstone, while every reference to the artifact stays valid.
+"""Replace or delete files of an artifact under a tombstone, while every reference to the artifact stays valid.
 
 The tombstone is a manifest that names what it replaced, what was deleted and why. It is written first and accepts each
-replaced file both as it was and as it will be, so a killed process leaves a valid artifact and pruning again finishes
-the work. A copy is kept: nothing else says that the files were deleted on purpose, and they cannot be made again.
+replaced file in its old and its new form, so a killed process leaves a valid artifact and pruning again finishes
+the work. A copy is kept, since nothing else records that the files were deleted on purpose.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def replace_artifact(
     Args:
         store: the run.
         reference: the artifact, or one that it replaced.
-        staged: the files that are left, by their previous names, in a folder of `staging`; None leaves none.
+        staged: the remaining files under their previous names, in a folder of `staging`; None for no files.
         pruned: what is deleted and why, as JSON values.
 
     Raises:
-        StaleReferenceError: the artifact there is not what the reference says.
+        StaleReferenceError: the artifact there does not match the reference.
         ValueError: a file that the artifact never had.
         StorageError: a disk or a bucket refuses it.
     """
@@ -70,7 +70,7 @@ def replace_artifact(
 
 
 def is_half_pruned(store: ArtifactStore, folder: str, manifest: Manifest) -> bool:
-    """Whether a process was killed while it pruned the artifact in this folder of the run."""
+    """Return whether a process was killed while it pruned the artifact in this folder of the run."""
     if manifest.pruned is None:
         return False
     place = store.path(folder)
@@ -81,9 +81,9 @@ def is_half_pruned(store: ArtifactStore, folder: str, manifest: Manifest) -> boo
 
 
 def restored_tombstone(store: ArtifactStore, reference: ArtifactRef) -> Manifest | None:
-    """Put the damaged manifest of a pruned artifact of this run back from its copy; None if that is impossible.
+    """Restore the damaged manifest of a pruned artifact of this run from its copy; None if that is impossible.
 
-    A missing manifest is not put back: whoever removes it wants the artifact to be made again.
+    A missing manifest is not restored: people remove it to have the artifact made again.
     """
     path, place = store.manifest_path(reference.folder), store.path(reference.folder)
     if reference.run != store.run or not _is_damaged(store.read_file(path)):
@@ -102,7 +102,7 @@ def restored_tombstone(store: ArtifactStore, reference: ArtifactRef) -> Manifest
 
 
 def pruned_error(store: ArtifactStore, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
-    """Make the error which says that an artifact's files were deleted, and what can be done."""
+    """Make the error for an artifact whose files were deleted, with a hint what to do."""
     # One in previous/ would be restored.
     folders = sorted(store.filesystem.glob(f"{store.root}/{reference.run}/{PREVIOUS}/*"))
     places = [f"{store.root}/{reference.uri}", *(f"{folder}/{reference.folder}" for folder in folders)]
@@ -112,7 +112,7 @@ def pruned_error(store: ArtifactStore, reference: ArtifactRef, manifest: Manifes
         if isinstance(store.matching_manifest(place, reference), Manifest)
     ]
     hint = (
-        "Its files were deleted by `grpo prune`. Ask for one that is kept; or, to have it made again, remove "
+        "Its files were deleted by `grpo prune`. Choose one that is kept; or, to have it made again, remove "
         f"{' and '.join(manifests)} and start the run again."
     )
     said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}

@@ -10,7 +10,7 @@ from tasks.storage.filesystem.run_folder import RunFolder
 
 RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
 CONFIG_SHA256 = "config_sha256"
-_HINT = "Start the run again with its own command, which writes it again."
+_HINT = "Start the run again with the same command, which writes it again."
 
 
 def write_description(store: RunFolder, described: Mapping[str, Any], config: bytes) -> None:
@@ -36,11 +36,11 @@ def read_config_file(store: RunFolder) -> bytes:
     """Return the configuration that the run was made with, as YAML.
 
     Raises:
-        InputError: it is missing, or not what the run wrote.
+        InputError: it is missing or was changed.
     """
     content = store.read_file(CONFIG_FILE)
     if content is None:
-        hint = f"It has no {CONFIG_FILE}, so nothing states how its rollouts were made; name another run."
+        hint = f"It has no {CONFIG_FILE}, so it is unknown how its rollouts were made; name another run."
         raise InputError("RUN", store.run, hint)
     found = hashlib.sha256(content).hexdigest()
     if read_description(store).get(CONFIG_SHA256, found) != found:

@@ -1,7 +1,7 @@
 """A run's artifacts: each is a folder with a manifest next to it; a folder without a manifest is no artifact.
 
 Writing: the files are staged, moved to their place, and the manifest is written last. Reading: every file is verified
-against the manifest. What is damaged goes to `quarantine/`; a valid artifact that another one replaces goes to
+against the manifest. Damaged files move to `quarantine/`; a valid artifact that another one replaces moves to
 `previous/`, from where it can be restored. Pruning replaces the manifest by a tombstone and then deletes files.
 """
 
@@ -34,7 +34,7 @@ from tasks.storage.filesystem.run_folder import INCOMING, PREVIOUS, QUARANTINE, 
 __all__ = ["INCOMING", "MANIFEST_ENDING", "PREVIOUS", "QUARANTINE", "ArtifactStore", "current_store", "use_store"]
 _REPLACED = "another result of the same stage took its place"
 _CUT_SHORT = "a file is missing or changed, or its writing was cut short"
-# They read as fast as a copy of them would.
+# Filesystems that read as fast as a copy of them would.
 _WITHOUT_CACHE = {"file", "memory"}
 _READING = threading.Lock()
 
@@ -47,8 +47,8 @@ class ArtifactStore(RunFolder):
 
         Args:
             root: a folder or any fsspec URL.
-            run: its name.
-            cache: copies of what is read from a remote root; None for the one in the user's cache folder.
+            run: name of the run.
+            cache: copies of files that are read from a remote root; None for the one in the user's cache folder.
 
         Raises:
             InputError: credentials in a URL, one of an unknown kind, or of one whose package is not installed.
@@ -76,7 +76,7 @@ class ArtifactStore(RunFolder):
         return manifest if manifest is not None and self.files.damage(place, manifest) is None else None
 
     def matching_manifest(self, place: str, reference: ArtifactRef) -> Manifest | str:
-        """Read the manifest that the reference means, or say why there is none in this folder of the filesystem."""
+        """Read the manifest that the reference means, or return why there is none in this folder of the filesystem."""
         name = self.manifest_path(reference.folder.rsplit("/", 1)[-1])
         content = self._read(self.manifest_path(place))
         if content is None:
@@ -90,7 +90,7 @@ class ArtifactStore(RunFolder):
         return manifest
 
     def find(self, folder: str) -> ArtifactRef | None:
-        """Return the valid artifact in this place of the run, if there is one; `pruned_reason` says what it lacks."""
+        """Return the valid artifact in this folder of the run if there is one; it may be pruned (`pruned_reason`)."""
         with translate_remote_errors(self.filesystem, self.root):
             manifest = self.valid_manifest_at(self.path(folder))
         try:
@@ -111,15 +111,15 @@ class ArtifactStore(RunFolder):
     ) -> ArtifactRef:
         """Move staged files to their place and then write the manifest that makes them an artifact.
 
-        What was in that place is moved away, never overwritten. If another writer of the same stage was first and has
-        the same result, that one stays and is returned.
+        An artifact in that place is moved away, never overwritten. If another writer of the stage was first and has the
+        same result, its artifact is kept and returned.
 
         Raises:
             StorageError: a disk or a bucket refuses it.
-            StaleReferenceError: the run no longer requests it.
+            StaleReferenceError: the run does not request it any more.
         """
         if self.requested is not None and self.read_file(self.requested) is None:
-            reason = "the run has its result or continues with another configuration, and no longer requests it"
+            reason = "the run has its result or continues with another configuration, so the request is withdrawn"
             raise StaleReferenceError(f"{self.run}/{folder}: {reason}")
         described = {
             "digest": digest,
@@ -145,7 +145,7 @@ class ArtifactStore(RunFolder):
         return manifest.reference(f"{self.run}/{folder}")
 
     def _put(self, staged: Path, folder: str, manifest: Manifest) -> None:
-        """Bring settled files to their place; the caller has the commit lock and has cleared the place."""
+        """Move settled files to their place; the caller has the commit lock and has cleared the place."""
         place = self.path(folder)
         if is_local(self.filesystem):
             move_folder(staged, Path(place))
@@ -175,9 +175,9 @@ class ArtifactStore(RunFolder):
 
         Args:
             folder: the artifact's, within the run.
-            reason: what is wrong with it; None to find out.
+            reason: what is wrong with it; None to check it.
         """
-        # The manifest goes first: without it the folder counts for nothing.
+        # The manifest moves first: without it the folder is no artifact.
         present = [path for path in (self.manifest_path(folder), folder) if self.filesystem.exists(self.path(path))]
         if not present:
             return
@@ -194,7 +194,7 @@ class ArtifactStore(RunFolder):
             folder: where to put the files of a remote artifact; not used for a local root.
 
         Raises:
-            StaleReferenceError: missing or changed; what is there is moved to `quarantine/` first.
+            StaleReferenceError: it is missing or changed; its files are moved to `quarantine/` first.
             PrunedArtifactError: its files were deleted on purpose.
             StorageError: a bucket does not return them.
         """
@@ -226,7 +226,7 @@ class ArtifactStore(RunFolder):
         return self.files.fetch(place, manifest, folder)
 
     def damage(self, place: str, reference: ArtifactRef) -> str | None:
-        """Say what is wrong with the artifact in this folder of the filesystem; None if the reference means it."""
+        """Return what is wrong with the artifact in this folder of the filesystem; None if it matches the reference."""
         manifest = self.matching_manifest(place, reference)
         return manifest if isinstance(manifest, str) else self.files.damage(place, manifest)
 
@@ -234,10 +234,10 @@ class ArtifactStore(RunFolder):
         """Return the same artifact in its place in this run, copied from another run or from `previous/` if need be.
 
         A pruned artifact counts as present while its tombstone is there. It is restored from `previous/` only if the
-        run is again what it was when the artifact was pruned, since another configuration may need the deleted files.
+        run has the same lineage as when the artifact was pruned, since another one may need the deleted files.
 
         Raises:
-            StaleReferenceError: it is nowhere, or nowhere valid; what is damaged is moved to `quarantine/` first.
+            StaleReferenceError: there is no valid copy; damaged files are moved to `quarantine/` first.
             StorageError: a bucket does not answer.
         """
         home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
@@ -253,7 +253,7 @@ class ArtifactStore(RunFolder):
                     self._copy(place, manifest, home.folder, damage)
                     return home
             with self.commit_lock():
-                # A valid one is another configuration's; the stage that replaces it moves it.
+                # A valid one belongs to another configuration; the stage that replaces it moves it.
                 if self.valid_manifest_at(self.path(home.folder)) is None:
                     self.clear_place(home.folder, reason=damage)
         raise StaleReferenceError(f"{reference.uri}: {damage}")
@@ -290,7 +290,7 @@ class ArtifactStore(RunFolder):
         """Return what was deleted from an artifact and why, as given to `replace_artifact`; None if nothing was.
 
         Raises:
-            StaleReferenceError: the artifact there is not what the reference says.
+            StaleReferenceError: the artifact there does not match the reference.
         """
         with translate_remote_errors(self.filesystem, self.root):
             manifest = self.matching_manifest(f"{self.root}/{reference.uri}", reference)
@@ -300,11 +300,11 @@ class ArtifactStore(RunFolder):
 
 
 def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str | None:
-    """Return a digest of what made the artifact in a folder of the run; None if the run's description does not say.
+    """Return a digest of what made the artifact in a folder of the run; None if the description lacks it.
 
     Args:
         store: the run.
-        folder: the artifact's. Those of evaluations depend on the held-out prompts too.
+        folder: folder of the artifact. Evaluations also depend on the held-out prompts.
         file: the description, within the run.
     """
     with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -24,11 +24,11 @@ def load_checked(content: bytes) -> dict[str, Any]:
     """Decode what `dump_checked` encoded.
 
     Raises:
-        ValueError: it is no such record, or not as it was written.
+        ValueError: it is no such record, or was changed.
     """
     described = json.loads(content)
     if not isinstance(described, dict) or described.pop(CHECKSUM, None) != _digest(described):
-        raise ValueError("it is not as it was written")
+        raise ValueError("it does not match its checksum")
     return described
 
 

@@ -1,4 +1,4 @@
-"""Storage that fails: one message with the place, what was found and the hint."""
+"""Turn failures of storage into one error with the place, the value and a hint."""
 
 import contextlib
 import errno
@@ -12,15 +12,15 @@ from safetensors import SafetensorError
 
 from tasks.storage.filesystem.files import is_local
 
-_TOLD = {
+_REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the disk is read-only",
     errno.EIO: "the disk reports an error",
 }
-# What s3fs makes of a bucket's own errors, of one that asks for fewer requests, and of a connection's.
+# s3fs raises these for internal errors of a bucket, limited requests and lost connections.
 _PASSING = frozenset({errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ETIMEDOUT})
-# By name: the clients of buckets are optional packages.
+# By name, since the clients of buckets are optional packages.
 _NO_ANSWER = frozenset(
     {"ConnectionError", "HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ClientResponseError"}
 )
@@ -35,16 +35,16 @@ class StorageError(RuntimeError):
     """An artifact cannot be written or read; the command line ends with exit code 1.
 
     Args:
-        place: the setting that says where.
-        value: what it says.
+        place: the setting that names the storage.
+        value: its value.
         reason: what is wrong there.
     """
 
     def __init__(self, place: str, value: str, reason: str) -> None:
         self.place, self.value, self.reason = place, value, reason
         super().__init__(
-            f"{place}: got {value!r}, where {reason}. What was written before is whole and kept. Mend it and start "
-            "again with the same command: only the stage that was being written is done again."
+            f"{place}: got {value!r}, where {reason}. Everything written before is complete. Fix this and start "
+            "again with the same command: only the stage that was being written runs again."
         )
 
     def __reduce__(self) -> tuple[type["StorageError"], tuple[str, str, str]]:
@@ -52,12 +52,12 @@ class StorageError(RuntimeError):
 
 
 class UnreachableStorageError(StorageError, ConnectionError):
-    """A bucket does not answer, or says that it is busy: it may pass by itself."""
+    """A bucket does not answer or is busy; a retry may succeed."""
 
 
 @contextlib.contextmanager
 def translate_storage_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
-    """Turn the failures of a disk that is written to into StorageError; every other error passes as it is.
+    """Turn failures to write to a disk into StorageError; other errors pass unchanged.
 
     Raises:
         StorageError: the disk is full, read-only or broken.
@@ -66,29 +66,29 @@ def translate_storage_errors(filesystem: AbstractFileSystem, root: str) -> Itera
         yield
     except (OSError, SafetensorError) as error:
         number = _errno(error)
-        if isinstance(error, StorageError) or number not in _TOLD:
+        if isinstance(error, StorageError) or number not in _REASONS:
             raise
-        # What goes to a bucket is written to a disk of this machine first.
+        # Files for a bucket are written to a disk of this machine first.
         place, folder = ("storage.root", root) if is_local(filesystem) else ("TMPDIR", tempfile.gettempdir())
         free = f" ({shutil.disk_usage(folder).free / 2**20:.1f} MiB free)"
-        raise StorageError(place, folder, _TOLD[number] + free) from error
+        raise StorageError(place, folder, _REASONS[number] + free) from error
 
 
 def _errno(error: OSError | SafetensorError) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    # safetensors writes in Rust and tells the number in its text alone.
+    # safetensors writes in Rust and reports the number only in its message.
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None
 
 
 @contextlib.contextmanager
 def translate_remote_errors(filesystem: AbstractFileSystem, root: str) -> Iterator[None]:
-    """Turn the failures of a bucket into StorageError; what is only missing there passes as it is.
+    """Turn failures of a bucket into StorageError; errors for missing files pass unchanged.
 
     Raises:
-        UnreachableStorageError: it does not answer, or is busy.
-        StorageError: it is not there, or refuses.
+        UnreachableStorageError: it does not answer or is busy.
+        StorageError: it does not exist or refuses access.
     """
     if is_local(filesystem):
         yield
@@ -98,10 +98,10 @@ def translate_remote_errors(filesystem: AbstractFileSystem, root: str) -> Iterat
     except Exception as error:
         if isinstance(error, StorageError):
             raise
-        told = _of_bucket(error)
-        if told is None:
+        failure = _of_bucket(error)
+        if failure is None:
             raise
-        kind, reason = told
+        kind, reason = failure
         raise kind("storage.root", filesystem.unstrip_protocol(root), reason) from error
 
 
@@ -109,14 +109,14 @@ def _of_bucket(error: Exception) -> tuple[type[StorageError], str] | None:
     names = {kind.__name__ for kind in type(error).__mro__}
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
     if _code(error) == "NoSuchBucket":
-        return StorageError, "there is no such bucket; make it, or set storage.root to one that is there"
-    # An error of this machine's disks names the file; it is none of the bucket's.
+        return StorageError, "there is no such bucket; create it, or set storage.root to an existing one"
+    # An error of this machine's disks names the file; it is no failure of the bucket.
     own = isinstance(error, OSError) and error.filename is not None
     if own:
         return None
     if isinstance(error, PermissionError):
         return StorageError, (
-            f"the bucket refuses ({message}); it takes keys that may list, read, write and delete objects there. "
+            f"the bucket refuses access ({message}); the keys must allow to list, read, write and delete objects. "
             f"{CREDENTIALS}"
         )
     if names & _NO_CREDENTIALS:
@@ -128,11 +128,11 @@ def _of_bucket(error: Exception) -> tuple[type[StorageError], str] | None:
 
 
 def _code(error: Exception) -> str | None:
-    """What the service calls the error that s3fs has translated."""
+    """Return the service's code of the error that s3fs has translated."""
     response = getattr(error.__cause__, "response", None)
     return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def is_conflict(error: OSError) -> bool:
-    """Whether a conditional write lost against another that is under way."""
+    """Return whether a conditional write lost against a concurrent one."""
     return isinstance(error, FileExistsError) or _code(error) == "ConditionalRequestConflict"

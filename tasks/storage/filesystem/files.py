@@ -21,7 +21,7 @@ _LOCK = "lock"
 
 
 def is_local(filesystem: AbstractFileSystem) -> bool:
-    """Whether paths of this filesystem are paths of this machine."""
+    """Return whether paths of this filesystem are paths of this machine."""
     return isinstance(filesystem, LocalFileSystem)
 
 
@@ -76,9 +76,9 @@ def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: by
 
 
 def settle_folder(staged: Path) -> None:
-    """Force a staged folder to the disk, its files with the folder's own rights.
+    """Force a staged folder to the disk and give its files the folder's permissions.
 
-    safetensors writes for the owner alone, and a run is shared.
+    safetensors makes files that only the owner may read, and a run is shared.
     """
     rights = staged.stat().st_mode & 0o666
     for path in sorted(staged.rglob("*")):
@@ -104,7 +104,7 @@ def staging_folder(incoming: Path) -> Iterator[Path]:
     incoming.mkdir(parents=True, exist_ok=True)
     folder = incoming / uuid.uuid4().hex
     with contextlib.ExitStack() as owner:
-        # Nobody clears while there is a folder that is not locked yet.
+        # No process clears while a folder exists that is not locked yet.
         with locked_file(incoming / _LOCK):
             folder.mkdir()
             owner.enter_context(locked_file(folder / _LOCK))
@@ -125,10 +125,10 @@ def clear_abandoned(incoming: Path) -> None:
 
 
 def temporary_folder() -> Path:
-    """Return a folder below TMPDIR that all processes of this user share, and nobody else.
+    """Return a folder below TMPDIR that only the processes of this user share.
 
     Raises:
-        InputError: something else is there, perhaps another user's.
+        InputError: another file or folder is there, perhaps of another user.
     """
     folder = Path(tempfile.gettempdir()) / f"grpo-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):

@@ -1,8 +1,8 @@
-"""Copies of what was read from a bucket, on a disk of this machine, bounded in size.
+"""Copies of files that were read from a bucket, on a disk of this machine, bounded in size.
 
-fsspec's own file cache has no bound and no check of what it keeps. Here contents are kept under their sha256, which is
-checked each time one is taken. Notes remember the sha256 of an object while it has a given size and tag, so that an
-unchanged object is not read again. Readers get hard links: what is evicted stays valid for them.
+fsspec's file cache is neither bounded nor verified. Here contents are kept under their sha256, which is checked each
+time one is taken. Notes remember the sha256 of an object while it has a given size and tag, so that an unchanged object
+is not read again. Readers get hard links, so evicted contents stay valid for them.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class ReadCache:
 
     @contextlib.contextmanager
     def reading(self, sha256: str) -> Iterator[None]:
-        """Let one process at a time fetch a content; the others then find it kept."""
+        """Let one process at a time fetch a content; the others then find it in the cache."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 self._make(self._locks)
@@ -75,7 +75,7 @@ class ReadCache:
                 partial.write_bytes(dump_checked({"version": version, "sha256": sha256}))
 
     def take(self, sha256: str, target: Path) -> bool:
-        """Put a content at `target`; False if it is not kept, or its copy was damaged.
+        """Copy a content to `target`; False if it is not kept, or its copy was damaged.
 
         Raises:
             OSError: `target` cannot be written.
@@ -139,13 +139,13 @@ def default_cache(limit: int = 20 * GIB) -> ReadCache | None:
 
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """A file that takes the place of `target` in one step; a killed process's is evicted like any other."""
+    """Yield a file that replaces `target` in one step; the file of a killed process is evicted like any other."""
     partial = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
         yield partial
         partial.replace(target)
     finally:
-        # Renaming one name of a file to another name of the same file leaves both.
+        # Renaming a hard link to another link of the same file keeps both.
         partial.unlink(missing_ok=True)
 
 

@@ -13,19 +13,19 @@ from tasks.storage.filesystem.failures import CREDENTIALS
 
 _S3 = ("s3://", "s3a://")
 _EXTRAS = {"s3": "s3fs, which the extra s3 of this package brings", "s3a": "s3fs, which the extra s3 brings"}
-# user:password@ or, in a bucket's URL, anything before an @. A key may hold a slash; a port is no password.
+# user:password@ or, in a bucket's URL, anything before an @. A key may contain a slash; a port is no password.
 _SECRET = re.compile(
     r"(?<=://)[^/@:]*:(?!\d+(?:/|$)).*@|(?<=s3://)(?!arn:)[^/:]*:.*@|(?<=s3a://)(?!arn:)[^/:]*:.*@"
     r"|(?<=s3://)[^/]*@|(?<=s3a://)[^/]*@"
 )
 LOOK = {"connect_timeout": 4, "read_timeout": 6}
-"""Seconds that a look before the work begins waits."""
-# A bucket that does not answer is told within a minute or so; the stage is then tried again as placement.retries says.
+"""Timeout in seconds of the check before a run begins."""
+# A bucket that does not answer is reported within about a minute; the stage is then retried by placement.retries.
 _ATTEMPTS = {"mode": "standard", "total_max_attempts": 3}
 
 
 def open_root(root: str) -> tuple[AbstractFileSystem, str]:
-    """The filesystem of a root and the path in it.
+    """Open the filesystem of a root and return it with the path in it.
 
     Args:
         root: a folder or a URL.
@@ -35,7 +35,7 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
             a file that is not there.
     """
     if "://" in root and _SECRET.search(root):
-        hint = f"A URL is kept with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
+        hint = f"A URL is stored with the run and shown to people. {CREDENTIALS}; leave them out of the URL."
         raise InputError("storage.root", _SECRET.sub("***@", root), hint)
     place = root if "://" in root else str(Path(root).expanduser())
     try:
@@ -51,8 +51,8 @@ def open_root(root: str) -> tuple[AbstractFileSystem, str]:
     return filesystem, path.rstrip("/")
 
 
-def impatient_filesystem(root: str) -> AbstractFileSystem:
-    """The same filesystem for a look before the work begins: one that does not answer is told in seconds."""
+def probe_filesystem(root: str) -> AbstractFileSystem:
+    """Open the filesystem with short timeouts, for the check before a run begins."""
     if not root.startswith(_S3):
         return open_root(root)[0]
     config = {**LOOK, "retries": {"mode": "standard", "total_max_attempts": 2}}
@@ -62,13 +62,13 @@ def impatient_filesystem(root: str) -> AbstractFileSystem:
 
 
 def _s3_options(config: dict[str, Any]) -> dict[str, Any]:
-    # Other machines write here too, so what was listed a moment ago says nothing.
+    # Other machines write here too, so listings must not be cached.
     return {"use_listings_cache": False, "config_kwargs": config, "session": _s3_session()}
 
 
 @lru_cache(maxsize=1)
 def _s3_session() -> Any:
-    """A session whose uploads do not ask first whether they are wanted: aiohttp waits for that answer without end."""
+    """Make a session whose uploads send no Expect header: aiohttp would wait without end for the answer to it."""
     from aiobotocore.session import AioSession  # type: ignore[import-untyped]
     from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 

@@ -22,12 +22,12 @@ from tasks.storage.filesystem.files import (
     temporary_folder,
     write_file_atomically,
 )
-from tasks.storage.filesystem.roots import impatient_filesystem, open_root
+from tasks.storage.filesystem.roots import open_root, probe_filesystem
 from tasks.storage.locks.lease import Lease, wait_for_lease
 from tasks.storage.locks.lock_holder import this_process
 
 QUARANTINE, PREVIOUS = "quarantine", "previous"
-"""Folders for what is damaged, and for what an older configuration made."""
+"""Folders for damaged files, and for results of an older configuration."""
 INCOMING = ".incoming"
 REASON_FILE = "reason.json"
 _COMMIT_LOCK = "commit.lock"
@@ -42,7 +42,7 @@ class RunFolder:
         run: the run's name.
         reasons: what was moved to `quarantine/` or `previous/` since this store was opened, and why.
         unread: records and artifacts of finished stages that a bucket failed to return.
-        requested: file with the request for what is written. A run that has its result, or wants another, removes it.
+        requested: file with the request for what is written; the run removes it to withdraw the request.
     """
 
     def __init__(self, root: str, run: str) -> None:
@@ -61,7 +61,7 @@ class RunFolder:
         self._lease: Lease | None = None
 
     def path(self, relative: str = "") -> str:
-        """Return the path in the filesystem of something of this run."""
+        """Return the path in the filesystem of a file or folder of this run."""
         return f"{self.root}/{self.run}/{relative}".rstrip("/")
 
     def require_writable(self) -> None:
@@ -73,7 +73,7 @@ class RunFolder:
                     write_file_atomically(self.filesystem, probe, b"probe", scratch=staged)
                 self.filesystem.rm_file(probe)
                 return
-            filesystem = impatient_filesystem(self._given_root)
+            filesystem = probe_filesystem(self._given_root)
             with translate_remote_errors(filesystem, self.root):
                 filesystem.pipe_file(probe, b"probe")
                 readable = filesystem.cat_file(probe) == b"probe" and bool(filesystem.ls(probe.rsplit("/", 1)[0]))
@@ -82,7 +82,7 @@ class RunFolder:
                 raise OSError("a file that was written there cannot be read back")
         except StorageError as error:
             raise InputError(error.place, error.value, f"{error.reason[:1].upper()}{error.reason[1:]}.") from error
-        # A path that no disk takes; a URL that is read-only.
+        # An impossible path, or a read-only URL.
         except (OSError, ValueError, NotImplementedError) as error:
             raise InputError("storage.root", self.root, f"It cannot be written ({error}); choose another.") from error
 
@@ -93,14 +93,14 @@ class RunFolder:
             UnreachableStorageError: a bucket failed to return a record or an artifact.
         """
         if self.unread:
-            reason = f"{min(self.unread)} could not be read, so it is not known whether this stage has been done"
+            reason = f"{min(self.unread)} could not be read, so it is not known whether this stage has run"
             raise UnreachableStorageError("storage.root", self.filesystem.unstrip_protocol(self.root), reason)
 
     @contextlib.contextmanager
     def noting_unread(self, name: str) -> Iterator[None]:
         """Remember what a bucket failed to return, until it is read.
 
-        Prefect takes every error of a reader for a stage that has not been done.
+        Prefect treats every error of a reader as a cache miss.
         """
         try:
             yield
@@ -167,14 +167,14 @@ class RunFolder:
         """Move damaged files and folders of this run to `quarantine/`, with the reason.
 
         Args:
-            paths: within the run.
-            reason: for people.
-            copy: they are files that the caller is about to overwrite, so they are copied.
+            paths: paths within the run.
+            reason: text for people.
+            copy: copy them, since the caller is about to overwrite them.
         """
         self._move_away(QUARANTINE, paths, reason, copy=copy)
 
     def move_to_previous(self, paths: Sequence[str], *, reason: str) -> None:
-        """Move valid files and folders of this run to `previous/`, from where they can come back."""
+        """Move valid files and folders of this run to `previous/`, from where they can be restored."""
         self._move_away(PREVIOUS, paths, reason)
 
     def _move_away(self, folder: str, paths: Sequence[str], reason: str, *, copy: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""A lock in a bucket: a lease that its holder renews, one object for each time that it was taken.
+"""A lock in a bucket: a lease that its holder renews, with one object per time that it was taken.
 
 `.lock/000001`, `.lock/000002`, ...: the highest number has the lock. Each object is created on the condition that it
 does not exist, so only one of two processes gets the next number, and one that slept through the loss of its lease
-renews an object that no longer counts. Clocks of two machines are never compared: a lease is stale once the process
+renews an object that has no effect. Clocks of two machines are never compared: a lease is stale once the process
 that wants it has seen no renewal for LEASE_SECONDS.
 """
 
@@ -20,7 +20,7 @@ from tasks.storage.locks.lock_holder import Holder, holder_name, read_holder
 
 RENEWAL_SECONDS, LEASE_SECONDS = 5.0, 60.0
 _FRESH = 3
-"""Renewals that may be late before a holder asks whether it still has the lease."""
+"""Number of late renewals after which a holder checks whether it still has the lease."""
 _POLL_SECONDS = 0.5
 _RELEASED = b'{"released": true}'
 
@@ -77,7 +77,7 @@ class _Objects:
 
 
 class Lease:
-    """A held lease, renewed by a thread until it is released.
+    """A lease that this process has, renewed by a thread until it is released.
 
     Attributes:
         previous: the last holder, if it ended without releasing the lease.
@@ -104,13 +104,13 @@ class Lease:
                 self._objects.write(self._number, _held(self._holder, count))
                 self._renewed, self._failure = begun, None
             except Exception as error:
-                # Clients of buckets raise errors of many kinds, and most pass; if the lease does not survive this one,
-                # the next stage says so.
+                # Clients of buckets raise errors of many kinds, and most pass; if the lease is lost by this one,
+                # the next stage reports it.
                 self._failure = error
 
     def find_loss(self) -> str | None:
-        """Say why the lease is no longer held; None while it is."""
-        # A lease that was just renewed is nobody else's; only a process that slept has to ask.
+        """Return why the lease was lost; None while this process has it."""
+        # A lease that was just renewed cannot be lost; only a process that slept has to check.
         if self._loss is None and _now() - self._renewed > _FRESH * RENEWAL_SECONDS:
             self._loss = self._check()
         return self._loss
@@ -126,14 +126,14 @@ class Lease:
         return f"this process did not renew its lock for {LEASE_SECONDS:.0f} s{because}, and it was taken by {holder}"
 
     def release(self) -> None:
-        """Let others take it; afterwards the object names nobody."""
+        """Release the lease; afterwards the object names no holder."""
         self._ended.set()
         self._thread.join()
         try:
             if self._is_own():
                 self._objects.write(self._number, _RELEASED)
         except Exception as error:
-            # The work is over, or failed with an error that this one must not hide; the lease becomes stale.
+            # The work has ended, perhaps with an error that this one must not hide; the lease becomes stale.
             self._failure = error
 
     def _is_own(self) -> bool:
@@ -151,7 +151,7 @@ def wait_for_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) 
 def take_lease(
     filesystem: AbstractFileSystem, folder: str, holder: Holder, on_wait: Callable[[str], None] = lambda line: None
 ) -> Lease | str:
-    """Take a lease, or say who has it; waits while it is not known whether the holder is alive.
+    """Take a lease, or return who has it; waits while it is not known whether the holder is alive.
 
     Args:
         filesystem: the bucket's filesystem.
@@ -194,7 +194,7 @@ def _is_stale(objects: _Objects, number: int, content: bytes, on_wait: Callable[
 
 
 def _now() -> float:
-    """Seconds that also pass while the machine sleeps, where the system has such a clock."""
+    """Return seconds of a clock that also runs while the machine sleeps, where the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -1,4 +1,4 @@
-"""What a lock says of the process that holds it, and whether that process is still there."""
+"""The process that has a lock, as the lock describes it, and whether it is still alive."""
 
 import getpass
 import os
@@ -14,21 +14,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 _MAX_COMMAND = 200
 _CLOCK_SECONDS = 2.0
-"""How far two readings of a process's start may be apart; the clock may be set in between."""
+"""Tolerance between two readings of a process's start, since the clock may be set in between."""
 
 
 class Holder(BaseModel):
-    """A process that holds a lock.
+    """A process that has a lock.
 
     Attributes:
-        token: identifies this hold.
+        token: identifies this acquisition of the lock.
         user: name of the process's user.
         host: name of its machine.
         machine: boot and process namespace, within which a process id means one process; empty if unknown.
         pid: process id.
         started: start of the process, seconds since 1970.
         since: when it took the lock, UTC.
-        command: its command line, shortened.
+        command: command line, shortened.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +47,7 @@ class Holder(BaseModel):
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process certainly ended; unknown for another machine or container, which counts as alive."""
+        """Whether its process certainly ended; a process of another machine or container counts as alive."""
         if not self.machine or self.machine != _machine():
             return False
         try:
@@ -65,7 +65,7 @@ def this_process() -> Holder:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        # A container's user need not have a name.
+        # The user of a container may have no name.
         user = f"user {os.getuid()}"
     return Holder(
         token=uuid.uuid4().hex,
@@ -89,7 +89,7 @@ def read_holder(content: bytes) -> Holder | None:
 
 def holder_name(holder: Holder | None) -> str:
     """Name the holder of a lock for people."""
-    return str(holder or "another process, which has not said who it is")
+    return str(holder or "another process, which has not written its name")
 
 
 def _machine() -> str:

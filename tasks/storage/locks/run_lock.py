@@ -26,7 +26,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def _close_inherited() -> None:
-    """A forked process shares its parent's open file, and would keep the lock beyond the parent's death."""
+    """Close the files in a forked process, which would keep its parent's locks beyond the parent's death."""
     while _HELD:
         os.close(_HELD.pop())
 
@@ -35,7 +35,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class LockLostError(RuntimeError):
-    """Another process writes what this one was writing; the command line ends with exit code 1."""
+    """Another process has taken the lock of this one; the command line ends with exit code 1."""
 
 
 class FileLock:
@@ -49,27 +49,27 @@ class FileLock:
         self._descriptor, self._path = descriptor, path
         self.previous = read_holder(_content(descriptor))
         if os.fstat(descriptor).st_uid == os.geteuid():
-            # Everybody who may write in the folder may take the lock after this process.
+            # Every user who may write in the folder may take the lock after this process.
             os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.model_dump_json(indent=1).encode(), 0)
         _HELD.add(descriptor)
 
     def find_loss(self) -> str | None:
-        """Say why the lock is no longer held; None while it is."""
+        """Return why the lock was lost; None while this process has it."""
         if _is_at(self._descriptor, self._path):
             return None
         return "its folder was moved or removed while it was being written"
 
     def release(self) -> None:
-        """Let others take it."""
+        """Release the lock."""
         os.ftruncate(self._descriptor, 0)
         _HELD.discard(self._descriptor)
         os.close(self._descriptor)
 
 
 class RunLock:
-    """A held lock of a place in a run.
+    """A lock of a place in a run that this process has.
 
     Attributes:
         place: the run, or a folder of it, for people.
@@ -100,12 +100,12 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
 
     Args:
         store: the run.
-        place: folder within the run; by default all of it.
+        place: folder within the run; by default the run.
         setting: the setting that names the place, for the error.
-        value: its value.
+        value: value of the setting.
 
     Raises:
-        InputError: another process holds the lock, or the file system has no locks.
+        InputError: another process has the lock, or the file system has no locks.
         StorageError: it cannot be written there.
     """
     path, shown = store.path(f"{place}/{LOCK}" if place else LOCK), f"{store.run}/{place}".rstrip("/")
@@ -127,10 +127,10 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
 
 
 def _take_file(path: Path, holder: Holder) -> FileLock | str:
-    """Take the lock, or say who holds it."""
+    """Take the lock, or return who has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        # Python closes its descriptors in the programs that it starts.
+        # Python closes its descriptors in programs that it starts.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

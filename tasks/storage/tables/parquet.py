@@ -1,4 +1,4 @@
-"""Parquet in and out, and the digest of a table's values."""
+"""Read and write Parquet, with a digest of a table's values."""
 
 import hashlib
 import json
@@ -10,17 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 MEASURED = ("seconds",)
-"""Columns that differ from run to run and that no later stage reads."""
+"""Columns that differ between runs and that no later stage reads."""
 
 DIGESTS = "grpo.digests"
-"""The file's metadata that holds one digest a write."""
+"""Key of the file's metadata with one digest per write."""
 
 
 class TableWriter:
     """Writes one Parquet file batch by batch and digests its values on the way.
 
-    The digest of the table is that of the digests of its batches, which the file keeps. So several files whose batches
-    are those of one come to the same digest, and nobody reads the values again to know it.
+    The digest of the table is computed from the digests of its batches, which the file stores. So the
+    digest of several files with the batches of one file is that file's, without reading the values again.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
@@ -33,7 +33,7 @@ class TableWriter:
         self._digests: list[str] = []
 
     def write(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Append rows, one sequence or array a column, as one row group with a digest of its own."""
+        """Append rows, one sequence or array per column, as one row group with its digest."""
         table = pa.table([_array(columns[field.name], field.type) for field in self.schema], schema=self.schema)
         self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         self.rows += table.num_rows
@@ -43,7 +43,7 @@ class TableWriter:
         self._digests.append(hashlib.sha256(sink.getvalue()).hexdigest())
 
     def close(self) -> str:
-        """Finish the file; the digest of all values except measured times."""
+        """Finish the file and return the digest of all values except measured times."""
         self._writer.add_key_value_metadata({DIGESTS: json.dumps(self._digests)})
         self._writer.close()
         return joint_digest(self._digests)
@@ -54,31 +54,31 @@ def _array(values: Sequence[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def write_table(path: Path, schema: pa.Schema, columns: Mapping[str, Sequence[Any]]) -> str:
-    """Write one Parquet file at once; the digest of its values."""
+    """Write one Parquet file at once and return the digest of its values."""
     writer = TableWriter(path, schema)
     writer.write(columns)
     return writer.close()
 
 
 def joint_digest(digests: Sequence[str]) -> str:
-    """One digest for several tables, in the given order."""
+    """Return one digest for several tables, in the given order."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def part_digests(path: Path) -> list[str]:
-    """The digests of a file's writes, in order; `joint_digest` of those of all parts is the digest of the whole.
+    """Return the digests of a file's writes, in order; `joint_digest` of those of all parts is the table's digest.
 
     Raises:
-        ValueError: the file does not say.
+        ValueError: the file has none.
     """
     metadata = pq.read_metadata(path).metadata or {}
     if DIGESTS.encode() not in metadata:
-        raise ValueError(f"{path.name} holds no digests of its batches; use the version that wrote it")
+        raise ValueError(f"{path.name} has no digests of its batches; use the version that wrote it")
     return [str(digest) for digest in json.loads(metadata[DIGESTS.encode()])]
 
 
 def read_table(folder: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """All Parquet files of a folder as one table, parts in the order of their names.
+    """Read all Parquet files of a folder as one table, parts in the order of their names.
 
     Raises:
         ValueError: a file was written with another schema.

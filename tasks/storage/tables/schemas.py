@@ -14,14 +14,14 @@ _BREAKDOWN = pa.list_(
         [
             ("reward", pa.string()),
             ("value", pa.float64()),
-            ("scaled", pa.float64()),  # clamped and brought to its range, or what stands in for a null
+            ("scaled", pa.float64()),  # clamped and scaled to its range, or what replaces a null
         ]
     )
 )
 
 
 def _described(fields: list[tuple[str, pa.DataType]]) -> pa.Schema:
-    """A schema that `datasets` reads with its images shown."""
+    """Make a schema with which `datasets` shows the images."""
     schema = pa.schema(fields)
     info = {"info": {"features": {field.name: _feature(field.type) for field in schema}}}
     return schema.with_metadata({"huggingface": json.dumps(info), "grpo.schema_version": str(SCHEMA_VERSION)})
@@ -53,7 +53,7 @@ _TOKENS = [
     ("scored_logprobs", pa.list_(pa.float32())),  # in one pass, as the next; null: no reward needed the reference's
     ("ref_logprobs", pa.list_(pa.float32())),
     ("loss_mask", pa.list_(pa.bool_())),
-    ("support_ids", pa.list_(pa.int32())),  # of all tokens one after another; null: every id could be drawn
+    ("support_ids", pa.list_(pa.int32())),  # of all tokens one after another; null: every id could be sampled
     ("support_counts", pa.list_(pa.int32())),  # how many of them belong to each token
     ("length", pa.int32()),
     ("max_length", pa.int32()),  # of any row that was sampled like this one
@@ -81,7 +81,7 @@ IMAGE_ROLLOUTS = _described(
         ("guidance_scale", pa.float64()),
         ("noise_seed", pa.int64()),
         *_ORIGIN,
-        ("defect", pa.string()),  # why the image is none that anybody could want, such as NaN pixels; null: it is one
+        ("defect", pa.string()),  # why the image is unusable, such as NaN pixels; null: it is usable
         ("image", _IMAGE),
     ]
 )

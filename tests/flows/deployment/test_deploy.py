@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.deployment.deployments import credential_problems
+from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
 from flows.server.heartbeat_automation import NAME as AUTOMATION
-from flows.server.heartbeat_automation import SILENCE
 from tasks.checkout import CHECKOUT
 from tests.flows.conftest import TINY
 from tests.flows.deployment.deployed import MIX, POOL, deployed, make_pool, on_the_server
@@ -37,7 +37,9 @@ class TestRegistered:
         assert found.concurrency_options.collision_strategy == "CANCEL_NEW"
         assert found.schedules == []
         # Without the first, the automation takes runs of Prefect's own workers for dead.
-        assert found.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(int(SILENCE.seconds / 2.5))
+        assert found.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(
+            int(HEARTBEAT_TIMEOUT.seconds / 2.5)
+        )
         assert found.job_variables["working_dir"] == "."
         assert found.enforce_parameter_schema
 

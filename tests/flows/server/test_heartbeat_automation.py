@@ -15,7 +15,13 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import Automation
 
 from flows.server.database import prepare_database
-from flows.server.heartbeat_automation import NAME, SILENCE, ensure_automations, extend_deadline, heartbeat_automation
+from flows.server.heartbeat_automation import (
+    HEARTBEAT_TIMEOUT,
+    NAME,
+    ensure_automations,
+    extend_deadline,
+    heartbeat_automation,
+)
 from flows.workers.stage_flows import STAGE_FLOWS
 from tests.flows.server.conftest import server_of
 
@@ -115,5 +121,5 @@ def test_after_a_restart_silence_counts_from_then_on(tmp_path: Path) -> None:
     before = datetime.now(UTC)
     with server_of(f"sqlite+aiosqlite:///{tmp_path}/prefect.db"):
         ends = asyncio.run(go())
-    assert before + SILENCE <= ends[NAME] <= datetime.now(UTC) + SILENCE
+    assert before + HEARTBEAT_TIMEOUT <= ends[NAME] <= datetime.now(UTC) + HEARTBEAT_TIMEOUT
     assert ends["another's"] < before

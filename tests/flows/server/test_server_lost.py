@@ -15,14 +15,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.server.heartbeat_automation import SILENCE
+from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
 from tests.flows.conftest import REPOSITORY, Runs, Start, printed_summary, training_process
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 from tests.postgres_server import PostgresServer
 
 pytestmark = pytest.mark.slow
 
-SILENT = SILENCE.total_seconds()
+SILENT = HEARTBEAT_TIMEOUT.total_seconds()
 ALIVE = """
 import flows, sys, time
 from prefect import flow
