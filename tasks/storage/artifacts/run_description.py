@@ -10,7 +10,7 @@ from tasks.storage.filesystem.run_folder import RunFolder
 
 RUN_FILE, CONFIG_FILE = "run.json", "config.yaml"
 CONFIG_SHA256 = "config_sha256"
-_HINT = "Start the run again with the same command, which writes it again."
+_HINT = "Start the run again with its own command, which writes it again."
 
 
 def write_description(store: RunFolder, described: Mapping[str, Any], config: bytes) -> None:
