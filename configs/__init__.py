@@ -1,11 +1,11 @@
-"""The shipped configuration files, and what one may contain.
+"""The shipped configuration files, and the schema of a configuration.
 
 sections     the sections about prompts, rollouts, placement and storage, and what all sections share
 scoring      the sections about rewards and the watch for reward hacking
 training     the sections about advantages and the update
-schema       a configuration as a whole: of a run, of a replay, a file of rewards
-checks       combinations of sections that cannot be
-keys         TRL's names of keys, and the nearest to an unknown one
+schema       the complete configuration of a run, of a replay, and of a file of rewards
+checks       combinations of settings that are refused
+keys         TRL's names of keys, and suggestions for unknown keys
 loader       a YAML file and overrides -> a checked configuration
-identity     which settings determine the results of a run, and what differs between two
+identity     the settings that determine the results of a run, and how two runs differ
 """

@@ -1,4 +1,4 @@
-"""Combinations of sections that cannot be: each is allowed, together they are not. Nothing is read or loaded."""
+"""Refuse combinations of settings that are valid only separately. Nothing is read or loaded."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 
 MANIFEST_ENDING = ".manifest.json"
-"""Of the file beside a stored table, whose folder has the reward's name."""
+"""Ending of the file next to a stored table, whose folder has the reward's name."""
 
-# They decide what a reward counts for, and a guardrail counts for nothing.
+# These fields weigh a reward in the mix, and a guardrail is not part of the mix.
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
 _OF_ONE_FILE = ("prompts", "prompt_column", "limit", "targets", "target_column")
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
-    """Every impossible combination of a configuration whose sections are well-formed."""
+    """Return every refused combination of a configuration whose sections are valid."""
     return [
         *_datasets(config),
         *reward_contradictions(config),
@@ -35,7 +35,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
 
 
 def _datasets(config: RunConfig) -> Iterator[InputError]:
-    """Every impossible combination of prompt files, and of rewards with them; nothing is read."""
+    """Yield every refused combination of prompt files, and of rewards with them; nothing is read."""
     if not config.data.sets:
         yield InputError("data.prompts", None, "Give a prompt file, or several as data.datasets.")
     for place, section in _sections(config):
@@ -62,7 +62,7 @@ def _one_way(place: str, section: PromptsSection) -> Iterator[InputError]:
 def _names(place: str, section: PromptsSection) -> Iterator[InputError]:
     for name, times in Counter(each.name for each in section.datasets).items():
         if times > 1:
-            yield InputError(f"{place}.datasets", name, f"{times} datasets have this name; give each one of its own.")
+            yield InputError(f"{place}.datasets", name, f"{times} datasets have this name; give each a different one.")
 
 
 def _routes(config: RunConfig) -> Iterator[InputError]:
@@ -70,7 +70,7 @@ def _routes(config: RunConfig) -> Iterator[InputError]:
     for index, section in enumerate(config.rewards):
         place = f"rewards.{index}.datasets"
         if section.datasets == ():
-            yield InputError(place, [], "The reward would score nothing; name a dataset, or leave it out for all.")
+            yield InputError(place, [], "The reward would score nothing; name a dataset, or leave it out to score all.")
         for name in section.datasets or ():
             if name not in known:
                 yield InputError(place, name, f"There is no such dataset; there is {', '.join(known) or 'none'}.")
@@ -84,14 +84,14 @@ def _unscored(config: RunConfig) -> Iterator[InputError]:
             if any(reward.weight and reward.scores(each.name) for reward in config.rewards):
                 continue
             hint = (
-                "No reward with a weight is meant for this dataset, so nothing would be learned from it; add its name "
+                "No reward with a weight scores this dataset, so nothing would be learned from it; add its name "
                 "to the datasets of a reward."
             )
             yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
 
 
 def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
-    """Every impossible reward or guardrail, and every impossible combination of them; nothing is read or loaded."""
+    """Yield every refused reward or guardrail, and every refused combination; nothing is read or loaded."""
     yield from _labels("rewards", config.rewards)
     try:
         refuse_terms(config.rewards, config.advantages)
@@ -105,9 +105,9 @@ def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
 def _labels(place: str, sections: Sequence[RewardSection]) -> Iterator[InputError]:
     labels = [section.label for section in sections]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
-        yield InputError(place, label, "This name stands twice; give each entry a `name` of its own.")
+        yield InputError(place, label, "This name appears twice; give each entry a different `name`.")
     for label in (label for label in labels if label.endswith(MANIFEST_ENDING)):
-        yield InputError(place, label, f"The manifests of stored tables end with {MANIFEST_ENDING}; name it otherwise.")
+        yield InputError(place, label, f"Manifests of stored tables end with {MANIFEST_ENDING}; choose another name.")
 
 
 def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:
@@ -119,7 +119,7 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
         return
     if modality not in reward.media:
         scored = " or ".join(f"{each}s" for each in reward.media)
-        hint = f"It scores {scored}, and policy.kind {config.policy.kind} makes {modality}s."
+        hint = f"It scores {scored}, and policy.kind {config.policy.kind} generates {modality}s."
         yield InputError(f"{place}.reward", section.reward, hint)
         return
     if reward.needs_target:
@@ -129,12 +129,12 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
 
 
 def _place_in(place: str, section: RewardSection, found: str) -> str:
-    """The place of a reward's own error in the configuration.
+    """Return the place in the configuration of an error that a reward raised.
 
     Args:
-        place: of the reward's entry.
-        section: the entry.
-        found: `rewards`: there is no such reward; `rewards.<reward>.<setting>`; or a place within a file.
+        place: place of the reward's entry.
+        section: the reward's entry.
+        found: the error's place: `rewards` (no such reward), `rewards.<reward>.<setting>`, or a place within a file.
     """
     if found == "rewards":
         return f"{place}.reward"
@@ -143,12 +143,12 @@ def _place_in(place: str, section: RewardSection, found: str) -> str:
 
 
 def size_problems(reward: Reward, section: RewardSection, place: str, width: int, height: int) -> Iterator[InputError]:
-    """Images that are too small or too long for the reward."""
+    """Yield errors for images that are too small or too elongated for the reward."""
     if min(width, height) < reward.min_side:
-        hint = f"It needs images of at least {reward.min_side} pixels a side."
+        hint = f"It needs images of at least {reward.min_side} pixels per side."
         yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
     if max(width, height) > reward.max_aspect * min(width, height):
-        hint = f"It takes images whose long side is at most {reward.max_aspect:g} times the short one."
+        hint = f"It needs images whose long side is at most {reward.max_aspect:g} times the short one."
         yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
 
 
@@ -166,12 +166,12 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
     yield from _labels("watch.guardrails", watch.guardrails)
     for index, section in enumerate(watch.guardrails):
         place = f"watch.guardrails.{index}"
-        # They never see a sample that is trained on.
+        # Guardrails score only held-out samples.
         yield from _reward(config, section, place, ("evaluate",))
         plain = RewardSection(reward=section.reward)
         for field in _OF_THE_MIX:
             if getattr(section, field) != getattr(plain, field):
-                hint = "A guardrail is looked at and counts for nothing; leave it out."
+                hint = "A guardrail is only watched and not part of the reward; leave it out."
                 yield InputError(f"{place}.{field}", getattr(section, field), hint)
     if watch.guardrails and not config.evaluate.sets:
         hint = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
@@ -189,7 +189,7 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
         hint = f"An iteration has {rows} rows (rollout.prompts_per_iteration x rollout.group_size); use at most that."
         yield InputError("update.minibatch_size", minibatch, hint)
     if config.update.mask_truncated and policy_family(config.policy.kind).modality == "image":
-        yield InputError("update.mask_truncated", True, "An image always has all its tokens; leave it out.")
+        yield InputError("update.mask_truncated", True, "Images are never truncated; leave it out.")
 
 
 def _policy(config: RunConfig) -> Iterator[InputError]:
@@ -198,7 +198,7 @@ def _policy(config: RunConfig) -> Iterator[InputError]:
         hint = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
         yield InputError("policy.dtype", policy.dtype, hint)
     if policy.lora is not None and policy.frozen is not None:
-        hint = "Adapters leave every weight of the model alone; set policy.lora to null, or leave this out."
+        hint = "Adapters already freeze every weight of the model; set policy.lora to null, or leave this out."
         yield InputError("policy.frozen", policy.frozen, hint)
     if policy.autocast is not None and policy.dtype != "float32":
         hint = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
@@ -213,7 +213,7 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
             hint = "There is no KL without a reference; set update.reference.placement to auto, or this to 0."
             yield InputError(place, value, hint)
     if reference.refresh_every and not any(coefficients.values()):
-        hint = "Nothing is measured against the reference; set update.kl_coef above 0, or this to 0."
+        hint = "Nothing uses the reference; set update.kl_coef above 0, or this to 0."
         yield InputError("update.reference.refresh_every", reference.refresh_every, hint)
     if config.policy.lora is not None and reference.placement == "cpu":
         hint = "With adapters the reference is the model without them and takes no memory; set it to auto."
@@ -238,15 +238,15 @@ def _placement(config: RunConfig) -> Iterator[InputError]:
     placement, pooled = config.placement, any(section.pool for section in config.rewards)
     for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
         if where.shards > 1 and where.pool is None and not known:
-            hint = f"Shards are done by the workers of a work pool; name it as placement.{name}.pool, or set this to 1."
+            hint = f"Shards run on the workers of a work pool; set placement.{name}.pool, or set this to 1."
             yield InputError(f"placement.{name}.shards", where.shards, hint)
     if config.storage.root.startswith("memory:") and pools_of(config):
-        hint = "Workers cannot see the memory of this process; give a folder that they share, or a URL such as s3://."
+        hint = "Workers cannot access the memory of this process; give a shared folder, or a URL such as s3://."
         yield InputError("storage.root", config.storage.root, hint)
 
 
 def pools_of(config: RunConfig) -> list[tuple[str, str]]:
-    """Every work pool that a configuration names, with its place."""
+    """Return every work pool that a configuration names, with its place."""
     placement = config.placement
     stages = {name: getattr(placement, name).pool for name in ("rollouts", "rewards", "advantages", "update")}
     named = [(f"placement.{name}.pool", pool) for name, pool in stages.items()]

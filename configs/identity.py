@@ -1,4 +1,4 @@
-"""Which settings of a configuration determine the results of its run, and what differs between two of them."""
+"""The settings that determine the results of a run, and how two runs differ in them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
     """Return the settings that determine the policies and rollouts of a run, as JSON values.
 
     Memory, placement, storage, evaluation and guardrails are left out, and so is the number of iterations, unless the
-    learning rate schedule ends with the run: more iterations only continue it.
+    learning rate schedule depends on it: otherwise more iterations only continue the run.
     """
     run = config.run
     bound = config.update.total_steps is None and config.update.lr_scheduler in WITH_LENGTH
     return {
         **{name: getattr(config, name).result_settings() for name in _STAGES},
         "run": {"seed": run.seed, "staleness": run.staleness, **({"iterations": run.iterations} if bound else {})},
-        # By label, so that a change is reported in few words.
+        # Keyed by label, so that a reported change names the reward.
         "rewards": {section.label: section.result_settings() for section in config.rewards},
     }
 

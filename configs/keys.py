@@ -1,4 +1,4 @@
-"""Other names of keys: TRL's, where they differ from ours, and what is nearest to an unknown one."""
+"""Other names of keys: TRL's, where they differ from ours, and suggestions for unknown keys."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,10 +68,10 @@ def translate(values: dict[str, Any]) -> list[InputError]:
     """Rename TRL's settings in a configuration, in place.
 
     Args:
-        values: sections by name; what is no section is left alone.
+        values: sections by name; other values are ignored.
 
     Returns:
-        What cannot be renamed; it is taken out.
+        Errors for the settings that cannot be renamed; these are removed.
     """
     errors = []
     for path in (*TRL_NAMES, *OTHER_MEANING):
@@ -96,20 +96,20 @@ def _rename(section: dict[str, Any], path: str, value: Any) -> list[InputError]:
     for parent in parents:
         inner: Any = section.setdefault(parent, {})
         if not isinstance(inner, dict):
-            return []  # reported as a section that is no mapping
+            return []  # reported as a section that is not a mapping
         section = inner
     if name in section:
-        return [InputError(path, value, f"{target} is set too, which is the same; leave one of them out.")]
+        return [InputError(path, value, f"{target} is set too and means the same; leave one of them out.")]
     section[name] = _SCALES[value] if path.endswith("scale_rewards") and isinstance(value, bool) else value
     return []
 
 
 def nearest_key(model: type[BaseModel], location: Sequence[str]) -> str:
-    """The keys that a person may have meant, by their whole paths, and those of the section.
+    """Suggest the full paths of similar keys, and list the keys of the section.
 
     Args:
-        model: of the whole configuration.
-        location: path of the unknown key; numbers are places in a list.
+        model: of the complete configuration.
+        location: path of the unknown key; numbers are indices in a list.
     """
     section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
     paths = list(_paths(model))
@@ -132,7 +132,7 @@ def _close(name: str, paths: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]
 
 
 def _paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key of a model; the entries of a list have the path of the list."""
+    """Yield the path of every key of a model; the entries of a list have the path of the list."""
     for name, field in model.model_fields.items():
         yield (*above, name)
         yield from (path for inner in _models(field.annotation) for path in _paths(inner, (*above, name)))

@@ -1,4 +1,4 @@
-"""A YAML file and `--set key=value` overrides -> a checked configuration, or every mistake at once."""
+"""Read a YAML file and `--set key=value` overrides into a checked configuration, or report every error at once."""
 
 import difflib
 import re
@@ -22,7 +22,7 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML in which a repeated key is an error and 1e-5 is a number."""
 
 
-# Their keys are the reward's or the schedule's own, and so are their values.
+# The reward or the schedule defines these keys and values.
 _FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs")
 
 
@@ -31,7 +31,7 @@ def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, Hashable):
-            raise yaml.constructor.ConstructorError(None, None, "a key is a name, no list", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a key is a name, not a list", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
         seen.add(key)
@@ -46,10 +46,10 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """YAML text as plain values.
+    """Parse YAML text to plain values.
 
     Raises:
-        InputError: not YAML; names the line.
+        InputError: the text is not YAML; names the line.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -57,7 +57,7 @@ def parse_yaml(text: str, place: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark else place
         problem = getattr(error, "problem", None) or "it is not YAML"
-        # What is left open is noticed at the end of the text, which may be a line that is not there.
+        # An unclosed bracket is reported at the end of the text, possibly after its last line.
         lines = [*text.splitlines(), ""]
         raise InputError(where, lines[mark.line].strip() if mark else text, f"{problem}. Correct the YAML.") from error
 
@@ -70,13 +70,13 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: `section.key=value`, the value as YAML.
 
     Raises:
-        InputErrors: everything that is wrong, each with its path in the file, the value found and what would do.
+        InputErrors: every error, each with its path in the file, the value found and a hint.
     """
     try:
         values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
     except InputError as error:
         raise InputErrors([error]) from error
-    # First the file by itself: an option may change what the file sets under the other name.
+    # The file is translated first: an option may override a key that the file sets under its other name.
     errors = translate(values)
     errors += _apply_overrides(values, overrides)
     try:
@@ -89,14 +89,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
-    """Read a file of rewards; whether they can be built, or suit some rollouts, is not checked here.
+    """Read a file of rewards, without checking whether they can be built or fit some rollouts.
 
     Args:
         path: a YAML file.
-        place: how the person names it: an argument or option.
+        place: the argument or option that names it, for messages.
 
     Raises:
-        InputErrors: everything that is wrong with its form.
+        InputErrors: every error in its form.
     """
     try:
         values = read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards")
@@ -106,16 +106,16 @@ def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
 
 
 def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> dict[str, Any]:
-    """A YAML file whose top is a mapping, as plain values.
+    """Read a YAML file whose top level is a mapping, as plain values.
 
     Args:
         path: the file.
-        place: how the person names it: an argument or option.
-        example: a file that would do.
-        keys: the first of the mapping, for the message when there is none.
+        place: the argument or option that names it, for messages.
+        example: a valid file, for messages.
+        keys: first keys of such a mapping, for messages.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        InputError: it cannot be read, or is not a mapping.
     """
     file = Path(path)
     try:
@@ -126,15 +126,15 @@ def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> di
         raise InputError(place, str(path), f"Give a readable YAML file, such as {example}.{hint}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise InputError(str(path), values, f"It is a mapping with the sections {keys}, ...")
+        raise InputError(str(path), values, f"It has to be a mapping with the sections {keys}, ...")
     return values
 
 
 def check_config(values: Mapping[str, Any]) -> RunConfig:
-    """Plain values -> a configuration.
+    """Validate plain values as a configuration.
 
     Raises:
-        InputErrors: as for read_config.
+        InputErrors: as read_config.
     """
     return validated(_model_for(values), values, contradictions)
 
@@ -142,17 +142,17 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
 def validated(
     model: type[M], values: Mapping[str, Any], checks: Callable[[M], Sequence[InputError]] = lambda record: ()
 ) -> M:
-    """Plain values as YAML has them -> a record of this model.
+    """Validate plain values from YAML as this model.
 
     Args:
-        model: of the record.
-        values: by the model's keys, or by TRL's names of them.
-        checks: further errors of a record that is well-formed.
+        model: to validate as.
+        values: by the model's keys or TRL's names of them.
+        checks: returns further errors of a valid record.
 
     Raises:
-        InputErrors: everything that does not fit.
+        InputErrors: every error.
     """
-    # From YAML, a tuple is a list.
+    # YAML has lists, the models have tuples.
     plain = _tuples(values)
     errors = translate(plain)
     try:
@@ -167,7 +167,7 @@ def validated(
 
 
 def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
-    """The model of a configuration: the keys of the rollout section depend on the policy."""
+    """Return the model of a configuration: the keys of the rollout section depend on the policy."""
     policy = values.get("policy")
     default = PolicySection.model_fields["kind"].default
     kind = policy.get("kind", default) if isinstance(policy, Mapping) else default
@@ -181,14 +181,14 @@ def _tuples(value: Any) -> Any:
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
-    """Change values in place; return what is wrong with the overrides themselves."""
+    """Change values in place; return the errors of the overrides."""
     errors: list[InputError] = []
     names: dict[str, str] = {}
     for override in overrides:
         given = override.partition("=")[0].strip()
         path = TRL_NAMES.get(given, given)
         if names.setdefault(path, given) != given:
-            errors.append(InputError("--set", override, f"{names[path]} is set too, which is the same; give one."))
+            errors.append(InputError("--set", override, f"{names[path]} is set too and means the same; give one."))
             continue
         try:
             if path != given:
@@ -200,7 +200,7 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[I
 
 
 def _remove(values: dict[str, Any], path: str) -> None:
-    """Take out what the file sets, since an option sets the same under TRL's name."""
+    """Remove a key of the file that an option sets under TRL's name."""
     *parents, last = path.split(".")
     place: Any = values
     for key in parents:
@@ -232,12 +232,12 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _item(values: list[Any], key: str, override: str) -> Any:
     if not key.isdigit() or int(key) >= len(values):
-        raise InputError("--set", override, f"{key!r} is no index of a list of {len(values)} (they count from 0).")
+        raise InputError("--set", override, f"{key!r} is no index of a list of length {len(values)} (from 0).")
     return values[int(key)]
 
 
 def _distinct(details: Sequence[Any]) -> list[Any]:
-    """Without the complaint that a list is too short when that is so because its entries were refused."""
+    """Drop the error that a list is too short if only its refused entries make it so."""
     refused = {detail["loc"][0] for detail in details if len(detail["loc"]) > 1}
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
 
@@ -249,8 +249,8 @@ def _explain(model: type[BaseModel], detail: Any) -> InputError:
     if kind == "extra_forbidden":
         return InputError(place, found, f"There is no such key. {nearest_key(model, location)}")
     if kind == "missing":
-        return InputError(place, None, "It is missing and has no default; add it.")
+        return InputError(place, None, "It is required and has no default; add it.")
     if kind == "string_pattern_mismatch":
-        # Names alone have a pattern.
+        # Only names have a pattern.
         return InputError(place, found, NAME_HINT)
     return InputError(place, found, f"{detail['msg']}.")

@@ -1,4 +1,4 @@
-"""A configuration as a whole: of a training run, of a replay, and a file of rewards."""
+"""The complete configuration of a training run, of a replay, and of a file of rewards."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from grpo_core.policies.trained import Reference
 
 
 class RunConfig(Section):
-    """One training run."""
+    """The configuration of a training run."""
 
     run: RunSection
     policy: PolicySection
@@ -40,12 +40,12 @@ class RunConfig(Section):
 
     @property
     def rows_per_iteration(self) -> int:
-        """Samples that an iteration trains on."""
+        """Number of samples that an iteration trains on."""
         return self.rollout.prompts_per_iteration * self.rollout.group_size
 
     @property
     def reference_placement(self) -> Reference:
-        """Where the reference's weights are kept; nowhere where no KL is measured against it."""
+        """Where the reference's weights are kept; `none` if no KL uses it."""
         chosen = self.update.reference.placement
         if chosen != "auto":
             return chosen
@@ -53,7 +53,7 @@ class RunConfig(Section):
 
     @property
     def scheduled_update(self) -> UpdateSection:
-        """The update section with the length of its schedule filled in, where the schedule has one."""
+        """The update section, with the schedule's length filled in if it has one."""
         update = self.update
         if update.total_steps is not None or update.lr_scheduler not in WITH_LENGTH:
             return update
@@ -74,22 +74,22 @@ class TextRunConfig(RunConfig):
 
 
 RUN_CONFIGS: Mapping[str, type[RunConfig]] = MappingProxyType({"glm_image": ImageRunConfig, "causal_lm": TextRunConfig})
-"""By policy.kind."""
+"""Configuration class by policy.kind."""
 
 CORRECTION = MismatchSection.model_validate({"mode": "truncate", "level": "token", "cap": 3.0})
-"""Correction of rows that other weights sampled, where the configuration of a replay names none."""
+"""Default correction in a replay for rows that other weights sampled."""
 
 
 class ReplaySection(Section):
-    """What a replay takes from another run."""
+    """The source of a replay: another run's rollouts and policy."""
 
     source: str = Field(min_length=1, description="run whose rollouts are used, under the same storage.root")
     policy: NonNegativeInt = Field(0, description="version of the source that is trained on; 0: the original model")
-    iterations: tuple[PositiveInt, ...] = Field(min_length=1, description="of the source, one update each, in order")
+    iterations: tuple[PositiveInt, ...] = Field(min_length=1, description="its iterations, in order; one update each")
     advantages: Name = Field("stored", description="stored, recomputed, or the name of a rescoring of the source")
-    max_staleness: NonNegativeInt = Field(description="versions between a row's policy and the trained one, at most")
+    max_staleness: NonNegativeInt = Field(description="maximum versions between a row's policy and the trained one")
     correction: MismatchSection = Field(
-        CORRECTION, description="for rows that other weights sampled, where update.mismatch.mode is none"
+        CORRECTION, description="for rows that other weights sampled, if update.mismatch.mode is none"
     )
 
 
@@ -109,18 +109,18 @@ ReplayConfig = ImageReplayConfig | TextReplayConfig
 
 
 def corrected(update: UpdateSection, correction: MismatchSection) -> UpdateSection:
-    """The update with the correction that rows of other weights need, unless it has its own."""
+    """Return the update with this correction, unless it has a correction already."""
     return update if update.mismatch.mode != "none" else update.model_copy(update={"mismatch": correction})
 
 
 def as_replay(config: RunConfig, replay: ReplaySection) -> ReplayConfig:
-    """The configuration of a run as that of a replay."""
+    """Return the configuration of a run as that of a replay."""
     model = ImageReplayConfig if isinstance(config, ImageRunConfig) else TextReplayConfig
     return model.model_validate({**config.model_dump(), "replay": replay.model_dump()})
 
 
 class RewardsFile(Section):
-    """Rewards, and how they become advantages: to score stored rollouts again, and for a server that scores."""
+    """Rewards, and how they become advantages: to rescore stored rollouts, and for a reward server."""
 
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection | None = Field(None, description="null: as the rollouts were trained with")

@@ -18,19 +18,19 @@ class RewardSection(Section, RewardTerm):
     memory_settings = frozenset({"max_failures", "batch_size", "processes", "pool"})
 
     reward: str = Field(min_length=1, description="registered name")
-    name: Name | None = Field(None, description="name in tables and plots; null: the reward's")
+    name: Name | None = Field(None, description="name in tables and plots; null: the reward's name")
     datasets: tuple[str, ...] | None = Field(None, description="score these datasets only; null: all")
     where: dict[str, tuple[Scalar, ...]] | None = Field(
         None, description="score only prompts whose column has one of these values; null: all"
     )
     max_failures: float = Field(
-        0.1, ge=0, le=1, description="share of the samples it is meant for; beyond it the run stops"
+        0.1, ge=0, le=1, description="share of its samples that may fail; if more fail, the run stops"
     )
-    batch_size: PositiveInt = Field(32, description="samples scored at once, more where a group is larger")
+    batch_size: PositiveInt = Field(32, description="samples scored at once; larger if a group is larger")
     processes: int = Field(
-        0, ge=0, le=256, description="that score in parallel, one thread each; 0: none, a thread of the run"
+        0, ge=0, le=256, description="processes that score in parallel, one thread each; 0: score in the run's process"
     )
-    pool: Name | None = Field(None, description="a work pool for this reward; null: that of placement.rewards")
+    pool: Name | None = Field(None, description="a work pool for this reward; null: the pool of placement.rewards")
     settings: dict[str, object] = Field(default_factory=dict)
 
     @property
@@ -39,11 +39,11 @@ class RewardSection(Section, RewardTerm):
         return self.name or self.reward
 
     def scores(self, dataset: str) -> bool:
-        """Whether the reward is meant for the dataset."""
+        """Return whether the reward scores the dataset."""
         return self.datasets is None or dataset in self.datasets
 
     def scores_prompt(self, dataset: str, columns: Mapping[str, Any]) -> bool:
-        """Whether the reward is meant for a prompt of the dataset with these other columns."""
+        """Return whether the reward scores a prompt of the dataset with these other columns."""
         if not self.scores(dataset):
             return False
         return all(columns.get(name) in values for name, values in (self.where or {}).items())

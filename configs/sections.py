@@ -1,7 +1,7 @@
-"""The sections of a configuration that decide what is sampled, where, and where it is kept.
+"""The sections of a configuration about prompts, rollouts, placement and storage.
 
-A section that the core reads inherits the core's settings: its fields, ranges and defaults are declared there, the
-section adds what only a configuration has.
+A section that the core uses inherits the core's settings: fields, ranges and defaults are declared there, and the
+section adds the fields that only a configuration has.
 """
 
 import inspect
@@ -28,16 +28,16 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
 from grpo_core.settings import STRICT
 
-NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; 100 at most."
+NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; at most 100 characters."
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
 ALL_AT_ONCE = "all at once"
-"""Context of a validation after which `refused_combinations` is asked, so that every error is reported together."""
+"""Validation context for callers that use `refused_combinations`, so that all errors are reported together."""
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys and wrong types are refused, NaN too.
+    """Base of every section: frozen; refuses unknown keys, wrong types and NaN.
 
     A section may inherit a settings dataclass of grpo_core; pydantic takes over its fields.
     """
@@ -45,10 +45,10 @@ class Section(BaseModel):
     model_config = STRICT
 
     memory_settings: ClassVar[frozenset[str]] = frozenset()
-    """Fields that decide about memory, speed or place and change no result but by rounding."""
+    """Fields about memory, speed or placement; they change results by rounding at most."""
 
     def result_settings(self) -> dict[str, Any]:
-        """Return the fields that determine results, as JSON values: what cache keys and the run's identity see."""
+        """Return the fields that determine results, as JSON values, for cache keys and the run's identity."""
         values = self.model_dump(mode="json", exclude=set(self.memory_settings))
         for name in values:
             if isinstance(section := getattr(self, name), Section):
@@ -62,10 +62,10 @@ class Section(BaseModel):
         return self
 
     def check(self) -> None:
-        """Refuse combinations of fields that mean nothing, by the check of the inherited settings.
+        """Refuse contradictory fields with the check of the inherited settings.
 
         Raises:
-            InputError: the first of them.
+            InputError: the first contradiction.
         """
         inherited: Callable[[], None] | None = getattr(self, "__post_init__", None)
         if inherited is not None:
@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[InputError]:
-    """Every section within a value whose fields do not go together, by its path in the file."""
+    """Yield an error for every section in a value with contradictory fields, with its path in the file."""
     if isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from refused_combinations(item, (*path, str(index)))
@@ -96,20 +96,20 @@ def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[
         try:
             value.check()
         except InputError as error:
-            # The core knows the section by its name, not by its place in a list.
+            # The core uses the section's name, without its index in a list.
             section = ".".join(part for part in path if not part.isdigit()) + "."
             field = error.place.removeprefix(section) if error.place.startswith(section) else error.place.split(".")[-1]
             yield InputError(".".join((*path, field)), error.value, error.hint)
 
 
 class RunSection(Section):
-    """The run as a whole."""
+    """Name, seed and length of the run."""
 
     name: Name = Field(description="folder of the run under storage.root")
     seed: NonNegativeInt = Field(0, description="every random number of the run is derived from it")
-    iterations: PositiveInt = Field(description="policy updates to make; may be raised later to go on")
+    iterations: PositiveInt = Field(description="policy updates to make; can be raised later to continue")
     staleness: NonNegativeInt = Field(
-        0, description="rollouts are sampled by a policy this many versions older, while updates run; 0: in turn"
+        0, description="rollouts are sampled by a policy this many versions older, during updates; 0: in turn"
     )
 
 
@@ -122,14 +122,14 @@ class PolicySection(Section):
 
     memory_settings = frozenset({"gradient_checkpointing"})
 
-    kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="which policy serves it")
+    kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="the policy family")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     autocast: Literal["bfloat16"] | None = Field(
         None, description="compute in 16 bits over float32 weights, while sampling and while training"
     )
     lora: LoraSection | None = Field(LoraSection(), description="null trains every weight that is not frozen")
-    frozen: str | None = Field(None, description="regular expression: parameters left alone when lora is null")
+    frozen: str | None = Field(None, description="regular expression: parameters frozen when lora is null")
     gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
 
     @property
@@ -138,11 +138,11 @@ class PolicySection(Section):
         return self.dtype == "float32" and self.autocast is None
 
     def training_choice(self, *, reference: Reference, seed: int) -> TrainingChoice:
-        """What of the model is trained.
+        """Return which parameters of the model are trained.
 
         Args:
             reference: where the reference's weights are kept when every weight is trained.
-            seed: of the adapters' random half.
+            seed: for the random half of the adapters.
         """
         return TrainingChoice(self.lora, self.frozen, reference, self.gradient_checkpointing, seed)
 
@@ -150,7 +150,7 @@ class PolicySection(Section):
 class _OnePromptFile(Section):
     prompts: str | None = Field(None, min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
     prompt_column: str | None = None
-    limit: PositiveInt | None = Field(None, description="take the first so many prompts")
+    limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
     targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
     target_column: str | None = None
 
@@ -158,36 +158,36 @@ class _OnePromptFile(Section):
 class DatasetSection(_OnePromptFile):
     """One prompt file among several."""
 
-    name: Name = Field(description="kept with every rollout; rewards may be limited to datasets by name")
+    name: Name = Field(description="stored with every rollout; rewards can be limited to datasets by name")
     prompts: str = Field(min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
-    weight: PositiveFloat = Field(1.0, description="share of an iteration's prompts, against the other datasets")
+    weight: PositiveFloat = Field(1.0, description="share of an iteration's prompts, relative to the other datasets")
 
 
 class PromptsSection(_OnePromptFile):
     """One prompt file, or several with names and weights."""
 
-    datasets: tuple[DatasetSection, ...] = Field((), description="in place of the fields above")
+    datasets: tuple[DatasetSection, ...] = Field((), description="instead of the fields above")
 
     @property
     def sets(self) -> tuple[DatasetSection, ...]:
-        """The prompt files; a single one has the name `default`."""
+        """The prompt files; a single file has the name `default`."""
         if self.datasets or self.prompts is None:
             return self.datasets
         return (DatasetSection(name="default", **{name: getattr(self, name) for name in _OnePromptFile.model_fields}),)
 
 
 class CurriculumSection(Section):
-    """Which prompts an iteration draws."""
+    """How the prompts of an iteration are sampled."""
 
     kind: Literal["uniform", "difficulty"] = Field("uniform", description="every prompt equally often, or by reward")
-    target: float = Field(0.5, description="mean group reward that teaches most; prompts near it are drawn more often")
+    target: float = Field(0.5, description="mean group reward that teaches most; prompts near it are preferred")
     width: PositiveFloat = Field(0.25, description="how far from the target a prompt's mean still counts")
-    floor: float = Field(0.1, gt=0, le=1, description="weight of the least wanted prompt against the most wanted")
-    window: PositiveInt = Field(20, description="iterations back that count")
+    floor: float = Field(0.1, gt=0, le=1, description="lowest weight of a prompt, relative to the highest")
+    window: PositiveInt = Field(20, description="number of past iterations that count")
 
 
 class DataSection(PromptsSection):
-    """Prompts, and the images they should give."""
+    """Training prompts, and their target images."""
 
     curriculum: CurriculumSection = CurriculumSection()
 
@@ -225,37 +225,37 @@ class StagePlacement(Section):
 
     pool: Name | None = Field(None, description="a work pool of the Prefect server; null: in this process")
     timeout: PositiveFloat | None = Field(
-        None, description="seconds after which the stage is stopped; it then runs in its own process"
+        None, description="seconds after which the stage is stopped; runs it in a separate process"
     )
 
 
 class ShardedStagePlacement(StagePlacement):
-    """Where a stage runs that can be cut into shards of whole groups."""
+    """Where a stage runs that can be split into shards of complete groups."""
 
-    shards: PositiveInt = Field(1, description="parts that the workers of the pool run in parallel, joined in order")
+    shards: PositiveInt = Field(1, description="shards that the pool's workers run in parallel, joined in order")
 
 
 class RetrySection(Section):
-    """How often a stage is tried again after errors that may pass, each kind counted separately.
+    """How often a stage is retried after temporary errors, counted per kind.
 
-    No other error is ever tried again, and each shard of a stage has its own tries.
+    Other errors are never retried; each shard of a stage has separate retries.
     """
 
     storage: NonNegativeInt = Field(4, description="a bucket, a network disk or a connection failed")
-    service: NonNegativeInt = Field(4, description="a service did not answer, or said that it was busy")
+    service: NonNegativeInt = Field(4, description="a service did not answer, or was busy")
     lost: NonNegativeInt = Field(2, description="the process or the worker that ran the stage died")
-    timeout: NonNegativeInt = Field(1, description="the stage was stopped for taking too long")
-    delay: PositiveFloat = Field(2.0, description="seconds before the second try; doubled each time, with jitter")
-    max_delay: PositiveFloat = Field(60.0, description="seconds between tries, at most")
+    timeout: NonNegativeInt = Field(1, description="the stage ran into its timeout")
+    delay: PositiveFloat = Field(2.0, description="seconds before the first retry; doubled each time, with jitter")
+    max_delay: PositiveFloat = Field(60.0, description="maximum seconds between tries")
 
 
 class PlacementSection(Section):
-    """Where the work runs; it changes a result in the rounding of the last bits only."""
+    """Where the stages run; it changes results by rounding at most."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: PositiveInt = Field(1, description="measure before raising: on a small shared machine 1 is fastest")
-    processes: PositiveInt = Field(1, description="of the update, started by accelerate on one machine")
-    sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="every process has all weights, or a share of them")
+    processes: PositiveInt = Field(1, description="processes of the update, started by accelerate on one machine")
+    sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each process has all weights; fsdp2: a share")
     rollouts: ShardedStagePlacement = ShardedStagePlacement()
     rewards: ShardedStagePlacement = ShardedStagePlacement()
     advantages: StagePlacement = StagePlacement()
@@ -270,7 +270,7 @@ class StorageSection(Section):
     cache_dir: str | None = Field(
         None,
         min_length=1,
-        description="copies of what was read from a bucket, on every machine of the run; null, or not writable: the "
+        description="local copies of files read from a bucket, on every machine of the run; null, or not writable: the "
         "user's cache folder",
     )
-    cache_gib: PositiveFloat = Field(20.0, description="size of these copies, at most; the longest unread go first")
+    cache_gib: PositiveFloat = Field(20.0, description="maximum size of these copies; the oldest are deleted first")

@@ -1,4 +1,4 @@
-"""The sections of a configuration that decide how scores become advantages, and those an update of the policy."""
+"""The sections of a configuration about advantages and the policy update."""
 
 from typing import Literal
 
@@ -17,21 +17,21 @@ from grpo_core.update import UpdateSettings
 class AdvantagesSection(Section, AdvantageSettings):
     """How rewards become advantages."""
 
-    max_rounds: PositiveInt = Field(4, description="sampling rounds per iteration, at most, with redraw")
+    max_rounds: PositiveInt = Field(4, description="maximum number of sampling rounds per iteration, with redraw")
 
 
 class ParitySection(Section):
     """Largest allowed difference of stored and recomputed log-probs, in nats.
 
     Sampling with a cache and scoring in one pass round differently: by 7e-6 nats at most in fp32 on a tiny GLM-Image,
-    by 1.6e-2 at most and 2.7e-3 in the mean in bf16. Deeper models differ more, in single tokens far more.
+    by 1.6e-2 at most and 2.7e-3 on average in bf16. Deeper models differ more, in single tokens far more.
     """
 
     max_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-3 in fp32 and 1.0 in 16 bits")
     mean_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-4 in fp32 and 0.05 in 16 bits")
 
     def tolerance(self, *, in_fp32: bool) -> ParityTolerance:
-        """The tolerance, with the defaults of the precision filled in."""
+        """Return the tolerance, with the defaults of the precision filled in."""
         largest, mean = (1e-3, 1e-4) if in_fp32 else (1.0, 0.05)
         return ParityTolerance(self.max_difference or largest, self.mean_difference or mean)
 
@@ -49,7 +49,7 @@ class ReferenceSection(Section):
         "auto", description="a copy on the device or in CPU memory when every weight is trained; auto: when needed"
     )
     refresh_every: NonNegativeInt = Field(0, description="iterations between refreshes; 0: never")
-    mix: float = Field(0.6, gt=0, le=1, description="share of the policy in a refreshed reference; the rest stays")
+    mix: float = Field(0.6, gt=0, le=1, description="share of the policy in a refreshed reference")
 
 
 class UpdateSection(Section, UpdateSettings, OptimizerSettings):
@@ -64,5 +64,5 @@ class UpdateSection(Section, UpdateSettings, OptimizerSettings):
     reference: ReferenceSection = ReferenceSection()
 
     def __post_init__(self) -> None:
-        # The schedule is checked with the run, which gives it its length.
+        # The schedule is checked with the run, which determines its length.
         UpdateSettings.__post_init__(self)

@@ -1,7 +1,7 @@
 """The image tokens of the tiny GLM-Image: each code is one flat colour.
 
-The first codes are the colours of :mod:`data.shapes` and its backgrounds; the rest are the blends that a cell of the
-preview has when a sprite covers a quarter, a half or three quarters of it.
+The first codes are the colours of :mod:`data.shapes` and its backgrounds; the rest are the blends of a preview cell
+of which a sprite covers a quarter, a half or three quarters.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _COVERAGES = (0.25, 0.5, 0.75)
 
 
 def codebook() -> NDArray[np.float32]:
-    """The colour of each code, float32 [codes, 3], RGB in 0..255."""
+    """Return the colour of each code, float32 [codes, 3], RGB in 0..255."""
     colors = np.array(list(COLORS.values()), dtype=np.float32)
     backgrounds = np.array(list(BACKGROUNDS.values()), dtype=np.float32)
     blends = [
@@ -29,7 +29,7 @@ def codebook() -> NDArray[np.float32]:
 
 
 CODEBOOK_SIZE = len(COLORS) + len(BACKGROUNDS) + len(COLORS) * len(BACKGROUNDS) * len(_COVERAGES)
-# Codes below this one are the pure colours, the only ones that a drawn image has in its large grid.
+# Codes below this one are the pure colours, the only ones in the large grid of a synthetic image.
 PURE_CODES = len(COLORS) + len(BACKGROUNDS)
 
 
@@ -40,13 +40,13 @@ def _nearest_code(cells: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
-    """Image tokens of drawn images in the order of generation: the preview grid, then the large grid.
+    """Encode synthetic images as image tokens in the order of generation: the preview grid, then the large grid.
 
     Args:
-        cells: uint8 [images, 8, 8, 3], one colour a cell.
+        cells: uint8 [images, 8, 8, 3], one colour per cell.
 
     Returns:
-        int64 [images, 16 + 64]; preview cells are the mean of the four cells that they stand for.
+        int64 [images, 16 + 64]; a preview cell is the mean of the four cells it covers.
     """
     count = len(cells)
     large = cells.astype(np.float32)
@@ -56,7 +56,7 @@ def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
 
 
 def decode_tokens(large_tokens: Tensor) -> Tensor:
-    """The image that large tokens stand for.
+    """Decode the tokens of the large grid to an image.
 
     Args:
         large_tokens: int64 [images, 64], each below :data:`CODEBOOK_SIZE`.

@@ -1,4 +1,4 @@
-"""Writes the prompt files for training by rewards, with the image that each prompt describes."""
+"""Write the prompt files for training with rewards, with the image that each prompt describes."""
 
 import json
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ HELDOUT_FILE = "shapes_heldout.jsonl"
 
 
 def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene, ...]:
-    """Chooses scenes so that every colour, shape, position and background comes up about equally often.
+    """Choose scenes so that every colour, shape, position and background is about equally frequent.
 
     Args:
-        scenes: what to choose from.
-        count: how many, at most as many as there are.
+        scenes: to choose from.
+        count: how many; at most the number of scenes.
         seed: orders the scenes before the choice, which is greedy.
 
     Raises:
-        ValueError: there are fewer scenes than asked for.
+        ValueError: there are fewer scenes than count.
     """
     if count > len(scenes):
-        raise ValueError(f"{count} scenes were asked for, there are {len(scenes)}")
+        raise ValueError(f"count is {count}, but there are only {len(scenes)} scenes")
     left = [scenes[i] for i in np.random.default_rng(seed).permutation(len(scenes))]
     chosen: list[Scene] = []
     used: dict[tuple[str, str], int] = {}
@@ -38,7 +38,7 @@ def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene
 
 
 def write_prompt_file(scenes: Sequence[Scene], file: Path, targets: Path) -> None:
-    """Writes one JSON object a scene, and its image as PNG into the folder of targets.
+    """Write one JSON object per scene, and its image as PNG into the folder of targets.
 
     The columns are prompt, target (the image's file name within the folder of targets), color, shape, position and
     background.

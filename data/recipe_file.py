@@ -1,4 +1,4 @@
-"""The file beside a shipped model that says how it was made."""
+"""The file next to a shipped model that says how it was made."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ RECIPE_FILE = "recipe.json"
 def write_recipe(
     folder: Path, recipe: "DataclassInstance", measured: Mapping[str, object], *, libraries: Sequence[str]
 ) -> None:
-    """Writes recipe.json into a saved model's folder: the recipe, library versions, and what was measured.
+    """Write recipe.json into a saved model's folder: the recipe, library versions, and what was measured.
 
     Args:
         folder: of the saved model.
-        recipe: the one that was followed.
+        recipe: of the model.
         measured: plain JSON values by name, such as the fields of the training metrics and reports.
-        libraries: whose versions decide what comes of the recipe.
+        libraries: those whose versions affect the result.
     """
     content = {
         "recipe": asdict(recipe),

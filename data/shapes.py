@@ -1,7 +1,7 @@
-"""Images of one coloured shape on a plain background, and the captions that determine them.
+"""Synthetic images of one coloured shape on a plain background, and their captions.
 
 An image is a grid of 8 x 8 cells with one flat colour each; a cell is 8 x 8 pixels, the size of one large image
-token of the tiny GLM-Image. A caption names colour, shape, position and background, so it has exactly one image.
+token of the tiny GLM-Image. A caption names colour, shape, position and background, so it determines its image.
 """
 
 import itertools
@@ -29,8 +29,8 @@ COLORS: Mapping[str, Colour] = {
 }
 BACKGROUNDS: Mapping[str, Colour] = {"white": (245, 245, 245), "gray": (128, 128, 128), "black": (20, 20, 20)}
 
-# Any two of these differ in at least four cells wherever they stand, so that an image with one wrong cell is still
-# nearest to its own shape.
+# Any two of these differ in at least four cells at any position, so that an image with one wrong cell is still
+# nearest to its shape.
 SPRITES: Mapping[str, Sequence[str]] = {
     "circle": (".###.", "#####", "#####", "#####", ".###."),
     "square": ("####", "####", "####", "####"),
@@ -39,7 +39,7 @@ SPRITES: Mapping[str, Sequence[str]] = {
     "heart": (".#.#.", "#####", "#####", ".###.", "..#.."),
 }
 
-# Where the sprite stands on each axis: 0 the near edge, 1 the middle, 2 the far edge.
+# Where the sprite is on each axis: 0 the near edge, 1 the middle, 2 the far edge.
 POSITIONS: Mapping[str, tuple[int, int]] = {
     "top left": (0, 0),
     "top right": (0, 2),
@@ -51,7 +51,7 @@ POSITIONS: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, order=True)
 class Scene:
-    """One image in words; every field is a key of the table of the same name in this module."""
+    """The description of one image; every field is a key of the table of the same name in this module."""
 
     color: str
     shape: str
@@ -67,12 +67,12 @@ class Scene:
 
 
 def all_scenes() -> tuple[Scene, ...]:
-    """Every scene there is, in a fixed order."""
+    """Return all scenes, in a fixed order."""
     return tuple(Scene(*words) for words in itertools.product(COLORS, SPRITES, POSITIONS, BACKGROUNDS))
 
 
 def split_scenes(seed: int, heldout_fraction: float) -> tuple[tuple[Scene, ...], tuple[Scene, ...]]:
-    """Splits all scenes into those for supervised training and those that it never sees.
+    """Split all scenes into those for supervised training and held-out ones.
 
     Args:
         seed: the same seed gives the same split.
@@ -88,19 +88,19 @@ def split_scenes(seed: int, heldout_fraction: float) -> tuple[tuple[Scene, ...],
 
 
 def sprite_mask(shape: str) -> NDArray[np.bool_]:
-    """The cells that a shape covers, bool [height, width] in cells."""
+    """Return the cells that a shape covers, bool [height, width] in cells."""
     return np.array([[cell == "#" for cell in row] for row in SPRITES[shape]])
 
 
 def sprite_origin(shape: str, position: str) -> tuple[int, int]:
-    """The cell (row, column) of the sprite's top left corner."""
+    """Return the cell (row, column) of the sprite's top left corner."""
     height, width = sprite_mask(shape).shape
     row, column = POSITIONS[position]
     return (GRID - height) * row // 2, (GRID - width) * column // 2
 
 
 def draw_cells(scene: Scene, origin: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """Draws a scene as one colour a cell.
+    """Draw a scene as one colour per cell.
 
     Args:
         scene: what to draw.
@@ -117,10 +117,10 @@ def draw_cells(scene: Scene, origin: tuple[int, int] | None = None) -> NDArray[n
 
 
 def cells_to_image(cells: NDArray[np.uint8]) -> Image.Image:
-    """Blows cell colours, uint8 [8, 8, 3], up to a 64 x 64 RGB image."""
+    """Scale cell colours, uint8 [8, 8, 3], up to a 64 x 64 RGB image."""
     return Image.fromarray(cells.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1))
 
 
 def draw(scene: Scene) -> Image.Image:
-    """The one image, 64 x 64 RGB, that a scene's caption describes."""
+    """Draw the image, 64 x 64 RGB, that a scene's caption describes."""
     return cells_to_image(draw_cells(scene))

@@ -1,4 +1,4 @@
-"""Groups of samples for prompts, with everything that is needed to train on them later."""
+"""Sample groups for prompts, with everything that later training needs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class GroupRequest:
     """One prompt occurrence to be sampled.
 
     Attributes:
-        prompt: what to draw or to answer.
-        sample_ids: one a sibling.
-        seeds: of the token sampling, one a sibling.
-        noise_seeds: of a decoder's noise, one a sibling; siblings usually share it.
+        prompt: its text.
+        sample_ids: one per sibling.
+        seeds: for the token sampling, one per sibling.
+        noise_seeds: for a decoder's noise, one per sibling; usually equal for all of them.
     """
 
     prompt: str
@@ -34,13 +34,13 @@ class RolloutGroup:
     """The siblings of one prompt occurrence.
 
     Attributes:
-        request: what was asked.
-        tokens: sampled ids, one row a sibling.
+        request: what was sampled.
+        tokens: sampled ids, one row per sibling.
         rollout_logprobs: as recorded while sampling.
-        finished: whether the row ended by itself.
-        scored_logprobs: of the same tokens under the policy that sampled, in one pass as the reference's; None where
-            nothing asked for them.
-        ref_logprobs: under the reference; likewise.
+        finished: False for a row that was truncated at its maximum length.
+        scored_logprobs: of the same tokens under the policy that sampled, computed in one pass like the reference's;
+            None unless requested.
+        ref_logprobs: under the reference; None unless requested.
         outputs: the finished images or texts.
     """
 
@@ -64,7 +64,7 @@ def collect_rollouts(
     """Sample and render every group, in order; `prompts_per_batch` groups are sampled at once.
 
     Args:
-        policy: at the weights that sample.
+        policy: with the weights that sample.
         requests: groups of one size.
         prompts_per_batch: groups sampled at once.
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
@@ -123,14 +123,14 @@ def _require_finite(sampled: SampledTokens, sample_ids: Sequence[str]) -> None:
     finite = torch.isfinite(sampled.rollout_logprobs).all(-1).tolist()
     broken = [sample_id for sample_id, good in zip(sample_ids, finite, strict=True) if not good]
     if broken:
-        raise NonFiniteError("rollout log-prob", broken, "The policy's weights are damaged; go back a version.")
+        raise NonFiniteError("rollout log-prob", broken, "The weights are damaged; go back to an earlier version.")
 
 
 @torch.no_grad()
 def _compared(
     policy: Policy, tokens: TokenBatch, rows_per_pass: int
 ) -> tuple[Float[Tensor, "siblings time"], Float[Tensor, "siblings time"]]:
-    """Log-probs under the policy and under its reference.
+    """Compute the log-probs under the policy and under its reference.
 
     Both in one pass over whole rows: against those recorded while sampling, token by token, an unchanged policy would
     differ from itself by the rounding, and a reward without any other spread would be that difference.

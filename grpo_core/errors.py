@@ -1,15 +1,15 @@
-"""The two kinds of failure that a person reads: wrong input, and a stage that refuses to go on."""
+"""Errors with a message for the user: wrong input, and a stage that cannot continue."""
 
 from collections.abc import Sequence
 
 
 class InputError(ValueError):
-    """Something that the person gave cannot be used; the command line ends with exit code 2.
+    """An input cannot be used; the command line exits with code 2.
 
     Args:
-        place: where it stands, as the person would find it (``data.prompts``, a file and line).
-        value: what was found there.
-        hint: what would do, as an instruction.
+        place: where the value was given: a configuration key such as ``data.prompts``, or a file and line.
+        value: the value found there.
+        hint: an instruction that fixes it.
     """
 
     def __init__(self, place: str, value: object, hint: str) -> None:
@@ -32,7 +32,7 @@ class InputErrors(ValueError):
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss, gradient, reward or log-prob is NaN or infinite; names the samples that made it."""
+    """A loss, gradient, reward or log-prob is NaN or infinite; names the samples."""
 
     def __init__(self, quantity: str, sample_ids: Sequence[str], hint: str) -> None:
         self.quantity, self.sample_ids, self.hint = quantity, tuple(sample_ids), hint
@@ -44,13 +44,13 @@ class NonFiniteError(ArithmeticError):
 
 
 class FailedSamplesError(RuntimeError):
-    """A reward could not score more of a stage's samples than is allowed; names the reward and the first reasons.
+    """A reward failed for more of a stage's samples than is allowed; names the reward and the first reasons.
 
     Args:
         reward: its name in tables and plots.
-        failed: `sample: reason`, one a sample.
+        failed: `sample: reason`, one per sample.
         total: samples that were to be scored.
-        limit: share of them that may fail.
+        limit: share of them that may fail, in [0, 1].
     """
 
     def __init__(self, reward: str, failed: Sequence[str], total: int, limit: float) -> None:

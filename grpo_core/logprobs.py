@@ -1,4 +1,4 @@
-"""Log-probs of given tokens over the ids that could be sampled, in fp32 and a chunk of tokens at a time."""
+"""Log-probs of given tokens over the ids that could be sampled, in fp32, one chunk of tokens at a time."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ Head = Callable[[Tensor], Tensor]
 def vocabulary_logprobs(
     logits: Float[Tensor, "*batch ids"], vocabulary: int, temperature: float
 ) -> Float[Tensor, "*batch vocabulary"]:
-    """Log-probs of the first `vocabulary` ids, in fp32 whatever the logits are.
+    """Compute the log-probs of the first `vocabulary` ids, in fp32 for logits of any dtype.
 
     Sampling and scoring both go through here: the same temperature and the same restriction on both sides is
     what makes stored and recomputed log-probs agree.
@@ -33,12 +33,12 @@ def vocabulary_logprobs(
 def gather_logprobs(
     logprobs: Float[Tensor, "*batch vocabulary"], token_ids: Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
-    """The log-prob of each given token."""
+    """Return the log-prob of each given token."""
     return logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_of(logprobs: Float[Tensor, "*batch vocabulary"]) -> Float[Tensor, "*batch"]:
-    """Entropy in nats of each distribution; differentiable, ids of probability zero included."""
+    """Compute the entropy in nats of each distribution; differentiable, ids of probability zero included."""
     # At a log-prob of -inf, p * log p and its derivative would be NaN where both tend to 0.
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     return -(logprobs.exp() * finite).sum(-1)
@@ -56,7 +56,7 @@ def score_hidden(
     entropy: bool = True,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenLogprobs:
-    """Log-probs of given tokens from the hidden states that predict them.
+    """Compute the log-probs of given tokens from the hidden states that predict them.
 
     Logits exist for one chunk of trained tokens at a time: each chunk's are computed again in the backward pass
     (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary.
@@ -69,9 +69,9 @@ def score_hidden(
         loss_mask: only these tokens are computed.
         vocabulary: ids [0, vocabulary) could be sampled.
         temperature: divides the logits.
-        support: the ids each token was drawn from; None where nothing was cut.
-        entropy: compute entropies too, gradients included; else they are zero.
-        chunk_tokens: tokens whose logits are alive at once.
+        support: the ids each token was sampled from; None without truncation.
+        entropy: compute entropies too, with gradients; otherwise they are zero.
+        chunk_tokens: tokens whose logits are in memory at once.
     """
     places = loss_mask.nonzero(as_tuple=True)
     states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
@@ -86,10 +86,10 @@ def score_hidden(
 
 
 def _without_keeping(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Call it; for the backward pass keep its arguments alone."""
+    """Call the function and keep only its arguments for the backward pass."""
     if not torch.is_grad_enabled():
         return function(*arguments)
-    # There is no dropout in a head, so no random state to bring back.
+    # There is no dropout in a head, so no random state to restore.
     result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return result
 
@@ -103,9 +103,9 @@ def _score_chunk(
     temperature: float,
     entropy: bool,
 ) -> Float[Tensor, "2 tokens"]:
-    """Log-prob and entropy of each token.
+    """Compute log-prob and entropy of each token.
 
-    As one tensor: what a loss leaves unused would be computed again in the backward pass and kept to its end.
+    They are one tensor: what a loss leaves unused would be computed again in the backward pass and kept to its end.
     """
     logprobs = vocabulary_logprobs(head(states), vocabulary, temperature)
     if possible is not None:
@@ -116,7 +116,7 @@ def _score_chunk(
 
 
 def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chunk_tokens: int) -> list[TokenSupport]:
-    """The support of the trained tokens, one after another, as one row a chunk."""
+    """Split the support of the trained tokens into one row per chunk."""
     trained = loss_mask.flatten().cpu()
     counts = support.counts.flatten()
     ids = support.ids[trained.repeat_interleave(counts)]
@@ -126,7 +126,7 @@ def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chun
 
 
 def _possible_ids(support: TokenSupport, vocabulary: int, device: torch.device) -> Bool[Tensor, "tokens vocabulary"]:
-    """True at the ids of each token of a support of one row."""
+    """Return True at the ids of each token; the support has one row."""
     counts = support.counts[0]
     tokens = torch.arange(len(counts)).repeat_interleave(counts)
     possible = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=device)
@@ -145,9 +145,9 @@ def score_logits(
     entropy: bool = True,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenLogprobs:
-    """`score_hidden` for a model whose logits come whole: logits[b, t] are of token_ids[b, t].
+    """Do the same as `score_hidden` for a model that returns all logits: logits[b, t] predict token_ids[b, t].
 
-    In fp32 there is one chunk of them at a time.
+    Only one chunk of them is in fp32 at a time.
     """
     return score_hidden(
         logits,

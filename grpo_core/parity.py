@@ -1,7 +1,7 @@
 """The gate before the first optimizer step: on unchanged weights, recomputed log-probs must equal the stored ones.
 
 Where they do not, the importance ratio is not one and the update would follow a policy that never sampled these
-tokens; nothing else would show it.
+tokens; no other check would show it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class ParityTolerance:
     """Largest allowed |old - rollout|, in nats; the defaults are for fp32.
 
     Sampling with a cache and scoring in one pass round differently: on a tiny GLM-Image by at most 7e-6 in fp32, and by
-    1.6e-2 (2.7e-3 in the mean) in bf16. Deeper models differ more, in single tokens far more.
+    1.6e-2 (2.7e-3 on average) in bf16. Deeper models differ more, in single tokens far more.
 
     Attributes:
         max_difference: over single tokens.
@@ -57,7 +57,7 @@ class ParityReport:
     worst_samples: tuple[str, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that TRL's dashboards know."""
+        """Return the report under the names that TRL's dashboards use."""
         return {
             "sampling/sampling_logp_difference/mean": self.mean_difference,
             "sampling/sampling_logp_difference/max": self.max_difference,
@@ -74,7 +74,7 @@ class ParityError(RuntimeError):
         self.report, self.tolerance = report, tolerance
         super().__init__(
             f"log-prob parity: |old - rollout| is at most {report.max_difference:.3g} nats (allowed "
-            f"{tolerance.max_difference:g}) and {report.mean_difference:.3g} in the mean (allowed "
+            f"{tolerance.max_difference:g}) and {report.mean_difference:.3g} on average (allowed "
             f"{tolerance.mean_difference:g}), ratio {report.ratio_min:.3g} to {report.ratio_max:.3g} over "
             f"{report.tokens} tokens; worst samples: {', '.join(report.worst_samples)}. "
             f"Likely cause: {likely_cause(report)} No weight was changed."
@@ -85,10 +85,10 @@ class ParityError(RuntimeError):
 
 
 def likely_cause(report: ParityReport) -> str:
-    """What differences of this size have come from, by measurement on GLM-Image.
+    """Name the likely cause of differences of this size, from measurements on GLM-Image.
 
-    Positions or padding: at most 1.7 to 9 nats. Temperature, or ids that cannot be sampled: at most 0.1 to 0.8, in
-    the mean 0.008 to 0.06. bfloat16: at most 0.016, in the mean 0.003.
+    Positions or padding: at most 1.7 to 9 nats. Temperature, or ids that cannot be sampled: at most 0.1 to 0.8, on
+    average 0.008 to 0.06. bfloat16: at most 0.016, on average 0.003.
     """
     if report.rows >= 4 and report.rows_apart * 4 <= report.rows:
         return (
@@ -125,7 +125,7 @@ def measure_parity(
         ValueError: the loss mask is empty.
     """
     if not loss_mask.any():
-        raise ValueError("the loss mask is empty: there is no token to compare or to train")
+        raise ValueError("the loss mask is empty: there is no token to compare or to train on")
     for quantity, logprobs, hint in (
         ("stored log-prob", rollout_logprobs, "The rollouts are damaged; collect them again."),
         ("recomputed log-prob", old_logprobs, "The weights or the stored tokens are damaged."),

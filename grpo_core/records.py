@@ -1,4 +1,4 @@
-"""What passes between the stages, as frozen records of tensors with one row a sample."""
+"""The data that passes between the stages, as frozen records of tensors with one row per sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BrokenImage:
-    """What a decoder made of a row when some of it is no number.
+    """A decoded image in which some pixels are not numbers.
 
     Attributes:
-        image: the image with those pixels black.
+        image: with those pixels black.
         reason: how much of it is broken.
     """
 
@@ -39,7 +39,7 @@ def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenSupport:
-    """The ids that a truncated sampler could draw at each token; log-probs are over these alone.
+    """The ids that a truncated sampler could choose at each token; log-probs are over these only.
 
     Attributes:
         ids: of all tokens one after another, row by row, ascending within a token.
@@ -53,7 +53,7 @@ class TokenSupport:
         assert int(self.counts.sum()) == len(self.ids), "every id belongs to a token"
 
     def select(self, rows: Sequence[int]) -> "TokenSupport":
-        """The support of the rows with these indices, in this order."""
+        """Return the support of the rows with these indices, in this order."""
         sizes = self.counts.sum(-1)
         ends = sizes.cumsum(0).tolist()
         starts = [end - size for end, size in zip(ends, sizes.tolist(), strict=True)]
@@ -71,7 +71,7 @@ class TokenBatch:
         token_ids: sampled ids, zero where loss_mask is False.
         loss_mask: True for a token that was sampled by the policy and is trained; False is padding.
         temperature: logits were divided by it before the softmax, for every row.
-        support: the ids that could be drawn, where top-k, top-p or min-p cut the distribution; None where all could.
+        support: the ids that could be sampled under top-k, top-p or min-p; None without truncation.
     """
 
     prompts: tuple[str, ...]
@@ -81,15 +81,15 @@ class TokenBatch:
     support: TokenSupport | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.prompts) == self.token_ids.shape[0], "one prompt a row"
-        assert self.token_ids.shape == self.loss_mask.shape, "one mask entry a token"
+        assert len(self.prompts) == self.token_ids.shape[0], "one prompt per row"
+        assert self.token_ids.shape == self.loss_mask.shape, "one mask entry per token"
         assert self.temperature > 0, "temperature is positive"
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def select(self, rows: Sequence[int]) -> "TokenBatch":
-        """The rows with these indices, in this order."""
+        """Return the rows with these indices, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         return TokenBatch(
             prompts=tuple(self.prompts[row] for row in rows),
@@ -104,7 +104,7 @@ class TokenBatch:
         """Return the rows of all batches, padded on the right to one length.
 
         Args:
-            batches: at least one; all of one temperature, and all with or all without a support.
+            batches: at least one; of one temperature, and all with or all without a support.
         """
         assert len({(batch.temperature, batch.support is None) for batch in batches}) == 1, "sampled alike"
         supports = [batch.support for batch in batches if batch.support is not None]
@@ -118,7 +118,7 @@ class TokenBatch:
         )
 
     def trimmed(self) -> "TokenBatch":
-        """Without the places at the end that are padding in every row; at least one place stays."""
+        """Remove the trailing columns that are padding in every row; at least one column stays."""
         used = self.loss_mask.any(0).nonzero()
         time = max(1, int(used.max()) + 1 if len(used) else 1)
         support = self.support
@@ -132,13 +132,13 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """A batch as the sampler leaves it.
+    """A batch as the sampler returns it.
 
     Attributes:
         tokens: the sampled ids.
-        rollout_logprobs: log-prob of each sampled id under the distribution it was drawn from, nats, fp32;
+        rollout_logprobs: log-prob of each sampled id under the distribution it was sampled from, nats, fp32;
             zero where the loss mask is False.
-        finished: whether the row ended by itself; False where it was cut at its greatest length.
+        finished: False for a row that was truncated at its maximum length.
     """
 
     tokens: TokenBatch
@@ -152,8 +152,8 @@ class TokenLogprobs:
 
     Attributes:
         logprobs: nats, fp32; zero where the loss mask is False.
-        entropy: entropy of the distribution each token was drawn from, nats, fp32; zero where masked, and everywhere
-            where it was not asked for.
+        entropy: entropy of the distribution each token was sampled from, nats, fp32; zero where masked, and everywhere
+            if it was not requested.
     """
 
     logprobs: Float[Tensor, "batch time"]
@@ -162,17 +162,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Stored rollouts joined with their advantages: what one policy update learns from.
+    """Stored rollouts joined with their advantages: the input of one policy update.
 
     Attributes:
         sample_ids: stable name of each row.
         tokens: prompts, ids, loss mask and temperature as stored.
         rollout_logprobs: as recorded while sampling.
-        advantages: one a row; finite.
-        finished: whether the row ended by itself.
+        advantages: one per row; finite.
+        finished: False for a row that was truncated at its maximum length.
         on_policy: whether the weights before the update are those that sampled the row.
         old_logprobs: recomputed on the weights before the update; None until they are.
-        old_entropy: of the same distributions, nats; None until they are computed, or where nothing asks for it.
+        old_entropy: of the same distributions, nats; None until they are computed, or if not needed.
         ref_logprobs: under the reference; None until they are computed, or without a reference.
     """
 
@@ -190,7 +190,7 @@ class TrainingRows:
         return len(self.sample_ids)
 
     def select(self, rows: Sequence[int]) -> "TrainingRows":
-        """The rows with these indices, in this order."""
+        """Return the rows with these indices, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
 
         def chosen(values: Tensor | None) -> Tensor | None:

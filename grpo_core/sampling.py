@@ -1,4 +1,4 @@
-"""Drawing tokens: one uniform number a token, and distributions cut by top-k, top-p or min-p with what they kept."""
+"""Sample tokens with one uniform number per token, and truncate distributions by top-k, top-p or min-p."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ from grpo_core.seeds import make_generator
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples count"]:
-    """`count` uniform numbers a sample, from that sample's seed alone."""
+    """Return `count` uniform numbers per sample, which depend on that sample's seed only."""
     return torch.stack([torch.rand(count, generator=make_generator(seed), dtype=torch.float64) for seed in seeds])
 
 
 def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-    """Sample one id a row by inverting the cumulative distribution.
+    """Sample one id per row by inverting the cumulative distribution.
 
-    Each row's id depends on its own distribution and its own uniform number alone, so a sample does not change
-    with the rows that happen to be drawn beside it.
+    Each row's id depends only on its distribution and its uniform number, so a sample does not change
+    with the other rows of the batch.
 
     Args:
-        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller sees it there.
+        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller detects it there.
         uniforms: in [0, 1), fp64.
     """
     probabilities = logprobs.double().exp()
     cumulative = probabilities.cumsum(-1)
     thresholds = uniforms.to(cumulative.device, torch.float64).unsqueeze(-1) * cumulative[:, -1:]
     # `right=True` skips ids of probability zero at a threshold of exactly zero.
-    drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=drawn.device))
-    return torch.minimum(drawn, last_possible.amax(-1))
+    sampled = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
+    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=sampled.device))
+    return torch.minimum(sampled, last_possible.amax(-1))
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which ids of a distribution can be drawn; the cuts apply in this order, each to what the one before left.
+    """Which ids of a distribution can be sampled; the cuts apply in this order, each to the ids that are left.
 
     Attributes:
-        top_k: the k likeliest ids, and those as likely as the last of them; 0 cuts nothing.
+        top_k: the k likeliest ids, and those as likely as the least likely of them; 0 cuts nothing.
         top_p: the fewest likeliest ids whose probabilities add up to at least this (Holtzman et al., 2020,
             arXiv:1904.09751); 1 cuts nothing.
         min_p: ids at least this times as probable as the likeliest (Nguyen et al., 2024, arXiv:2407.01082); 0 cuts
@@ -70,7 +70,7 @@ class Truncation:
 
 
 def truncate(logprobs: Float[Tensor, "rows vocab"], truncation: Truncation) -> Float[Tensor, "rows vocab"]:
-    """Normalised log-probs over the ids that stay, -inf at the others; at least one stays.
+    """Return normalised log-probs over the ids that stay, -inf at the others; at least one stays.
 
     Args:
         logprobs: normalised; temperature and restriction to a vocabulary have been applied.
@@ -91,7 +91,7 @@ def truncate(logprobs: Float[Tensor, "rows vocab"], truncation: Truncation) -> F
 
 
 def _outside_nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[Tensor, "rows vocab"]:
-    """Ids that, with all less likely ones, hold no more than 1 - top_p."""
+    """Return the ids that, together with all less likely ones, have a probability of at most 1 - top_p."""
     ascending, order = scores.sort(dim=-1, stable=True)
     tail = ascending.softmax(-1).cumsum(-1)
     outside = tail <= 1 - top_p
@@ -100,10 +100,10 @@ def _outside_nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[
 
 
 class SupportRecorder:
-    """Collects, token by token, the ids that a truncated sampler could draw."""
+    """Collects, token by token, the ids that a truncated sampler could choose."""
 
     def __init__(self) -> None:
-        """Nothing recorded yet."""
+        """Start without a record."""
         self._ids: list[tuple[Tensor, ...]] = []
         self._counts: list[Tensor] = []
 
@@ -111,8 +111,8 @@ class SupportRecorder:
         """Record one token of every row.
 
         Args:
-            logprobs: as `truncate` left them.
-            active: rows that this token belongs to; the others get no ids. All by default.
+            logprobs: from `truncate`.
+            active: rows that have this token; the others get no ids. None: all rows.
         """
         # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
         possible = logprobs != -torch.inf
@@ -123,6 +123,6 @@ class SupportRecorder:
         self._ids.append(possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist()))
 
     def support(self) -> TokenSupport:
-        """What was recorded, row by row, on the CPU; at least one token."""
+        """Return the recorded ids, row by row, on the CPU; requires at least one recorded token."""
         by_row = [ids for row in zip(*self._ids, strict=True) for ids in row]
         return TokenSupport(torch.cat(by_row), torch.stack(self._counts, 1))

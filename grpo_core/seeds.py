@@ -1,4 +1,4 @@
-"""Every random number of a run is derived from its place, so that a stage done again does the same."""
+"""Every random number of a run is derived from its place, so that a repeated stage gives the same result."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import torch
 
 
 def derive_seed(run_seed: int, *place: int | str) -> int:
-    """A seed for one place of a run, the same on every platform and independent of what ran before.
+    """Derive the seed for one place of a run; the same on every platform and independent of what ran before.
 
     Args:
         run_seed: the run's seed.
@@ -15,12 +15,12 @@ def derive_seed(run_seed: int, *place: int | str) -> int:
     Returns:
         An integer in [0, 2**63), uniform over places.
     """
-    # A separator inside a name is doubled, so that no two places are written alike.
+    # A separator inside a name is doubled, so that no two places give the same text.
     escaped = [f"{type(part).__name__}:{part}".replace("\x1f", "\x1f\x1f") for part in (run_seed, *place)]
     named = "\x1f".join(escaped)
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 1
 
 
 def make_generator(seed: int) -> torch.Generator:
-    """A CPU generator with this seed; CPU, so that every device sees the same numbers."""
+    """Return a generator with this seed, on the CPU so that every device gets the same numbers."""
     return torch.Generator(device="cpu").manual_seed(seed)

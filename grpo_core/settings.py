@@ -1,7 +1,7 @@
-"""Checks the fields of settings against their annotations.
+"""Check the fields of settings against their annotations.
 
-The ranges and choices of a setting stand in the annotation of its field and nowhere else. Pydantic reads them where a
-configuration embeds the settings; `check_fields` reads them where Python code builds the settings itself.
+The ranges and choices of a setting are declared in the annotation of its field only. Pydantic reads them when a
+configuration embeds the settings; `check_fields` reads them when Python code builds the settings.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-"""Unknown keys and wrong types are refused; numbers are never read from strings, and NaN and infinity are none."""
+"""Unknown keys and wrong types are refused; numbers are never read from strings; NaN and infinity are refused."""
 
 
 def check_fields(settings: "DataclassInstance", place: str) -> None:

@@ -1,6 +1,6 @@
 """A GLM-Image of the stock transformers and diffusers classes, small enough to train and run on one CPU core.
 
-    recipe           every number that it depends on
+    recipe           all hyperparameters
     components       the seven parts of the pipeline with fresh weights, and the folder that diffusers loads
     corpus           the imperfect images of the supervised training
     optimization     optimizer and schedule of both trainings

@@ -20,11 +20,11 @@ from grpo_core.policies.glm_image.scoring import score_tokens
 
 @dataclass(frozen=True)
 class AutoregressiveMetrics:
-    """What the supervised training reached.
+    """The losses that the supervised training reached.
 
     Attributes:
-        final_loss: mean cross-entropy over the last twentieth of the steps, nats a token.
-        heldout_preview_loss: cross-entropy of clean held-out images' preview tokens, nats a token.
+        final_loss: mean cross-entropy over the last twentieth of the steps, nats per token.
+        heldout_preview_loss: cross-entropy of clean held-out images' preview tokens, nats per token.
         heldout_large_loss: the same for the large grid's tokens.
     """
 
@@ -34,7 +34,7 @@ class AutoregressiveMetrics:
 
 
 def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> EncodedPrompts:
-    """The scenes' captions as the autoregressive model reads them, one row a scene."""
+    """Encode the scenes' captions for the autoregressive model, one row per scene."""
     stock = pipeline.processor
     processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
     processor.unit = pixel_unit(pipeline)
@@ -43,7 +43,7 @@ def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> Encode
 
 
 def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Tensor) -> Tensor:
-    """Negative log-likelihood of the given tokens, float [images, tokens], in nats."""
+    """Compute the negative log-likelihood of the given tokens, float [images, tokens], in nats."""
     everything = torch.ones_like(tokens, dtype=torch.bool)
     scored = score_tokens(
         pipeline.vision_language_encoder,
@@ -60,7 +60,7 @@ def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Te
 def train_autoregressive(
     pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None
 ) -> AutoregressiveMetrics:
-    """Trains `pipeline.vision_language_encoder` in place on the recipe's corpus of training captions.
+    """Train `pipeline.vision_language_encoder` in place on the recipe's corpus of training captions.
 
     Args:
         pipeline: from :func:`data.tiny_glm_image.components.build_pipeline`.
@@ -74,7 +74,7 @@ def train_autoregressive(
     train_scenes, heldout_scenes = split_scenes(recipe.seed, recipe.heldout_fraction)
     corpus = draw_corpus(train_scenes, recipe)
     encoded = encode_scenes(pipeline, train_scenes)
-    # The vision tower and the quantizer read source images, which are none here.
+    # The vision tower and the quantizer read source images, which are not used here.
     trained = [p for name, p in model.named_parameters() if "visual" not in name and "vqmodel" not in name]
     optimizer = SupervisedOptimizer(trained, recipe.autoregressive_learning_rate, recipe.autoregressive_steps)
     generator = torch.Generator().manual_seed(recipe.seed)

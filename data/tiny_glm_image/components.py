@@ -30,7 +30,7 @@ _PAD, _GRID_BOS, _GRID_EOS, _IMAGE = "<|endoftext|>", "<sop>", "<eop>", "<|image
 
 
 def image_token(index: int) -> str:
-    """The text form of a vision id (a code, the image start or the image end)."""
+    """Return the text form of a vision id (a code, the image start or the image end)."""
     return f"<|dit_token_{index}|>"
 
 
@@ -42,7 +42,7 @@ def _known_words() -> list[str]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds the tokenizer of the tiny autoregressive model.
+    """Build the tokenizer of the tiny autoregressive model.
 
     A word of the captions is one id, with or without the space before it; every other word is its UTF-8 bytes, so any
     text has ids and none is unknown. Pads are on the left.
@@ -51,7 +51,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     entries += [word for word in _known_words() if len(word) > 1]
     specials = [_PAD, _GRID_BOS, _GRID_EOS, _IMAGE]
     vocabulary = {entry: index for index, entry in enumerate(entries + specials)}
-    # ignore_merges: a word that is an entry is taken whole, without the merges that would build it from bytes.
+    # ignore_merges: a word that is an entry is one id, without the merges that would build it from bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,18 +68,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 _CHANNELS = 8
-# Two constant channels of this size pin the group's standard deviation, whatever the image holds.
+# Two constant channels of this size pin the group's standard deviation, for any image.
 _PIN = 1000.0
 
 
 def build_identity_vae(latent_std: float, sample_size: int) -> AutoencoderKL:
-    """Builds a stock AutoencoderKL with scale factor 1 whose weights are set by hand to the identity.
+    """Build a stock AutoencoderKL with scale factor 1 whose weights are set by hand to the identity.
 
     A pixel a passes the nonlinearity as the pair (a, -a), because silu(a) - silu(-a) = a; residual branches add zero.
 
     Args:
         latent_std: the pipeline's latents are pixels in [-1, 1] divided by it.
-        sample_size: pixels a side, kept in the configuration.
+        sample_size: pixels per side, stored in the configuration.
 
     Returns:
         The autoencoder in evaluation mode; encoding and decoding keep pixels in [-1, 1] within 1e-4.
@@ -138,7 +138,7 @@ def _join_signs(convolution: nn.Conv2d) -> None:
 
 
 _GLYPH_SIZE = 16
-# A message's text as it stands, and an image as its three marks, as the released model's template prints them.
+# A message's text unchanged, and an image as its three marks, as in the released model's template.
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.content is string -%}{{ message.content }}"
@@ -150,10 +150,10 @@ _CHAT_TEMPLATE = (
 
 
 def build_pipeline(recipe: TinyRecipe) -> GlmImagePipeline:
-    """Builds the seven components with fresh weights drawn from the recipe's seed.
+    """Build the seven components with random weights from the recipe's seed.
 
     One large image token covers 8 x 8 pixels: twice the decoder's patch of 4 latents, and the autoencoder keeps the
-    resolution. Global random state is left as it was.
+    resolution. Global random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -268,9 +268,9 @@ def _build_decoder(recipe: TinyRecipe) -> GlmImageTransformer2DModel:
 
 
 LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "numpy")
-"""Whose versions decide what comes of the recipe."""
+"""Libraries whose versions affect the result."""
 
 
 def save_tiny_model(pipeline: GlmImagePipeline, folder: Path) -> None:
-    """Saves the seven components; `GlmImagePipeline.from_pretrained(folder)` loads them without this project."""
+    """Save the seven components; `GlmImagePipeline.from_pretrained(folder)` loads them without this project."""
     pipeline.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The imperfect images that the tiny GLM-Image learns from before any reward is seen."""
+"""The imperfect images of the tiny GLM-Image's supervised training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Corpus:
 
 
 def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> Corpus:
-    """Draws `recipe.corpus_size` images of random scenes, with slips, confusions and speckles at its rates."""
+    """Draw `recipe.corpus_size` images of random scenes, with slips, confusions and speckles at its rates."""
     rng = np.random.default_rng(recipe.seed)
     index = rng.integers(len(scenes), size=recipe.corpus_size)
     cells = np.stack([_draw_imperfect(scenes[i], recipe, rng) for i in index])

@@ -13,7 +13,7 @@ from data.tiny_glm_image.corpus import draw_corpus
 from data.tiny_glm_image.optimization import ProgressCallback, SupervisedOptimizer
 from data.tiny_glm_image.recipe import TinyRecipe
 
-# Quoted texts whose glyph embeddings stand in for whatever a prompt may quote; most prompts quote nothing.
+# Quoted texts, as examples of glyph embeddings; most prompts quote nothing.
 _GLYPH_TEXTS = (
     "",
     "",
@@ -34,7 +34,7 @@ _DROPPED_WEIGHT = 0.3
 
 @dataclass(frozen=True)
 class DecoderMetrics:
-    """What the flow matching reached.
+    """The loss that the flow matching reached.
 
     Attributes:
         final_loss: weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
@@ -46,7 +46,7 @@ class DecoderMetrics:
 def train_decoder(
     pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None
 ) -> DecoderMetrics:
-    """Trains `pipeline.transformer` in place to draw each image token as a flat cell of its colour.
+    """Train `pipeline.transformer` in place to draw each image token as a flat cell of its colour.
 
     The straight path x_t = (1 - t) x_0 + t noise and its velocity noise - x_0 are those of Lipman et al. 2023, "Flow
     Matching for Generative Modeling", section 4.1, example II, with time reversed as in diffusers; t is logit-normal
@@ -81,9 +81,9 @@ def train_decoder(
 
 
 def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Corpus images, and as many grids in which any share of the cells is replaced by random codes.
+    """Draw corpus images, and as many grids in which a random share of the cells has random codes.
 
-    A policy in training draws grids that no corpus holds, and those must be decoded as faithfully.
+    A policy in training samples grids that are not in the corpus, and the decoder has to render those too.
     """
     rows = torch.randint(len(large_tokens), (count,), generator=generator)
     tokens = large_tokens[rows]
@@ -93,9 +93,9 @@ def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -
 
 
 def _draw_times(count: int, generator: torch.Generator) -> Tensor:
-    """Logit-normal times, shifted towards noise, a quarter of them pure noise.
+    """Draw logit-normal times, shifted towards noise, a quarter of them pure noise.
 
-    Latents are large against the noise, so the image shows through it except near time 1: it is there that the
+    Latents are large against the noise, so the image shows through it except near time 1, where the
     decoder learns to read the tokens.
     """
     time = torch.sigmoid(torch.randn(count, generator=generator))
@@ -120,7 +120,7 @@ def _flow_matching_loss(
         encoder_hidden_states=glyph.expand(count, -1, -1),
         prior_token_id=prior,
         prior_token_drop=dropped.expand(-1, prior.shape[1]),
-        # The pipeline passes its scheduler's timestep less one.
+        # The pipeline passes its scheduler's timestep minus one.
         timestep=time * pipeline.scheduler.config.num_train_timesteps - 1,
         target_size=torch.full((count, 2), float(IMAGE_PIXELS)),
         crop_coords=torch.zeros(count, 2),

@@ -1,4 +1,4 @@
-"""Measures a saved tiny GLM-Image on held-out captions, through the same policy that training by rewards uses."""
+"""Measure a saved tiny GLM-Image on held-out captions, with the same policy as in training with rewards."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ from grpo_core.seeds import derive_seed
 
 @dataclass(frozen=True)
 class TinyModelReport:
-    """What a tiny GLM-Image draws for captions, as means over images.
+    """The quality of a tiny GLM-Image's images, as means over images.
 
     Attributes:
         temperature: of the token distribution.
         images: number of images measured.
-        color, background: share of images that agree with the caption, read off by :func:`read_scene`.
-        shape, position: likewise.
+        color, background: share of images that agree with the caption, found by :func:`read_scene`.
+        shape, position: the same for shape and position.
         ssim: to the caption's drawing, raw in [-1, 1].
         psnr: to the caption's drawing, dB.
         ssim_group_std: Bessel-corrected standard deviation of SSIM among images of one caption: what a reward can
-            tell apart.
+            distinguish.
     """
 
     temperature: float
@@ -70,7 +70,7 @@ def sample_images(
     num_inference_steps: int = 4,
     guidance_scale: float = 1.0,
 ) -> list[Image.Image]:
-    """Draws `group_size` images of each prompt, siblings side by side, with seeds derived from `seed`."""
+    """Sample `group_size` images for each prompt, siblings next to each other, with seeds derived from `seed`."""
     settings = GlmImageSettings(
         height=IMAGE_PIXELS,
         width=IMAGE_PIXELS,
@@ -82,23 +82,23 @@ def sample_images(
     policy = GlmImagePolicy.load(str(folder), settings, choice, dtype=torch.float32, device=torch.device("cpu"))
     seeds = [derive_seed(seed, "tokens", row) for row in range(len(prompts) * group_size)]
     noise = [derive_seed(seed, "noise", row // group_size) for row in range(len(seeds))]
-    drawn = policy.render(policy.sample(prompts, group_size=group_size, seeds=seeds).tokens, noise_seeds=noise)
-    images = [each for each in drawn if isinstance(each, Image.Image)]
-    assert len(images) == len(drawn), "the tiny model's decoder gives numbers"
+    rendered = policy.render(policy.sample(prompts, group_size=group_size, seeds=seeds).tokens, noise_seeds=noise)
+    images = [each for each in rendered if isinstance(each, Image.Image)]
+    assert len(images) == len(rendered), "the tiny model's decoder gives finite pixels"
     return images
 
 
 def evaluate_tiny_model(
     folder: Path, scenes: Sequence[Scene], *, temperature: float, group_size: int = 4, seed: int = 0
 ) -> TinyModelReport:
-    """Draws and measures `group_size` images of each scene's caption.
+    """Sample and measure `group_size` images for each scene's caption.
 
     Args:
         folder: a saved pipeline.
         scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
         temperature: of the token distribution.
-        group_size: images a caption, at least two.
-        seed: of tokens and decoder noise.
+        group_size: images per caption, at least two.
+        seed: for tokens and decoder noise.
     """
     captions = [scene.caption for scene in scenes]
     images = sample_images(folder, captions, group_size=group_size, temperature=temperature, seed=seed)
@@ -120,11 +120,11 @@ def evaluate_tiny_model(
 
 
 def read_scene(image: Image.Image) -> Scene:
-    """Reads an image back as a scene.
+    """Recognise the scene that an image shows.
 
-    Each pixel votes for the nearest of all colours: the sprite colour and the background with most votes are taken.
+    Each pixel votes for the nearest of all colours: the sprite colour and the background with most votes win.
     The shape is the sprite that, in these two colours and anywhere on the canvas, has the smallest mean squared
-    difference to the image; the position is the one that this sprite's place is nearest to, in cells along both axes.
+    difference to the image; the position is the nearest to this sprite's cell, along both axes.
     """
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
     names = [*COLORS, *BACKGROUNDS]
@@ -139,7 +139,7 @@ def read_scene(image: Image.Image) -> Scene:
 
 
 def _nearest_sprite(pixels: NDArray[np.float32], color: str, background: str) -> tuple[str, tuple[int, int]]:
-    # Against drawings with flat cells, the mean of a cell's pixels ranks as the pixels themselves do.
+    # Compared with flat cells, the mean of a cell's pixels gives the same ranking as the pixels.
     cells = pixels.reshape(GRID, CELL_PIXELS, GRID, CELL_PIXELS, 3).mean(axis=(1, 3))
     differences: dict[tuple[str, tuple[int, int]], float] = {}
     for shape in SPRITES:

@@ -1,4 +1,4 @@
-"""What the two supervised trainings share: the schedule, the optimizer step, and how they report."""
+"""The schedule and the optimizer step of the supervised trainings."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import NonFiniteError
 
-# Called after each step with (steps done, steps in all, loss of this step).
+# Called after each step with (steps done, total steps, loss of this step).
 ProgressCallback = Callable[[int, int, float], None]
 
 _WARMUP = 0.05
@@ -17,7 +17,7 @@ _MAX_GRAD_NORM = 1.0
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first twentieth, then a cosine down to a fiftieth of the peak; `step` counts from 0."""
+    """Return a linear warm-up over the first twentieth, then a cosine down to 1/50 of the peak; `step` is from 0."""
     warmup = max(1, round(_WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -35,7 +35,7 @@ class SupervisedOptimizer:
         )
 
     def step(self, loss: Tensor) -> float:
-        """Takes one step down the gradient of a scalar loss and returns the loss.
+        """Make one step on a scalar loss and return the loss.
 
         Raises:
             NonFiniteError: the loss is NaN or infinite.

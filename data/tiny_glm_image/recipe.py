@@ -1,4 +1,4 @@
-"""Every number that the tiny GLM-Image depends on."""
+"""All hyperparameters of the tiny GLM-Image."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 class TinyRecipe:
     """How the tiny GLM-Image is built and trained; the same recipe gives the same weights on the same machine.
 
-    The supervised images are imperfect on purpose, as those of a real corpus are: the policy learns what a caption
-    means and also draws slips and stray cells, which is what training by rewards can then remove.
+    The supervised images are imperfect on purpose, like a real corpus: the policy learns the meaning of captions
+    and also slips and stray cells, which training with rewards can then remove.
 
     Attributes:
-        seed: of weights, data order, noise and the split of captions.
+        seed: for weights, data order, noise and the split of captions.
         heldout_fraction: share of the captions that the supervised training never sees.
         corpus_size: images drawn for the supervised training.
-        slip_probability: chance that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
-        confusion_probability: chance that another shape than the caption's is drawn.
-        speckle_probability: chance, a cell, that it has a random colour.
+        slip_probability: probability that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
+        confusion_probability: probability that another shape than the caption's is drawn.
+        speckle_probability: probability per cell of a random colour.
         hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
         rope_theta: base of its rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
         initializer_range: standard deviation of its initial weights.
@@ -25,8 +25,8 @@ class TinyRecipe:
         decoder_steps, decoder_batch, decoder_learning_rate: its training by flow matching.
         latent_std: pixels, in [-1, 1], are divided by it to give latents; small values make the decoder's remaining
             noise small against the image.
-        prior_drop_probability: chance that the image tokens are dropped in decoder training, for guidance.
-        train_prompts, heldout_prompts: sizes of the prompt files for training by rewards.
+        prior_drop_probability: probability that the image tokens are dropped in decoder training, for guidance.
+        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
     """
 
     seed: int = 0

@@ -1,7 +1,7 @@
 """A text model of the stock transformers classes, small enough to train and run on one CPU core.
 
-    recipe       every number that it depends on
-    letters      its task, sorting the letters of a made-up word, and the prompt files that ask for it
+    recipe       all hyperparameters
+    letters      its task, sorting the letters of a made-up word, and its prompt files
     model        tokenizer with chat template, a Llama with fresh weights, the folder that transformers loads
     training     the imperfect answers of the supervised training, and cross-entropy on them
     evaluation   how often its answers to held-out prompts are right

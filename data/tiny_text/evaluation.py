@@ -1,4 +1,4 @@
-"""Measures a saved tiny text model on words, through the same policy that training by rewards uses."""
+"""Measure a saved tiny text model on words, with the same policy as in training with rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ LONGEST_ANSWER = 24
 
 @dataclass(frozen=True)
 class TinyTextReport:
-    """What a tiny text model answers, as means over answers.
+    """The quality of a tiny text model's answers, as means over answers.
 
     Attributes:
         temperature: of the token distribution.
         answers: number of answers measured.
-        similarity: 1 - edit distance (Levenshtein, 1966) / length of the longer of answer and right answer.
-        exact: share of answers that are right.
-        finished: share that ended by themselves.
-        mean_length: tokens, the end included.
+        similarity: 1 - edit distance (Levenshtein, 1966) / length of the longer of the answer and the correct one.
+        exact: share of correct answers.
+        finished: share that was not truncated.
+        mean_length: tokens, including the end token.
         similarity_group_std: Bessel-corrected standard deviation of the similarity among answers to one prompt: what a
-            reward can tell apart.
+            reward can distinguish.
     """
 
     temperature: float
@@ -43,14 +43,14 @@ class TinyTextReport:
 def evaluate_tiny_text_model(
     folder: Path, words: Sequence[str], *, temperature: float, group_size: int = 4, seed: int = 0
 ) -> TinyTextReport:
-    """Asks `group_size` times about each word and measures the answers.
+    """Sample `group_size` answers for each word and measure them.
 
     Args:
         folder: a saved model with its tokenizer.
         words: usually the held-out ones of :func:`data.tiny_text.letters.split_words`.
         temperature: of the token distribution.
-        group_size: answers a word, at least two.
-        seed: of the tokens.
+        group_size: answers per word, at least two.
+        seed: for the tokens.
     """
     settings = CausalLMSettings(temperature=temperature, max_completion_length=LONGEST_ANSWER)
     choice, cpu = TrainingChoice(lora=None), torch.device("cpu")

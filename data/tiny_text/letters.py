@@ -1,4 +1,4 @@
-"""The task of the tiny text model: sort the letters of a made-up word; and the prompt files that ask for it."""
+"""The task of the tiny text model: sort the letters of a made-up word; and its prompt files."""
 
 import json
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ INSTRUCTION = "sort the letters of"
 
 
 def prompt_of(word: str) -> str:
-    """What is asked, for example "sort the letters of tomato"."""
+    """Return the prompt, for example "sort the letters of tomato"."""
     return f"{INSTRUCTION} {word}"
 
 
 def answer_of(word: str) -> str:
-    """What is right, for example "amoott"."""
+    """Return the correct answer, for example "amoott"."""
     return "".join(sorted(word))
 
 
 def draw_words(count: int, rng: np.random.Generator, *, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Distinct words of three to eight letters, consonants and vowels by turns, none of them in `without`."""
+    """Draw distinct words of three to eight alternating consonants and vowels, none of them in `without`."""
     seen = set(without)
     words: list[str] = []
     while len(words) < count:
@@ -42,7 +42,7 @@ def _draw_word(rng: np.random.Generator) -> str:
 
 
 def split_words(seed: int, *, train: int, heldout: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Words for training, and words that no training shows; the held-out ones do not depend on how many train."""
+    """Return words for training and held-out words; the held-out ones do not depend on the number of others."""
     unseen = draw_words(heldout, np.random.default_rng([seed, 1]))
     return draw_words(train, np.random.default_rng([seed, 2]), without=unseen), unseen
 
@@ -52,13 +52,13 @@ HELDOUT_FILE = "letters_heldout.jsonl"
 
 
 def write_prompt_files(recipe: TinyTextRecipe, folder: Path) -> None:
-    """Writes one JSON object a word, with the columns prompt, answer and word.
+    """Write one JSON object per word, with the columns prompt, answer and word.
 
-    The supervised training shows the training words, with slips, and none of the held-out ones.
+    The supervised training uses the training words, with slips, and none of the held-out ones.
 
     Args:
-        recipe: how many, and the words' seed.
-        folder: that holds the prompt files.
+        recipe: number of words, and their seed.
+        folder: of the prompt files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     seen, unseen = split_words(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_words)

@@ -1,4 +1,4 @@
-"""The tiny text model: its tokenizer, a Llama with fresh weights, and the folder that transformers loads."""
+"""The tiny text model: its tokenizer, a Llama with random weights, and the folder that transformers loads."""
 
 from pathlib import Path
 
@@ -20,10 +20,10 @@ _CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds the tokenizer, with its chat template.
+    """Build the tokenizer, with its chat template.
 
     A word of the instruction is one id, with or without the space before it; every other word is its UTF-8 bytes, so
-    the letters of the word that is asked about are one id each, any text has ids, and none is unknown.
+    the letters of the word to sort are one id each, any text has ids, and none is unknown.
     """
     words = set(INSTRUCTION.split())
     # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
@@ -31,7 +31,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
     specials = [_PAD, _SYSTEM, _USER, _ASSISTANT, _END]
     vocabulary = {entry: index for index, entry in enumerate(entries + specials)}
-    # ignore_merges: a word that is an entry is taken whole, without the merges that would build it from bytes.
+    # ignore_merges: a word that is an entry is one id, without the merges that would build it from bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(recipe: TinyTextRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama with fresh weights drawn from the recipe's seed; global random state is left as it was."""
+    """Build a Llama with random weights from the recipe's seed; global random state does not change."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -63,12 +63,12 @@ def build_model(recipe: TinyTextRecipe, tokenizer: PreTrainedTokenizerFast) -> L
 
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
-"""Whose versions decide what comes of the recipe."""
+"""Libraries whose versions affect the result."""
 
 
 def save_tiny_text_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves model and tokenizer; `AutoModelForCausalLM.from_pretrained(folder)` loads it without this project."""
-    # Its bars would tear the training's own.
+    """Save model and tokenizer; `AutoModelForCausalLM.from_pretrained(folder)` loads it without this project."""
+    # Its progress bars would break ours.
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

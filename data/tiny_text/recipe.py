@@ -1,4 +1,4 @@
-"""Every number that the tiny text model depends on."""
+"""All hyperparameters of the tiny text model."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 class TinyTextRecipe:
     """How the tiny text model is built and trained; the same recipe gives the same weights on the same machine.
 
-    The supervised answers are imperfect on purpose: the policy learns what the prompt asks for and also the slips,
-    which is what training by rewards can then remove.
+    The supervised answers are imperfect on purpose: the policy learns the task and also the slips, which
+    training with rewards can then remove.
 
     Attributes:
-        seed: of weights, words, slips and data order.
-        heldout_words: words that the supervised training and the training prompts never show.
+        seed: for weights, words, slips and data order.
+        heldout_words: words that are in neither the supervised training nor the training prompts.
         corpus_size: answers drawn for the supervised training.
-        swap_probability: chance, a letter of the answer, that another letter stands in its place.
-        skip_probability: chance, a letter of the answer, that it is missing.
-        repeat_probability: chance, a letter of the answer, that it is written twice.
+        swap_probability: probability per letter of the answer that another letter replaces it.
+        skip_probability: probability per letter of the answer that it is missing.
+        repeat_probability: probability per letter of the answer that it is repeated.
         hidden_size, layers, heads, key_value_heads, intermediate_size: of the model.
         context: ids that it can read and write.
         initializer_range: standard deviation of its initial weights.
         steps, batch, learning_rate: of the supervised training.
-        train_prompts, heldout_prompts: sizes of the prompt files for training by rewards.
+        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
     """
 
     seed: int = 0

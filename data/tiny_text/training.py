@@ -1,4 +1,4 @@
-"""Supervised training of the tiny text model on imperfect answers, before any reward is seen."""
+"""Supervised training of the tiny text model on imperfect answers."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Corpus:
     """Conversations as ids, padded on the right.
 
     Attributes:
-        ids: int64 [conversations, time], prompt and answer as the chat template prints them.
+        ids: int64 [conversations, time], prompt and answer in the chat template.
         trained: bool [conversations, time], True where an id belongs to the answer or ends it.
     """
 
@@ -29,7 +29,7 @@ class Corpus:
 
 
 def draw_corpus(tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe) -> Corpus:
-    """Draws `recipe.corpus_size` answers to as many prompts, with slips at the recipe's rates."""
+    """Draw `recipe.corpus_size` answers, one per prompt, with slips at the recipe's rates."""
     words, _ = split_words(recipe.seed, train=recipe.corpus_size, heldout=recipe.heldout_words)
     rng = np.random.default_rng([recipe.seed, 3])
     rows = [encode_answer(tokenizer, word, draw_answer(word, recipe, rng)) for word in words]
@@ -44,7 +44,7 @@ def draw_corpus(tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe) -> C
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerFast, word: str, answer: str) -> tuple[list[int], list[int]]:
-    """Ids of the prompt about a word, and of an answer with its end."""
+    """Encode the prompt about a word, and an answer with its end token."""
     messages = [{"role": "user", "content": prompt_of(word)}]
     requested = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     prompt: list[int] = tokenizer.encode(requested, add_special_tokens=False)
@@ -53,7 +53,7 @@ def encode_answer(tokenizer: PreTrainedTokenizerFast, word: str, answer: str) ->
 
 
 def draw_answer(word: str, recipe: TinyTextRecipe, rng: np.random.Generator) -> str:
-    """The sorted letters with slips: a letter is another one, is missing, or is written twice."""
+    """Sort the letters with slips: a letter is replaced, missing, or repeated."""
     swap, skip, repeat = recipe.swap_probability, recipe.skip_probability, recipe.repeat_probability
     written = []
     for letter in answer_of(word):
@@ -67,17 +67,17 @@ def draw_answer(word: str, recipe: TinyTextRecipe, rng: np.random.Generator) -> 
 
 @dataclass(frozen=True)
 class TrainingMetrics:
-    """What the supervised training reached.
+    """The loss that the supervised training reached.
 
     Attributes:
-        final_loss: mean cross-entropy over the last twentieth of the steps, nats a token.
+        final_loss: mean cross-entropy over the last twentieth of the steps, nats per token.
     """
 
     final_loss: float
 
 
 def answer_loss(model: LlamaForCausalLM, corpus: Corpus, rows: Tensor) -> Tensor:
-    """Mean negative log-likelihood of the answers' tokens in these rows, in nats, as a scalar tensor."""
+    """Compute the mean negative log-likelihood of the answers' tokens in these rows, in nats, as a scalar tensor."""
     ids, trained = corpus.ids[rows], corpus.trained[rows, 1:]
     # Padding is on the right, where a causal model's earlier positions do not see it.
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -90,11 +90,11 @@ def train_model(
     recipe: TinyTextRecipe,
     on_step: ProgressCallback | None = None,
 ) -> TrainingMetrics:
-    """Trains `model` in place on the recipe's corpus.
+    """Train `model` in place on the recipe's corpus.
 
     Args:
         model: from :func:`data.tiny_text.model.build_model`.
-        tokenizer: its own.
+        tokenizer: the model's tokenizer.
         recipe: steps, batch, learning rate and the corpus.
         on_step: called after every step.
 

@@ -1,11 +1,11 @@
-"""Group-relative advantages: a sample is judged against its siblings, not against the batch.
+"""Group-relative advantages: each sample is compared with its siblings, not with the batch.
 
-settings      baseline, scale, aggregation, clip, missing rewards, groups without spread, KL in the reward; what of it
-              goes with which mix of rewards
-kl_penalty    what a row pays for its distance from the reference
+settings      baseline, scale, aggregation, clip, missing rewards, groups without spread, KL in the reward; which
+              settings fit which mix of rewards
+kl_penalty    the KL of each row to the reference
 moments       mean and standard deviation of rows with gaps
-objective     each reward on the scale that its term asks for, added up: what siblings are compared by
-compute       rewards of siblings -> one advantage a sample
+objective     each reward normalised as its term says, and summed: the number that siblings are compared by
+compute       rewards of siblings -> one advantage per sample
 metrics       the numbers of a reward curve
 """
 

@@ -1,4 +1,4 @@
-"""Rewards of siblings -> one advantage a sample.
+"""Rewards of siblings -> one advantage per sample.
 
 Shao et al., 2024, DeepSeekMath (arXiv:2402.03300), section 4.1.2, outcome supervision; `AdvantageSettings` names the
 sources of the variants.
@@ -22,7 +22,7 @@ from grpo_core.rewards.mix.terms import RewardTerm
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Advantages with the statistics that made them, one row a group, one column a sibling.
+    """Advantages with the statistics that made them, one row per group, one column per sibling.
 
     Attributes:
         advantages: NaN where the sample is not trained: it has no reward, or its group is dropped.
@@ -33,10 +33,10 @@ class GroupAdvantages:
         constant: the group teaches nothing: its rewards (where they are normalised, their normalised sums) do not
             differ.
         dropped: constant groups that are left out on request.
-        present: whether the sample has a reward at all.
-        imputed: rewards that count, were null and have been filled with the group's mean.
+        present: whether the sample has any reward.
+        imputed: null rewards that count and were filled with the group's mean.
         scaled: each reward after clamp and fixed range, of a gate its factor; imputed ones filled; NaN where there is
-            none.
+            no value.
         running: moments of the known scaled values, this call's merged into those that were given; for the next call.
     """
 
@@ -61,18 +61,18 @@ def compute_advantages(
     applies: Bool[Tensor, "groups rewards"] | None = None,
     running: RunningMoments | None = None,
 ) -> GroupAdvantages:
-    """Advantage of each sample over its group.
+    """Compute the advantage of each sample over its group.
 
     Args:
         values: NaN marks a null; a group with fewer samples than the others is filled up with NaN rows.
-        terms: one a reward, in the order of the last axis.
+        terms: one per reward, in the order of the last axis.
         settings: baseline, scale, aggregation and the rest.
-        penalties: KL to the reference in nats, one a sample (`kl_penalty`); needed when `settings.kl_coef` > 0.
+        penalties: KL to the reference in nats, one per sample (`kl_penalty`); needed when `settings.kl_coef` > 0.
         applies: whether a reward is meant for a group; by default all are.
         running: moments of the calls before, with the same terms; None at the first.
 
     Raises:
-        InputError: the mix and the settings do not go together (`refuse_terms`).
+        InputError: the mix and the settings do not fit together (`refuse_terms`).
         ValueError: the terms do not fit the values, or a KL in the reward without penalties.
         NonFiniteError: a reward is infinite, or the KL of a rewarded sample is not finite; named `group/sibling`.
     """
@@ -104,7 +104,7 @@ def compute_advantages(
 
 
 def _moments_so_far(combined: CombinedRewards, before: RunningMoments | None) -> RunningMoments:
-    """With every value that was scored, of samples without an advantage too: it is one draw of the reward."""
+    """Merge in every scored value, also of samples without an advantage: each is one observation of the reward."""
     here = RunningMoments.of(torch.where(combined.imputed, torch.nan, combined.scaled))
     return here if before is None else before.merged(here)
 
@@ -112,14 +112,14 @@ def _moments_so_far(combined: CombinedRewards, before: RunningMoments | None) ->
 def _penalty(
     combined: CombinedRewards, penalties: Float[Tensor, "groups siblings"] | None, settings: AdvantageSettings
 ) -> Float[Tensor, "groups siblings"]:
-    """What the KL takes from each reward: kl_coef KL."""
+    """Return what is subtracted from each reward: kl_coef KL."""
     if settings.kl_coef == 0:
         return torch.zeros_like(combined.rewards)
     if penalties is None:
-        raise ValueError(f"kl_coef is {settings.kl_coef} but there are no penalties; give kl_penalty's, or set it to 0")
+        raise ValueError(f"kl_coef is {settings.kl_coef} but penalties is None; pass kl_penalty's, or set it to 0")
     broken = (combined.present & ~penalties.isfinite()).nonzero().tolist()
     if broken:
-        hint = "The log-probs that it was computed from are not finite; collect the rollouts anew."
+        hint = "The log-probs that it was computed from are not finite; collect the rollouts again."
         raise NonFiniteError("KL in the reward", [f"{g}/{s}" for g, s in broken], hint)
     return settings.kl_coef * penalties.double()
 
@@ -127,7 +127,7 @@ def _penalty(
 def _normalised(
     objective: Objective, present: Bool[Tensor, "groups siblings"], settings: AdvantageSettings
 ) -> tuple[Bool[Tensor, " groups"], Float[Tensor, "groups siblings"]]:
-    """Which groups are constant, and the advantages before the clip; constant groups apart, which may hold anything."""
+    """Return which groups are constant, and the advantages before the clip; those of constant groups are undefined."""
     groups = moments_of(objective.sums, present, magnitudes=objective.magnitudes)
     dropped = groups.constant & (settings.constant_groups != "keep")
     trained = present & ~dropped.unsqueeze(-1)
@@ -137,7 +137,7 @@ def _normalised(
 
 
 def _over_baseline(groups: Moments, settings: AdvantageSettings) -> Float[Tensor, "groups siblings"]:
-    """Each sum less its baseline; n / (n - 1) turns the mean of all into the mean of the others."""
+    """Subtract the baseline from each sum; n / (n - 1) turns the mean of all into the mean of the others."""
     if settings.baseline == "mean":
         return groups.centred
     return groups.centred * (groups.counts / (groups.counts - 1).clamp(min=1)).unsqueeze(-1)
@@ -149,7 +149,7 @@ def _divisor(
     groups: Moments,
     settings: AdvantageSettings,
 ) -> Float[Tensor, "#groups 1"]:
-    """Std + eps of each group or of the batch; 1 without scaling, and where there is no spread to divide."""
+    """Return std + eps of each group or of the batch; 1 without scaling, and where there is no spread."""
     if settings.scale == "none":
         return torch.ones_like(groups.stds[:, None])
     stds = groups.stds if settings.scale == "group" else moments_of(sums.reshape(1, -1), trained.reshape(1, -1)).stds
@@ -159,6 +159,6 @@ def _divisor(
 def _normalised_over_batch(
     sums: Float[Tensor, "groups siblings"], trained: Bool[Tensor, "groups siblings"], settings: AdvantageSettings
 ) -> Float[Tensor, "groups siblings"]:
-    """(S - mean S) / (std S + eps) over all trained samples."""
+    """Compute (S - mean S) / (std S + eps) over all trained samples."""
     batch = moments_of(sums.reshape(1, -1), trained.reshape(1, -1))
     return batch.centred.reshape_as(sums) / torch.where(batch.stds > 0, batch.stds + settings.eps, 1.0)

@@ -4,7 +4,7 @@ from grpo_core.advantages.compute import GroupAdvantages
 
 
 def reward_metrics(result: GroupAdvantages) -> dict[str, float]:
-    """Mean and spread of the combined rewards, and what was filled in or left out.
+    """Return mean and spread of the combined rewards, and how many were filled in or left out.
 
     `reward` and `reward_std` (Bessel-corrected) are over all rewarded samples, dropped groups included;
     `frac_reward_zero_std` is the share of groups that teach nothing. `reward` is absent without any rewarded sample,

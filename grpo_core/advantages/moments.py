@@ -12,11 +12,11 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Moments:
-    """Statistics of each row over what counts in it.
+    """Statistics of each row over its counted values.
 
     Attributes:
         counts: how many values count.
-        means: zero for a row in which none counts.
+        means: zero for a row without counted values.
         stds: Bessel-corrected; exactly zero for a constant row.
         centred: value - mean; exactly zero in a constant row and where a value does not count.
         constant: fewer than two values count, or they do not differ beyond rounding.
@@ -35,7 +35,7 @@ def moments_of(
     *,
     magnitudes: Float[Tensor, "rows columns"] | None = None,
 ) -> Moments:
-    """Moments of each row in fp64; what stands where `counted` is False is not looked at.
+    """Compute the moments of each row in fp64; values where `counted` is False are ignored.
 
     Args:
         magnitudes: for values that are sums: of the magnitudes of what was added, which bounds the rounding where it

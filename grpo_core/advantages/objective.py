@@ -1,7 +1,7 @@
-"""What the siblings of a group are compared by: their rewards, each on the scale that its term asks for.
+"""The number that siblings are compared by: the sum of their rewards, each normalised as its term says.
 
-n_k is the reward as it is, or less a mean and over a standard deviation. The gates multiply before that, while 0 is
-still the worst that a reward can be. After it 0 is the average, and a gate of 0 would lift a sample above half of its
+n_k is the reward, or (reward - mean) / standard deviation. The gates multiply before that, while 0 is
+still the lowest possible reward. Afterwards 0 is the average, and a gate of 0 would lift a sample above half of its
 siblings.
 """
 
@@ -21,11 +21,11 @@ from grpo_core.rewards.mix.terms import Normalization, RewardTerm
 
 @dataclass(frozen=True)
 class Objective:
-    """S = sum over k of w_k n_k, of samples that are present.
+    """S = sum over k of w_k n_k, for the samples that are present.
 
     Attributes:
         sums: S; the combined rewards where nothing is normalised.
-        magnitudes: what was added up, each by its magnitude: rounding is relative to it.
+        magnitudes: sum of the magnitudes of the summands: rounding is relative to it.
     """
 
     sums: Float[Tensor, "groups siblings"]
@@ -35,13 +35,13 @@ class Objective:
 def objective_of(
     combined: CombinedRewards, terms: Sequence[RewardTerm], settings: AdvantageSettings, running: RunningMoments
 ) -> Objective:
-    """Normalise what each term asks for (`normalize_then_sum` asks for all by group), and add up.
+    """Normalise each reward as its term says (`normalize_then_sum`: all of them by group), and sum.
 
-    A standard deviation of zero divides nothing.
+    A standard deviation of zero is not divided by.
 
     Args:
         combined: rewards by reward, scaled and gated.
-        terms: one a reward.
+        terms: one per reward.
         settings: aggregation and eps.
         running: of the scaled values, this call's among them.
     """
@@ -64,7 +64,7 @@ def objective_of(
 def _group_moments(
     combined: CombinedRewards,
 ) -> tuple[Float[Tensor, "groups 1 rewards"], Float[Tensor, "groups 1 rewards"]]:
-    """Mean and standard deviation of each reward over the group's known values, gates included."""
+    """Return mean and standard deviation of each reward over the group's known values, gates included."""
     groups, _, rewards = combined.gated.shape
     rows, known = (values.transpose(1, 2).flatten(0, 1) for values in (combined.gated, combined.known))
     each = moments_of(rows, known)

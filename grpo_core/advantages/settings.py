@@ -1,4 +1,4 @@
-"""Every switch of the advantages, and the combinations that mean nothing."""
+"""Every option of the advantages, and the combinations that are refused."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ class AdvantageSettings:
             and normalise over all samples of the call (GDPO; Liu et al., 2026, arXiv:2601.05242).
         eps: added to each standard deviation that divides.
         clip: bound of |advantage|, applied last; None: no bound.
-        missing: what stands in for a reward that is null for some siblings; see `combine_rewards`.
-        constant_groups: what becomes of groups without spread. keep: their advantages are 0. drop: they have none and
-            count in no statistic of the batch (DAPO; Yu et al., 2025, arXiv:2503.14476). redraw: the same, and the
+        missing: what stands in for a reward that is null for some siblings, as `combine_rewards` defines it.
+        constant_groups: how groups without spread are treated. keep: their advantages are 0. drop: they have none and
+            are in no statistic of the batch (DAPO; Yu et al., 2025, arXiv:2503.14476). redraw: the same, and the
             training loop samples other prompts in their place.
         kl_coef: weight of the KL to the reference that is subtracted from the combined reward.
         kl_estimator: k1, k2 or k3, summed over the trained tokens of a row.
 
     Raises:
-        InputError: a number is out of its range, or the combination means nothing; `place` is its configuration key.
+        InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.
     """
 
     baseline: Baseline = "mean"
@@ -71,15 +71,15 @@ class AdvantageSettings:
 
 
 def refuse_terms(terms: Sequence[RewardTerm], settings: AdvantageSettings) -> None:
-    """Refuse a mix that teaches nothing, or that these settings would normalise twice.
+    """Refuse a mix from which nothing can be learned, or that these settings would normalise twice.
 
     Raises:
-        InputError: no reward adds with a weight other than 0 (`place` ``rewards``); or a reward has a normalisation of
-            its own beside normalize_then_sum (`place` ``rewards.<index>.normalize``).
+        InputError: no reward is added with a weight other than 0 (`place` ``rewards``); or a reward has its own
+            normalisation next to normalize_then_sum (`place` ``rewards.<index>.normalize``).
     """
     if not any(term.role == "sum" and term.weight for term in terms):
         found = [term.role if term.role == "gate" else term.weight for term in terms]
-        hint = "No reward adds with a weight other than 0, so nothing would be learned; give one a weight."
+        hint = "No reward is added with a weight other than 0, so nothing would be learned; give one a weight."
         raise InputError("rewards", found, hint)
     if settings.aggregation != "normalize_then_sum":
         return

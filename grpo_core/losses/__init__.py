@@ -1,13 +1,13 @@
-"""The algebra of the loss, each piece one small pure function.
+"""The terms of the loss, each a small pure function.
 
-registry      every loss as one object: policy term, reduction, importance levels; losses of the user's by import path
+registry      every loss as one object: policy term, reduction, importance levels; the user's own by import path
 surrogates    the policy term of a token: clipped, cispo, sapo, vespo, and where their bounds are active
 ratios        importance ratio of a token, or of its sequence (GSPO)
-kl            k1, k2, k3 to the reference, times the importance ratio on request
+kl            k1, k2, k3 to the reference, times the importance ratio if requested
 masks         overlong rows, tokens of low entropy, rows that the policy has moved away from
 mismatch      weights for a sampler that is not the policy: truncated or masked
 reductions    from one value per token to one number, each with its denominator
-settings      every switch, and the combinations that are refused
+settings      every option, and the combinations that are refused
 policy_loss   all of these composed into the loss of a microbatch, and its clip counts
 """
 

@@ -54,7 +54,7 @@ def on_policy_rows(
     """Return False for rows with A < 0 whose mean (sampling - current) log-prob exceeds the threshold.
 
     DeepSeek-V3.2 (arXiv:2512.02556), equation 9, off-policy sequence masking: a bad sample that the policy would
-    rarely draw again teaches little and destabilises.
+    rarely sample again teaches little and destabilises.
 
     Args:
         logprobs: under the policy that is being trained.

@@ -49,7 +49,7 @@ class TokenLoss:
         surrogate: policy term, after masks and mismatch weights; of a loss that gives a scalar, all zero.
         kl: estimate of KL(policy || reference) as it enters the loss, before kl_coef; all zero without a reference.
         importance_ratio: exp(logprobs - old_logprobs), or its row's at sequence level.
-        log_ratio_clamped: the ratio's exponent is clamped; see grpo_core.losses.ratios.
+        log_ratio_clamped: the ratio's exponent is clamped to +-grpo_core.losses.ratios.MAX_LOG_RATIO.
         clipped_low: the lower bound is active; never for losses without one.
         clipped_high: the upper bound is active; never for losses without one.
         active: tokens that have a policy term: neither the entropy mask nor the off-policy mask removes them.
@@ -77,11 +77,11 @@ def compute_policy_loss(
 
     Args:
         inputs: one microbatch.
-        settings: which loss, and its numbers.
+        settings: the loss and its coefficients.
         denominators: counts of the whole minibatch and rollout set.
 
     Raises:
-        ValueError: a term is switched on and what it is computed from is missing.
+        ValueError: a term is switched on and one of its inputs is missing.
     """
     _require_inputs(inputs, settings)
     mask, definition = inputs.loss_mask, settings.definition

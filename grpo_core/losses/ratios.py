@@ -1,4 +1,4 @@
-"""How much likelier the trained policy makes what was sampled: one ratio per token, or one per sequence."""
+"""Importance ratios of the trained policy to the policy that sampled: one per token, or one per sequence."""
 
 from typing import Literal
 

@@ -24,7 +24,7 @@ class Denominators:
         entropy_tokens: those of them that the entropy bonus is taken over: all, or the entropy mask's.
         rollout_rows: of all minibatches of an epoch together.
         rollout_tokens: trained tokens of all minibatches of an epoch together.
-        max_completion_length: the most tokens that a row could have.
+        max_completion_length: maximum number of tokens in a row.
     """
 
     rows: int
@@ -36,17 +36,17 @@ class Denominators:
 
     def __post_init__(self) -> None:
         assert 1 <= self.rows <= self.rollout_rows, "a minibatch has rows, and all of them are rows of the rollout set"
-        assert 0 <= self.entropy_tokens <= self.tokens <= self.rollout_tokens, "tokens of a part within the whole"
+        assert 0 <= self.entropy_tokens <= self.tokens <= self.rollout_tokens, "a minibatch is part of the rollout set"
         assert self.max_completion_length >= 1, "a row can have a token"
 
     @property
     def expected_tokens(self) -> float:
-        """The rollout set's tokens shared out by rows: what a minibatch of these many rows has on average."""
+        """Average number of tokens in a minibatch of this many rows of the rollout set."""
         return self.rollout_tokens * self.rows / self.rollout_rows
 
 
 Reduction = Callable[[Tensor, Tensor, Denominators], Tensor]
-"""From values [batch, time], a mask of the same shape and the counts to a scalar."""
+"""Takes values [batch, time], a mask of the same shape and the counts; returns a scalar."""
 
 
 def masked_sum(values: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:

@@ -1,6 +1,6 @@
 """Every loss as one object: its policy term, its reduction and the importance levels that it is defined for.
 
-A new loss is one function in `surrogates` (or anywhere else, see :func:`find_loss`) and one entry in LOSSES.
+A new loss is one function in `surrogates` (or in any module that :func:`find_loss` can import) and one entry in LOSSES.
 """
 
 import difflib
@@ -65,13 +65,13 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 
 
 def find_loss(name: str) -> Loss:
-    """Return a loss of LOSSES, or a function of the user's as a loss.
+    """Return a loss of LOSSES, or a user's function as a loss.
 
     Args:
         name: a key of LOSSES, or `package.module:function` or `path/to/file.py:function`. The function takes
             (TermInputs, LossSettings) and returns the policy term of each token, [batch, time], which is masked,
-            multiplied by the mismatch weights and averaged as in grpo; or a scalar, which is the microbatch's share of
-            the minibatch's policy loss as it is.
+            multiplied by the mismatch weights and averaged as in grpo; or a scalar, which is used unchanged as the
+            microbatch's share of the minibatch's policy loss.
 
     Raises:
         InputError: there is no such loss or function, or its module cannot be imported.

@@ -1,4 +1,4 @@
-"""Every switch of the policy loss, and the combinations that mean nothing."""
+"""Every option of the policy loss, and the combinations that are refused."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,10 +16,10 @@ from grpo_core.settings import check_fields
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Which loss, and its numbers; the numbers of other losses have no effect.
+    """Select the loss and its coefficients; coefficients of other losses have no effect.
 
     Attributes:
-        loss: a name in grpo_core.losses.registry.LOSSES, or a function of the user's as `package.module:function`.
+        loss: a name in grpo_core.losses.registry.LOSSES, or a user's function as `package.module:function`.
         importance_level: one ratio per token, or one per sequence; None takes the loss's default.
         clip_range: the ratio is clipped from below at 1 - clip_range; in (0, 1).
         clip_range_high: and from above at 1 + clip_range_high; None is the same as clip_range.
@@ -40,7 +40,7 @@ class LossSettings:
             None keeps all rows.
 
     Raises:
-        InputError: a number is out of its range, or the combination means nothing; `place` is its configuration key.
+        InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.
     """
 
     loss: str = "grpo"
@@ -69,7 +69,7 @@ class LossSettings:
 
     @cached_property
     def definition(self) -> Loss:
-        """The loss itself."""
+        """The loss by that name."""
         return find_loss(self.loss)
 
     @property

@@ -1,7 +1,7 @@
 """The policy term of each token before masks and reduction: what each loss does with the ratio.
 
 Every function takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`, whose values are minimised.
-Values where the loss mask is False mean nothing: the caller drops them.
+Values where the loss mask is False are undefined: the caller drops them.
 """
 
 import math
@@ -22,7 +22,7 @@ VESPO_HIGHEST = 20.0
 
 @dataclass(frozen=True)
 class TermInputs:
-    """What a loss sees of a microbatch.
+    """The inputs of a loss for one microbatch.
 
     Attributes:
         logprobs: under the policy that is being trained, nats, with gradient; 0 where masked.

@@ -1,10 +1,10 @@
-"""The optimizer of a policy, its learning-rate schedule, and its state as tensors: no pickle.
+"""The optimizer of a policy, its learning-rate schedule, and its state as tensors, without pickle.
 
 - `settings`: which optimizer, which schedule.
-- `schedule`: the learning rate of each step, from its number alone.
+- `schedule`: the learning rate as a function of the step.
 - `kinds`: AdamW of torch, and with 8-bit and paged states of bitsandbytes.
-- `state`: what an optimizer remembers, to tensors and back.
-- `policy_optimizer`: all of it together, from step to step.
+- `state`: the optimizer's state as tensors, and back.
+- `policy_optimizer`: the optimizer that an update uses.
 """
 
 from grpo_core.optimizer.kinds import OptimizerKind, refuse_unavailable

@@ -24,15 +24,15 @@ def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
         device: of the parameters.
 
     Raises:
-        InputError: bitsandbytes is not installed, or pages are asked for where there are none.
+        InputError: bitsandbytes is not installed, or a paged optimizer without CUDA.
     """
     if kind == "adamw":
         return
     if find_spec("bitsandbytes") is None:
-        hint = "It needs bitsandbytes, the extra eight-bit (pip install bitsandbytes); or take adamw."
+        hint = "It needs bitsandbytes, the extra eight-bit (pip install bitsandbytes); or use adamw."
         raise InputError("update.optimizer", kind, hint)
     if kind.startswith("paged") and device.type != "cuda":
-        hint = f"Pages are CUDA's, and the model is on {device.type}; take {kind.removeprefix('paged_')}."
+        hint = f"Paged states need CUDA, and the model is on {device.type}; use {kind.removeprefix('paged_')}."
         raise InputError("update.optimizer", kind, hint)
 
 
@@ -45,7 +45,7 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """The optimizer, without a step made.
+    """Build the optimizer at step 0.
 
     Raises:
         InputError: it cannot be run on this machine.
@@ -53,7 +53,7 @@ def build_optimizer(
     trained = list(parameters)
     values: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if kind == "adamw":
-        # Steps over many parameters at once take no mixture of whole ones and shares.
+        # Multi-tensor steps do not accept full and sharded parameters together.
         mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
         return torch.optim.AdamW(trained, foreach=False if mixed else None, **values)
     for device in {parameter.device for parameter in trained}:

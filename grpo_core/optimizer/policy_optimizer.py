@@ -13,12 +13,12 @@ class PolicyOptimizer:
     """The optimizer of one policy, from step to step and from iteration to iteration."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, steps: int = 0) -> None:
-        """Start at a step.
+        """Build the optimizer.
 
         Args:
             parameters: what is trained, by name, in a fixed order.
-            settings: of AdamW and its schedule.
-            steps: optimizer steps already made; the schedule goes on from there.
+            settings: for AdamW and its schedule.
+            steps: optimizer steps already made; the schedule continues from there.
 
         Raises:
             InputError: the optimizer cannot be run on this machine.
@@ -38,7 +38,7 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return self._schedule(self.steps)
 
     def zero_grad(self) -> None:
@@ -46,22 +46,22 @@ class PolicyOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """One optimizer step, at the rate that the schedule has for it."""
+        """Make one optimizer step at the scheduled learning rate."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate
         self._optimizer.step()
         self.steps += 1
 
     def state(self) -> dict[str, Tensor]:
-        """What the optimizer remembers, copied to the CPU; see grpo_core.optimizer.state. Beside it, keep `steps`."""
+        """Copy the optimizer's state to the CPU as named tensors; `steps` is not part of it."""
         return write_state(self._kind, self.parameters, self._optimizer)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take what `state` gave. If it is refused, none of it is taken.
+        """Load what `state` returned; a refused state changes nothing.
 
         Raises:
             InputError: the state is another kind of optimizer's.
-            ValueError: it is of other parameters, of other shapes or dtypes, or in part missing.
+            ValueError: it is of other parameters, of other shapes or dtypes, or incomplete.
         """
         loaded = read_state(self._kind, self.parameters, state)
         if self.steps and not loaded:

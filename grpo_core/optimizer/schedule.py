@@ -1,4 +1,4 @@
-"""The learning rate of each step, from its number alone."""
+"""The learning rate as a function of the step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,8 +31,8 @@ PROBES = 64
 class LearningRateSchedule:
     """One of transformers' schedules as a function of the step.
 
-    Schedules that depend on the length of the run hold the rate of step `total_steps` from there on: a cosine would
-    rise again. Most end at zero, and steps beyond change nothing then.
+    Schedules that depend on the length of the run keep the rate of step `total_steps` from there on: a cosine would
+    rise again. Most end at zero, and further steps change nothing.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class LearningRateSchedule:
             name: as transformers calls it.
             learning_rate: after warm-up.
             warmup_steps: optimizer steps from zero to the learning rate.
-            total_steps: length, warm-up included; not looked at by schedules that have none.
-            kwargs: of the schedule's own function in transformers.
+            total_steps: length, warm-up included; ignored by schedules without a length.
+            kwargs: further arguments of the schedule's function in transformers.
 
         Raises:
             InputError: a length that is missing or too short, or values that the schedule cannot be computed with.
@@ -59,7 +59,7 @@ class LearningRateSchedule:
         given = dict(kwargs or {})
         self._last = _length(name, warmup_steps, total_steps, given)
         if given and name in WITHOUT_KWARGS:
-            raise InputError("update.lr_scheduler_kwargs", given, f"{name} takes none; leave them out.")
+            raise InputError("update.lr_scheduler_kwargs", given, f"{name} has no arguments; leave them out.")
         self._learning_rate = learning_rate
         try:
             self._multiplier = _multiplier(name, learning_rate, warmup_steps, self._last, given)
@@ -72,7 +72,7 @@ class LearningRateSchedule:
             raise InputError("update.lr_scheduler_kwargs", given, hint)
 
     def __call__(self, step: int) -> float:
-        """The rate of the step that follows `step` earlier ones."""
+        """Return the learning rate after `step` earlier steps."""
         reached = step if self._last is None else min(step, self._last)
         return float(self._learning_rate * self._multiplier(reached))
 
@@ -81,7 +81,7 @@ def _length(name: str, warmup_steps: int, total_steps: int | None, kwargs: Mappi
     if name not in WITH_LENGTH:
         return None
     if total_steps is None:
-        hint = "It depends on the length of the run; set update.total_steps, or take constant_with_warmup."
+        hint = "It depends on the length of the run; set update.total_steps, or use constant_with_warmup."
         raise InputError("update.lr_scheduler", name, hint)
     if warmup_steps >= total_steps:
         hint = f"{name} has {total_steps} optimizer steps in all; warm up for fewer."
@@ -109,7 +109,7 @@ def _multiplier(
     # Importing its schedules takes seconds, and the checks of most configurations need none of them.
     from transformers import get_scheduler
 
-    # A schedule is asked of an optimizer; this one only lends its learning rate.
+    # transformers builds a schedule for an optimizer; this one only provides the learning rate.
     dummy_optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
     scheduler = get_scheduler(name, dummy_optimizer, warmup_steps, total_steps, scheduler_specific_kwargs=kwargs)
     multiplier: Callable[[int], float] = scheduler.lr_lambdas[0]
@@ -117,6 +117,6 @@ def _multiplier(
 
 
 def _probes(warmup_steps: int, last: int | None) -> list[int]:
-    """Steps in every phase of a schedule."""
+    """Return steps in every phase of a schedule."""
     end = 2 * warmup_steps + PROBES if last is None else last
     return sorted({0, max(warmup_steps - 1, 0), warmup_steps, *(end * part // PROBES for part in range(PROBES + 1))})

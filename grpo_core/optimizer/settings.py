@@ -1,4 +1,4 @@
-"""Which optimizer, and which schedule."""
+"""The options of the optimizer and of its schedule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ class OptimizerSettings:
         optimizer: how the moments are kept. `adamw`: in the parameters' dtype. `adamw_8bit`: in 8 bits, block by block
             (Dettmers et al., 2022, arXiv:2110.02861), and in fp32 where a parameter has fewer than 4096 elements.
             `paged_adamw` (in fp32), `paged_adamw_8bit`: in memory that CUDA moves to the host when the GPU's runs out.
-        total_steps: length of the schedule in optimizer steps, warm-up included; not looked at by those without one.
-        lr_scheduler_kwargs: of the schedule's own function in transformers.
+        total_steps: length of the schedule in optimizer steps, warm-up included; ignored by schedules without one.
+        lr_scheduler_kwargs: further arguments of the schedule's function in transformers.
 
     Raises:
         InputError: a schedule that cannot be computed with these values.

@@ -1,7 +1,7 @@
-"""What an optimizer remembers, to tensors and back.
+"""Write an optimizer's state as named tensors, and read it back.
 
 An entry is called `<parameter>|<moment>`; `<parameter>|none`, without elements, stands for a parameter that never had
-a gradient. The entry `|optimizer` holds the kind of optimizer as ASCII codes.
+a gradient. The entry `|optimizer` is the kind of optimizer as ASCII codes.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ Layout = dict[str, tuple[torch.Size, torch.dtype]]
 def write_state(
     kind: OptimizerKind, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Everything that the optimizer remembers, copied to the CPU."""
+    """Copy the optimizer's state to the CPU."""
     state = {KIND: torch.tensor(list(kind.encode()), dtype=torch.uint8)}
     for name, parameter in parameters.items():
         moments = optimizer.state.get(parameter) or {UNTOUCHED: torch.zeros(0)}
@@ -41,11 +41,11 @@ def write_state(
 def read_state(
     kind: OptimizerKind, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """The moments of each parameter that has some, all of them checked.
+    """Check all moments and return those of each parameter that has some.
 
     Raises:
         InputError: the state is another kind of optimizer's.
-        ValueError: it is of other parameters, of other shapes or dtypes, or in part missing.
+        ValueError: it is of other parameters, of other shapes or dtypes, or incomplete.
     """
     _refuse_another_kind(kind, state)
     loaded: dict[str, dict[str, Tensor]] = {}
@@ -54,27 +54,27 @@ def read_state(
         if entry == KIND:
             continue
         if name not in parameters:
-            raise ValueError(f"the optimizer state holds {name!r}, which this policy does not train")
+            raise ValueError(f"the optimizer state has {name!r}, which this policy does not train")
         loaded.setdefault(name, {})[key] = value
     for name, parameter in parameters.items():
         found = {key: (value.shape, value.dtype) for key, value in loaded.get(name, {}).items()}
         expected = _layout(kind, parameter)
         if found != expected and found.keys() != {UNTOUCHED}:
-            raise ValueError(f"the optimizer state of {name!r} holds {found}, not {expected}")
+            raise ValueError(f"the optimizer state of {name!r} has {found}, not {expected}")
     return {name: moments for name, moments in loaded.items() if UNTOUCHED not in moments}
 
 
 def _refuse_another_kind(kind: OptimizerKind, state: Mapping[str, Tensor]) -> None:
     if KIND not in state:
-        raise ValueError("the optimizer state does not say which optimizer it is of")
+        raise ValueError("the optimizer state does not say which optimizer it belongs to")
     stored = bytes(state[KIND].tolist()).decode()
     if stored != kind:
-        hint = f"The policy was trained with {stored}, and its moments are stored that way; go on with {stored}."
+        hint = f"The policy was trained with {stored}, and its moments are stored that way; continue with {stored}."
         raise InputError("update.optimizer", kind, hint)
 
 
 def _layout(kind: OptimizerKind, parameter: nn.Parameter) -> Layout:
-    """Shapes and dtypes of a parameter's moments."""
+    """Return shapes and dtypes of a parameter's moments."""
     shape, scalar = parameter.shape, torch.Size([])
     if kind == "adamw":
         moment = (shape, parameter.dtype)
@@ -97,7 +97,7 @@ def take_state(
     optimizer: torch.optim.Optimizer,
     loaded: Mapping[str, dict[str, Tensor]],
 ) -> None:
-    """Give the optimizer the moments of `read_state`; they are copied."""
+    """Copy the moments of `read_state` into the optimizer."""
     for index, (name, parameter) in enumerate(parameters.items()):
         if name not in loaded:
             optimizer.state.pop(parameter, None)
@@ -112,10 +112,10 @@ def take_state(
 
 
 def _take_quantized(optimizer: Any, parameter: nn.Parameter, index: int, moments: Mapping[str, Tensor]) -> None:
-    """Into buffers of bitsandbytes' own making: pages are no ordinary memory."""
+    """Copy into buffers that bitsandbytes allocates: paged memory is not ordinary memory."""
     optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
     if parameter.device.type == "cuda":
-        # Pages are filled with zeros at some later time; what is copied into them has to come after that.
+        # Pages are zeroed asynchronously; the copy has to come after that.
         torch.cuda.synchronize(parameter.device)
     held = optimizer.state[parameter]
     for key, value in moments.items():

@@ -1,11 +1,11 @@
-"""What a configuration needs of one GPU and of the disk, part by part, before anything is loaded.
+"""Estimate the GPU memory and disk space that a configuration needs, part by part, before anything is loaded.
 
 Parameters are counted on the model built on the meta device, with its adapters; gradients, optimizer moments and the
 key-value cache follow exactly. Activations are a formula for a pre-norm layer with a gated MLP under
-scaled_dot_product_attention: compared with tensors alive on a CPU, never with a GPU that runs the released weights.
+scaled_dot_product_attention: checked against tensors in memory on a CPU, not against a GPU with the released weights.
 Kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN, not in the parts.
 
-Symbols: b bytes of the model's dtype, h hidden, m intermediate, d heads x head_dim, L ids of a row, T of them sampled.
+Symbols: b bytes per value, h hidden, m intermediate, d heads x head_dim, L ids per row, T of them sampled.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ Phase = Literal["always", "sampling", "decoding", "update", "backward", "optimiz
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part.
+    """One part of the memory.
 
     Attributes:
         name: of the part.
-        phase: when it is alive: always, in one phase of the rollout stage (sampling, decoding), all through the
-            update stage, or in one phase of it (backward, optimizer step).
+        phase: when it is in memory: always, in one phase of the rollout stage (sampling, decoding), during all of
+            the update stage, or in one phase of it (backward, optimizer step).
         bytes: its size.
         formula: how the size is computed, in words.
     """
@@ -44,16 +44,16 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a configuration needs.
+    """The GPU memory that a configuration needs.
 
     Attributes:
-        parts: every part, each name once.
+        parts: all of them; names are unique.
     """
 
     parts: tuple[MemoryPart, ...]
 
     def phase(self, phase: Phase) -> int:
-        """Return the bytes of the parts that are alive in this phase only."""
+        """Return the bytes of the parts that are in memory in this phase only."""
         return sum(part.bytes for part in self.parts if part.phase == phase)
 
     def part(self, name: str) -> int:
@@ -76,7 +76,7 @@ class MemoryEstimate:
         return int(max(self.rollout_peak, self.update_peak) * (1 + ERROR_MARGIN))
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """Return (part, GiB, formula in words) of every part, then of both peaks and of what a GPU should have."""
+        """Return (part, GiB, formula in words) of every part, then of both peaks and of the GPU memory needed."""
         parts = [(part.name, part.bytes / GIB, f"{part.formula} ({part.phase})") for part in self.parts]
         return [
             *parts,
@@ -88,7 +88,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is computed at once.
+    """Dtype and sizes of what is computed at once.
 
     Attributes:
         dtype: of the weights.
@@ -107,12 +107,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class ModelEstimate:
-    """What one model needs.
+    """The memory and disk space that one model needs.
 
     Attributes:
         memory: of one GPU.
         checkpoint: bytes of a policy version on disk, optimizer state included.
-        counted: the model's parts in words.
+        counted: sizes of the model's parts, as text.
     """
 
     memory: MemoryEstimate
@@ -135,17 +135,17 @@ class TransformerEstimate:
 
         Args:
             trained: the model on the meta device, with the choice applied.
-            choice: what of the model is trained.
+            choice: which parameters are trained.
             workload: what is computed at once.
             config: of the language model, from transformers.
-            norms: in one layer.
+            norms: number of norms in one layer.
         """
         self.choice, self.workload, self.config, self.norms = choice, workload, config, norms
         self.b = BYTES[workload.dtype]
         self.trained = sum(parameter.numel() for parameter in trained.trainable_parameters().values())
         adapters = choice.lora is not None
         self.parameters = count_parameters(trained.model) - (self.trained if adapters else 0)
-        # peft keeps adapters in fp32 whatever the model's dtype.
+        # peft keeps adapters in fp32 for a model of any dtype.
         self.trained_bytes = FP32 if adapters else self.b
         self.heads = config.num_attention_heads
         self.key_value_heads = getattr(config, "num_key_value_heads", None) or self.heads
@@ -153,13 +153,13 @@ class TransformerEstimate:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a policy version on disk: adapters or the model, and AdamW's two moments of what is trained."""
+        """Bytes of a policy version on disk: adapters or the model, and AdamW's two moments."""
         saved = self.trained if self.choice.lora else self.parameters
         return saved * self.trained_bytes + 2 * self.trained * self.trained_bytes
 
     @property
     def adapters(self) -> str:
-        """The number of adapter parameters in words; empty without adapters."""
+        """The number of adapter parameters as text; empty without adapters."""
         return f", adapters {self.trained / 1e6:.3g} M" if self.choice.lora else ""
 
     def training_parts(self) -> list[MemoryPart]:
@@ -179,12 +179,12 @@ class TransformerEstimate:
         ]
 
     def sampling_parts(self, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
-        """Return the key-value cache, and one step's logits with the distribution drawn from in fp32 and fp64.
+        """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64.
 
         Args:
             length: ids of a row that are fed to the model.
             vocabulary: columns of the output head.
-            ids: of them, how many can be sampled.
+            ids: number of them that can be sampled.
         """
         sequences = self.workload.prompts_per_batch * self.workload.group_size
         each = 2 * self.config.num_hidden_layers * self.key_value_heads * self.head_dim * self.b
@@ -196,13 +196,13 @@ class TransformerEstimate:
         ]
 
     def backward_parts(self, length: int, tokens: int, ids: int, *, whole_logits: bool = False) -> list[MemoryPart]:
-        """Return what a microbatch keeps for its backward pass, and what the widest step of that pass makes.
+        """Return what a microbatch keeps for its backward pass, and what the largest step of that pass allocates.
 
         Args:
             length: ids of a row that are fed to the model.
             tokens: sampled tokens of a row.
-            ids: how many can be sampled.
-            whole_logits: the logits of all tokens are computed at once, because something follows the output head.
+            ids: number of ids that can be sampled.
+            whole_logits: all logits are computed at once, because another operation follows the output head.
         """
         rows, b, h = self.workload.micro_batch_size, self.b, self.config.hidden_size
         layer, step = self._saved_by_layer(length), self._made_by_layer()
@@ -224,7 +224,7 @@ class TransformerEstimate:
         ]
 
     def _saved_by_layer(self, length: int) -> int:
-        """Return what one layer keeps of a token: norms' inputs in fp32, attention, MLP, linear layers' inputs, mask.
+        """Return the bytes one layer keeps per token: fp32 inputs of norms, attention, MLP, linear inputs, mask.
 
         Attention keeps queries, outputs, and keys and values repeated for every head; the MLP both halves and the
         activated gate. Adapters keep the inputs of their layers in fp32; in half precision each makes its own copy.
@@ -236,7 +236,7 @@ class TransformerEstimate:
         return int(kept + FP32 * ((2 if b == FP32 else 4) * h + d + m + 6 * self.choice.lora.rank))
 
     def _made_by_layer(self) -> int:
-        """Return what the MLP's backward pass makes of a token; with adapters its two halves pass through fp32."""
+        """Return the bytes that the MLP's backward pass allocates per token; with adapters its halves pass fp32."""
         return 2 * self._intermediate * (self.b + 2 * FP32) if self.choice.lora else 5 * self._intermediate * self.b
 
     @property

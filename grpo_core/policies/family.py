@@ -1,4 +1,4 @@
-"""The kinds of policy by name: how each is loaded, and what can be known to be wrong before it is."""
+"""The kinds of policy by name: how each is loaded, and how it is checked before."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -13,19 +13,19 @@ from grpo_core.records import Modality
 
 
 class PolicyFamily(Protocol):
-    """One kind of policy. Building it imports none of the libraries that its models need.
+    """One kind of policy; creating it does not import its models' libraries.
 
     Attributes:
-        medium: what its rows of tokens become.
+        modality: what its tokens are rendered to.
     """
 
     modality: Modality
 
     def settings(self, values: Mapping[str, Any]) -> Any:
-        """The frozen record that says how it samples, from a configuration's section or from a stored row.
+        """Return the frozen sampling settings from a configuration section or a stored row.
 
         Args:
-            values: by the record's field names; other keys are left alone.
+            values: by field name; other keys are ignored.
         """
 
     def load(
@@ -41,35 +41,35 @@ class PolicyFamily(Protocol):
         """Load a model by folder or hub name.
 
         Raises:
-            InputError: no such model, settings that it cannot sample with, or a choice that trains nothing.
+            InputError: no such model, settings that it cannot sample with, or no parameter to train.
         """
 
     def refuse_missing(self, model: str) -> None:
-        """Raise InputError when a folder that was given is not there, or is no model of this kind."""
+        """Raise InputError if a given folder is missing or contains no model of this kind."""
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
-        """Raise InputError when the model cannot sample with these settings, as far as its files at hand tell."""
+        """Raise InputError if the model cannot sample with these settings, as far as its local files show."""
 
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
-        """Raise InputError when the model cannot read one of the prompts; its tokenizer alone is loaded."""
+        """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """Raise InputError when the choice fits nothing of the model, which is built without values."""
+        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
 
     def estimate(self, model: str, settings: Any, choice: TrainingChoice, workload: Workload) -> ModelEstimate:
-        """What the model needs of one GPU and of the disk; nothing is loaded.
+        """Estimate the GPU memory and disk space that the model needs; nothing is loaded.
 
         Raises:
-            InputError: its configuration is not at hand, or the choice trains nothing.
+            InputError: its configuration is not on this machine, or no parameter is trained.
         """
 
 
 def family_module(kind: str) -> str:
-    """The module of a kind of policy, by its dotted name."""
+    """Return the dotted name of the module of a kind of policy."""
     return f"grpo_core.policies.{kind}.family"
 
 
 def policy_family(kind: str) -> PolicyFamily:
-    """The kind of policy of that name, which is its package's."""
+    """Return the policy family of that name, which is the name of its package."""
     family: PolicyFamily = import_module(family_module(kind)).FAMILY
     return family

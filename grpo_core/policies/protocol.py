@@ -1,4 +1,4 @@
-"""What the stages ask of a policy. Losses and updates see this and never which model serves it."""
+"""The interface of a policy. Losses and updates use only this, for any model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,44 +15,44 @@ class Policy(Protocol):
     """A model that samples tokens for prompts and scores tokens that were sampled before.
 
     Attributes:
-        trained: the model with what an update changes of it; processes that share an update cut it into shares.
+        trained: the model and its trained parameters; processes that share an update shard it.
     """
 
     trained: TrainedModel
 
     @property
     def max_length(self) -> int:
-        """Tokens that a row can have, at most, with the present settings."""
+        """Maximum number of tokens of a row with the current settings."""
 
     def sample_with(self, settings: Any) -> None:
-        """Sample, render and read prompts with these settings from now on; a frozen record of the policy's own kind."""
+        """Use these settings, the family's frozen record, from this call on to sample, render and read prompts."""
 
     def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
-        """Draw `group_size` token sequences for each prompt, siblings side by side.
+        """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
-            prompts: one a group; each is run through the model once and its cache shared by its siblings.
+            prompts: one per group; each runs through the model once, and its siblings share the cache.
             group_size: siblings of a prompt.
-            seeds: len(prompts) * group_size seeds, one a sample: a sample depends on its prompt and its seed,
-                not on the rows beside it.
+            seeds: len(prompts) * group_size seeds, one per sample: a sample depends on its prompt and its seed,
+                not on the other rows.
         """
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> Sequence[Output]:
-        """The finished image or text of each row; rows with one prompt and one noise seed share their noise."""
+        """Return the image or text of each row; rows with one prompt and one noise seed share their noise."""
 
     def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
-        """Log-probs of the given tokens under the current weights; gradients flow if enabled.
+        """Compute the log-probs of the given tokens under the current weights; gradients flow if enabled.
 
         Args:
             tokens: with the temperature and the support that they were sampled with.
-            entropy: compute the entropies too, gradients included; else they are zero.
+            entropy: compute the entropies too, with gradients; otherwise they are zero.
         """
 
     def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
-        """Log-probs of the given tokens under the frozen reference; without gradients."""
+        """Compute the log-probs of the given tokens under the frozen reference, without gradients."""
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that an update changes, by name, in a fixed order."""
+        """Return the parameters that an update changes, by name, in a fixed order."""
 
     def prepare_for_update(self) -> None:
         """Enter the mode for gradients: dropout stays off, activations are recomputed if so configured."""
@@ -61,16 +61,16 @@ class Policy(Protocol):
         """Enter the mode for sampling: no dropout, no recomputation."""
 
     def save_weights(self, folder: Path) -> None:
-        """Write what an update changed, as safetensors that peft or transformers load as they are."""
+        """Write what an update changed, as safetensors that peft or transformers can load."""
 
     def load_weights(self, folder: Path | None) -> None:
-        """Take the weights of `folder`; None restores those the policy was built with."""
+        """Load the weights of `folder`; None restores the initial ones."""
 
     def refresh_reference(self, mix: float) -> None:
         """Make the reference mix * policy + (1 - mix) * reference, weight by weight."""
 
     def save_reference(self, folder: Path) -> None:
-        """Write a reference that is no longer the one the policy was built with."""
+        """Write a reference that differs from the initial one."""
 
     def load_reference(self, folder: Path | None) -> None:
-        """Take the reference of `folder`; None restores the one the policy was built with."""
+        """Load the reference of `folder`; None restores the initial one."""

@@ -1,10 +1,10 @@
 """One policy update over stored rollouts: iteration > epoch > minibatch (one optimizer step) > microbatch.
 
 settings        how rows become optimizer steps
-batches         which rows make a minibatch, and which of them go through the model together
+batches         which rows make a minibatch, and which of them a microbatch
 recompute       log-probs of stored tokens under the policy before the update and under the reference
 step            one optimizer step over a minibatch
-metrics         what the steps measured, under the names that dashboards know
+metrics         the measurements of the steps, under TRL's names
 process_group   the processes that share one update
 accelerated     a process group over accelerate, the full model in each process
 sharded         the same with a share of the model in each (FSDP2)

@@ -1,8 +1,8 @@
 """A process group over accelerate: the processes that `accelerate launch` started, one per GPU, or several on the CPU.
 
-DistributedDataParallel would average the gradients of each backward pass. The denominators here are of the whole
-minibatch, so gradients are added up, once a minibatch, after the last microbatch: the traffic of its `no_sync`, and
-no wrapper around the model.
+DistributedDataParallel would average the gradients of each backward pass. The denominators here count the full
+minibatch, so gradients are summed once per minibatch, after the last microbatch: the same traffic as with its
+`no_sync`, without a wrapper around the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ from grpo_core.policies.trained import TrainedModel
 
 BUCKET_ELEMENTS = 1 << 26
 CHECKED_AT_ONCE = 1 << 24
-# While one process writes a large policy the others wait; whoever started them ends them if one fails.
+# While one process writes a large policy the others wait; the launcher ends them if one fails.
 TIMEOUT = timedelta(days=7)
 
 
 class AcceleratedProcessGroup:
-    """A ProcessGroup; gradients of sharded parameters are added up by the backward pass already."""
+    """A ProcessGroup; the backward pass already sums the gradients of sharded parameters."""
 
     def __init__(self, device: torch.device) -> None:
         """Join the other processes; every one of them has to call this.
@@ -40,7 +40,7 @@ class AcceleratedProcessGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where this process works."""
+        """Device of this process."""
         device: torch.device = self._processes.device
         return device
 
@@ -65,16 +65,16 @@ class AcceleratedProcessGroup:
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""
-        whole, shares = _apart(parameters)
+        replicated, shares = _split_by_sharding(parameters)
         if not shares:
-            return float(nn.utils.clip_grad_norm_(whole, max_norm))
+            return float(nn.utils.clip_grad_norm_(replicated, max_norm))
         local = [gradient.to_local() for gradient in _gradients(shares) if isinstance(gradient, DTensor)]
         square = get_total_norm(local).double().square()
         dist.all_reduce(square)
-        norm = float((square + get_total_norm(_gradients(whole)).double().square().to(square)).sqrt())
-        # As torch's clip_grad_norm_ has it.
+        norm = float((square + get_total_norm(_gradients(replicated)).double().square().to(square)).sqrt())
+        # The same formula as in torch's clip_grad_norm_.
         scale = min(1.0, max_norm / (norm + 1e-6))
-        for gradient in [*local, *_gradients(whole)]:
+        for gradient in [*local, *_gradients(replicated)]:
             gradient.mul_(scale)
         return norm
 
@@ -100,16 +100,16 @@ class AcceleratedProcessGroup:
         Raises:
             RuntimeError: they differ; names the first that does.
         """
-        whole = {name: value.detach() for name, value in parameters.items() if not isinstance(value, DTensor)}
-        if not whole:
+        replicated = {name: value.detach() for name, value in parameters.items() if not isinstance(value, DTensor)}
+        if not replicated:
             return
-        own = torch.stack([_checksum(value) for value in whole.values()]).to(self.device)
-        first = own.clone()
+        checksums = torch.stack([_checksum(value) for value in replicated.values()]).to(self.device)
+        first = checksums.clone()
         dist.broadcast(first, 0)
         # NaN is equal to nothing, and the update reports weights that are not finite.
-        differing = ~torch.isclose(own, first, rtol=0.0, atol=0.0, equal_nan=True)
+        differing = ~torch.isclose(checksums, first, rtol=0.0, atol=0.0, equal_nan=True)
         if self.add(differing.any(-1).float().cpu()).any():
-            names = [name for name, apart in zip(whole, differing.any(-1).tolist(), strict=True) if apart]
+            names = [name for name, differs in zip(replicated, differing.any(-1).tolist(), strict=True) if differs]
             raise RuntimeError(
                 f"process {self.rank} of {self.count}: the weights are not those of process 0"
                 + (f", {names[0]} first" if names else " on another process")
@@ -121,8 +121,8 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _apart(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Separate replicated from sharded parameters; no operation takes both."""
+def _split_by_sharding(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Separate replicated from sharded parameters; torch's operations do not accept both together."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in parameters:
         parts[isinstance(parameter, DTensor)].append(parameter)
@@ -130,7 +130,7 @@ def _apart(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list
 
 
 def in_buckets(tensors: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> Iterator[list[Tensor]]:
-    """Yield buckets of one dtype and of a bounded size, so that little is copied at a time."""
+    """Yield buckets of one dtype and of a bounded size, so that copies stay small."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         full = sum(part.numel() for part in bucket) + tensor.numel() > elements

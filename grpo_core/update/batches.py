@@ -1,4 +1,4 @@
-"""Which rows make a minibatch, and which of them go through the model together."""
+"""Split rows into minibatches, and minibatches into microbatches."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:
-    """Row indices of each minibatch; every epoch sees each row once, in an order of its own."""
+    """Yield the row indices of each minibatch; every epoch has each row once, in a new order."""
     for epoch in range(epochs):
         order = np.random.default_rng([seed, epoch]).permutation(rows).tolist()
         for start in range(0, rows, minibatch_size):
@@ -14,12 +14,12 @@ def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Itera
 
 
 def microbatches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Positions that go through the model together, of like length, so that little of a pass is padding.
+    """Group positions of similar length into microbatches, so that little of a pass is padding.
 
     Args:
         lengths: tokens of each row.
-        size: rows a microbatch.
+        size: rows per microbatch.
     """
-    # Stable: rows of one length keep the order that the minibatch gave them.
+    # Stable: rows of one length keep their order in the minibatch.
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [order[start : start + size] for start in range(0, len(order), size)]

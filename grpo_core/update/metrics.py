@@ -1,4 +1,4 @@
-"""What an update measured, under the names that TRL's dashboards know."""
+"""The measurements of an update, under the names that TRL's dashboards use."""
 
 import math
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class StepMetrics:
         loss: of the minibatch, as its gradient was computed.
         policy_loss: the same without the KL term and the entropy bonus.
         grad_norm: before it was clipped.
-        learning_rate: that the step was made with.
+        learning_rate: of this step.
         kl: estimate of KL(policy || reference), nats; None without a reference.
         entropy: nats.
         clip_low: share of tokens where the lower bound is active; of rows where a row has one ratio.
-        clip_high: likewise of the upper bound.
-        clip_low_min: the smallest of the rows' shares.
-        clip_high_max: the largest.
+        clip_high: the same for the upper bound.
+        clip_low_min: smallest share over the rows.
+        clip_high_max: largest share over the rows.
         ratio_mean: importance ratio.
         log_ratio_clamped: number of tokens whose log-ratio was clamped.
         mismatch_weight: correction for a sampler that is not the policy; 1 where there is none.
@@ -50,13 +50,13 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did: its parity measurement, what was left out, and every optimizer step."""
+    """The result of an update: its parity measurement, the rows left out, and every optimizer step."""
 
     before: dict[str, float]
     steps: tuple[StepMetrics, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Means over the optimizer steps; without a step, what was measured before it."""
+        """Return means over the optimizer steps; without a step, only the measurements made before it."""
         if not self.steps:
             return {"optimizer_steps": 0.0, **self.before}
 
@@ -116,11 +116,11 @@ class StepSums:
 
         Args:
             loss: the microbatch's share of the minibatch's loss.
-            terms: of the same loss, per token.
+            terms: its terms per token.
             entropy: nats.
             mask: the microbatch's trained tokens.
-            settings: of the loss.
-            rows: of the minibatch that the microbatch consists of.
+            settings: the loss's options.
+            rows: their indices in the minibatch.
         """
 
         def over_tokens(values: Float[Tensor, "batch time"]) -> float:
@@ -150,8 +150,8 @@ class StepSums:
         self, process_group: ProcessGroup, *, grad_norm: float, learning_rate: float, with_reference: bool
     ) -> StepMetrics:
         """Return the means over the tokens of all processes."""
-        own = torch.tensor(list(self._sums.values()), dtype=torch.float64)
-        sums = dict(zip(self._sums, process_group.add(own).tolist(), strict=True))
+        local = torch.tensor(list(self._sums.values()), dtype=torch.float64)
+        sums = dict(zip(self._sums, process_group.add(local).tolist(), strict=True))
         low, high = process_group.add(self._clipped)[:, self._rows]
         tokens, counted = max(sums["tokens"], 1.0), max(sums["counted"], 1.0)
         return StepMetrics(

@@ -33,12 +33,12 @@ def update_policy(
     `settings.mismatch` corrects the difference.
 
     Args:
-        policy: at the weights before the update.
+        policy: with the weights before the update.
         optimizer: over the policy's trainable parameters.
-        rows: advantages finite; without any, nothing is changed.
+        rows: with finite advantages; without rows nothing changes.
         settings: epochs, sizes, loss, limits.
         seed: decides the order of the rows.
-        parity: allowed difference of stored and recomputed log-probs; None: what fp32 allows.
+        parity: allowed difference of stored and recomputed log-probs; None: the default for fp32.
         process_group: the processes that share the update; each has all rows and computes its part of them.
         on_progress: called with the number of passes done and their total, recomputation included.
 
@@ -74,10 +74,10 @@ def update_policy(
 
 
 def _measure(rows: TrainingRows, tolerance: ParityTolerance) -> dict[str, float]:
-    """The gate for the rows that these weights sampled; then how far the sampler was from the policy over all rows."""
-    own = rows.on_policy.nonzero().flatten().tolist()
-    if own:
-        require_parity(_parity(rows.select(own)), tolerance)
+    """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
+    on_policy = rows.on_policy.nonzero().flatten().tolist()
+    if on_policy:
+        require_parity(_parity(rows.select(on_policy)), tolerance)
     return _parity(rows).metrics()
 
 

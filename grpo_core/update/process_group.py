@@ -1,4 +1,4 @@
-"""Processes that share one update: each computes its part of every minibatch, and gradients are added up."""
+"""Processes that share one update: each computes its part of every minibatch, and gradients are summed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -33,7 +33,7 @@ class ProcessGroup(Protocol):
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""
 
     def distribute(self, trained: TrainedModel) -> None:
-        """Check before the optimizer is made that all processes have the same weights, and leave each with its part.
+        """Check before the optimizer is made that all processes have the same weights, and give each its part.
 
         Raises:
             RuntimeError: the weights of two processes differ.
@@ -46,7 +46,7 @@ class ProcessGroup(Protocol):
         """Return the optimizer's full state in the first process and nothing in the others."""
 
     def collect(self, trained: TrainedModel) -> None:
-        """Give the first process, after the update, all weights that a version is saved from."""
+        """Give the first process all weights after the update, so that it can save the version."""
 
 
 class _SingleProcess:
@@ -57,7 +57,7 @@ class _SingleProcess:
         """Do nothing: the gradients are the sum already."""
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the values."""
+        """Return the values unchanged."""
         return values
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
@@ -90,5 +90,5 @@ def share(parts: Sequence[Part], process_group: ProcessGroup) -> list[tuple[Part
     that runs out repeats the last part, which then does not count.
     """
     rounds = -(-len(parts) // process_group.count)
-    taken = [number * process_group.count + process_group.rank for number in range(rounds)]
-    return [(parts[min(index, len(parts) - 1)], index < len(parts)) for index in taken]
+    indices = [number * process_group.count + process_group.rank for number in range(rounds)]
+    return [(parts[min(index, len(parts) - 1)], index < len(parts)) for index in indices]

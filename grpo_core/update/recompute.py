@@ -54,12 +54,12 @@ def _for_all_rows(
     quantities: int,
 ) -> Float[Tensor, "quantities rows time"]:
     """Score each process's share of the rows; every process gets all scores, on the CPU."""
-    whole = torch.zeros(quantities, *rows.tokens.token_ids.shape)
+    scores = torch.zeros(quantities, *rows.tokens.token_ids.shape)
     lengths = rows.tokens.loss_mask.sum(-1).tolist()
     for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
         tokens = rows.tokens.select(part).trimmed()
         scored = score(tokens).cpu()
         if counts:
-            whole[:, part, : scored.shape[-1]] = scored
+            scores[:, part, : scored.shape[-1]] = scored
         tick()
-    return process_group.add(whole)
+    return process_group.add(scores)

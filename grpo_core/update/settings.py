@@ -1,4 +1,4 @@
-"""How stored rollouts become optimizer steps."""
+"""The options of an update."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +10,7 @@ from grpo_core.losses import LossSettings
 
 @dataclass(frozen=True)
 class UpdateSettings(LossSettings):
-    """Sizes and limits of one update, and its loss.
+    """Sizes and limits of one update, added to the options of its loss.
 
     Attributes:
         epochs: passes over the rows.
@@ -18,12 +18,12 @@ class UpdateSettings(LossSettings):
         micro_batch_size: rows per forward and backward pass; changes memory, not the gradient.
         entropy_quantile: share of a minibatch's tokens, those of highest entropy, that train the policy; 1 is all
             (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
-        mask_truncated: rows that were cut at their greatest length stay out of the loss (DAPO, arXiv:2503.14476,
+        mask_truncated: rows that were truncated at their maximum length stay out of the loss (DAPO, arXiv:2503.14476,
             section 3.4, overlong filtering); they stay in the statistics of their group.
         max_grad_norm: gradients are scaled to this norm.
 
     Raises:
-        InputError: as for LossSettings.
+        InputError: as LossSettings.
     """
 
     epochs: PositiveInt = 1

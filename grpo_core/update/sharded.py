@@ -1,9 +1,9 @@
-"""A process group with weights, gradients and moments spread over the processes: FSDP2, torch's `fully_shard`.
+"""A process group with weights, gradients and moments sharded over the processes: FSDP2, torch's `fully_shard`.
 
-Zhao et al., 2023 (arXiv:2304.11277). accelerate would shard the outermost module, and gather the weights that belong to
-no layer in its forward pass alone. Log-probs are computed past it: the inner model once, then the output head a chunk
-of tokens at a time, on each process as often as its rows have chunks. So the layers are sharded one by one, then what
-is left of the inner model; the head stays whole on every process, and so does an embedding that is tied to it.
+Zhao et al., 2023 (arXiv:2304.11277). accelerate would shard the outermost module and gather the weights
+outside the layers only in that module's forward pass. Log-probs bypass it: they run the inner model once, then the
+output head for one chunk of tokens at a time, and processes differ in their number of chunks. So each layer is sharded,
+then the rest of the inner model; the head, and an embedding that is tied to it, stay unsharded on every process.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         trained.change_reference(lambda name, value: _share_of(value, parameters[name]))
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
-        """Load this process's share of a state that every process has in full."""
+        """Load this process's share of a state that every process has completely."""
         shares = {}
         for entry, value in state.items():
             parameter = optimizer.parameters.get(entry.rpartition("|")[0])
@@ -43,8 +43,8 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
 
     def state(self, optimizer: PolicyOptimizer) -> dict[str, Tensor]:
         """Return the full state in the first process; every process has to call this."""
-        whole = {entry: self._whole(value) for entry, value in optimizer.state().items()}
-        return {} if self.rank else whole
+        full = {entry: self._gather(value) for entry, value in optimizer.state().items()}
+        return {} if self.rank else full
 
     def collect(self, trained: TrainedModel) -> None:
         """Give the first process the full weights; every process has to call this, and the model cannot run afterwards.
@@ -52,22 +52,22 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         Sharded values are in CPU memory afterwards, and empty in all but the first process.
         """
         super().collect(trained)
-        trained.change_reference(lambda _, value: self._whole(value))
-        # Of a model with adapters these alone are saved.
+        trained.change_reference(lambda _, value: self._gather(value))
+        # Of a model with adapters only the adapters are saved.
         adapters_only = isinstance(trained.model, PeftModel)
         for module in trained.model.modules():
-            # Those that fully_shard left would look for shares when weights are loaded.
+            # The hooks of fully_shard would expect shares when weights are loaded.
             module._load_state_dict_post_hooks.clear()
             parameters: dict[str, Any] = module._parameters
             for name, parameter in parameters.items():
                 if _is_share(parameter) and (parameter.requires_grad or not adapters_only):
-                    parameters[name] = nn.Parameter(self._whole(parameter), parameter.requires_grad)
+                    parameters[name] = nn.Parameter(self._gather(parameter), parameter.requires_grad)
 
-    def _whole(self, value: Any) -> Tensor:
+    def _gather(self, value: Any) -> Tensor:
         if not _is_share(value):
-            whole: Tensor = value
-            return whole
-        # Shares may have been moved to CPU memory, where the processes of GPUs exchange nothing.
+            unsharded: Tensor = value
+            return unsharded
+        # Shares may be in CPU memory, where NCCL cannot communicate.
         full = value.detach().to(self.device).full_tensor()
         return torch.empty(0) if self.rank else full.cpu()
 
@@ -82,7 +82,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(language_model.base_model, mesh=mesh, reshard_after_forward=True, ignored_params=used_outside)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Denominators are of the whole minibatch: gradients are added up, not averaged.
+            # Denominators count the full minibatch: gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -98,7 +98,7 @@ def _is_share(value: object) -> bool:
 
 
 def _share_of(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this process's share of a value that all processes have in full, cut like the parameter."""
+    """Return this process's share of a value that all processes have completely, cut like the parameter."""
     if not isinstance(parameter, DTensor):
         return value
     # No source rank: every process cuts its own copy, and nothing is sent.

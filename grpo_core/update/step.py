@@ -29,13 +29,13 @@ from grpo_core.update.settings import UpdateSettings
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The rows of one optimizer step, with what every part of its loss is divided by.
+    """The rows of one optimizer step, with the denominators of its loss.
 
     Attributes:
-        rows: old_logprobs known, and all else that the settings need.
+        rows: with old_logprobs, and everything else that the settings need.
         trained: tokens that the loss reads.
         entropy_mask: of these, the ones whose entropy is high enough; None where all train.
-        denominators: of the whole minibatch.
+        denominators: counts of the full minibatch.
     """
 
     rows: TrainingRows
@@ -45,7 +45,7 @@ class Minibatch:
 
 
 def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
-    """The sampled tokens, without the rows that were cut where those are masked."""
+    """Return the sampled tokens, without truncated rows if the settings mask them."""
     if not settings.mask_truncated:
         return rows.tokens.loss_mask
     return overlong_mask(rows.tokens.loss_mask, rows.finished)
@@ -57,11 +57,11 @@ def make_minibatch(
     """Compute the masks and denominators of a minibatch.
 
     Args:
-        rows: those of the minibatch.
-        settings: of the update.
-        rollout_rows: rows of the update.
-        rollout_tokens: their trained tokens.
-        max_length: tokens that a row can have.
+        rows: the minibatch's rows.
+        settings: the update's options.
+        rollout_rows: number of rows of the update.
+        rollout_tokens: number of their trained tokens.
+        max_length: maximum number of tokens of a row.
     """
     trained = trained_tokens(rows, settings)
     entropy_mask = None
@@ -89,7 +89,7 @@ def optimizer_step(
     process_group: ProcessGroup,
     tick: Callable[[], None],
 ) -> StepMetrics:
-    """Gradients of all microbatches of all processes, clipping, and one step.
+    """Sum the gradients of all microbatches and processes, clip them, and make one step.
 
     Raises:
         NonFiniteError: a loss or the gradient is not finite; names the samples. No weight was changed by this step.
@@ -104,7 +104,7 @@ def optimizer_step(
     process_group.add_gradients(parameters)
     grad_norm = process_group.gradient_norm(parameters, settings.max_grad_norm)
     if not math.isfinite(grad_norm):
-        hint = "Lower the learning rate, or look at these samples; the last policy version is intact."
+        hint = "Lower the learning rate, or inspect these samples; the last policy version is intact."
         raise NonFiniteError("gradient", minibatch.rows.sample_ids, hint)
     learning_rate = optimizer.learning_rate
     optimizer.step()
@@ -115,7 +115,7 @@ def optimizer_step(
 
 
 def _require_finite_weights(optimizer: PolicyOptimizer, minibatch: Minibatch, process_group: ProcessGroup) -> None:
-    """Every process raises where one of them has a broken weight, or the others would wait for it."""
+    """Raise on every process if one of them has a broken weight; otherwise the others would wait for it."""
     shares = (getattr(weight, "to_local", lambda weight=weight: weight)() for weight in optimizer.parameters.values())
     broken = sum(int(not torch.isfinite(share.detach()).all()) for share in shares)
     if float(process_group.add(torch.tensor(float(broken)))):
@@ -140,7 +140,7 @@ def _backward(
         return None if values is None else aligned(values[part])
 
     mask = selected(minibatch.trained)
-    assert mask is not None, "every minibatch knows its trained tokens"
+    assert mask is not None, "every minibatch has its trained tokens"
     assert chunk.old_logprobs is not None, "old_logprobs are recomputed before the first step"
     inputs = LossInputs(
         logprobs=scored.logprobs,
@@ -163,4 +163,4 @@ def _backward(
 def _refuse_non_finite(sample_ids: tuple[str, ...], terms: TokenLoss) -> None:
     finite = torch.isfinite(terms.surrogate + terms.kl).all(-1).tolist()
     broken = [sample for sample, good in zip(sample_ids, finite, strict=True) if not good] or list(sample_ids)
-    raise NonFiniteError("loss", broken, "Lower the learning rate, or look at these samples' stored log-probs.")
+    raise NonFiniteError("loss", broken, "Lower the learning rate, or inspect these samples' stored log-probs.")

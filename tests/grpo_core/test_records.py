@@ -79,7 +79,7 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> No
 
 
 def test_a_prompt_too_few_is_refused() -> None:
-    with pytest.raises(AssertionError, match="one prompt a row"):
+    with pytest.raises(AssertionError, match="one prompt per row"):
         TokenBatch(("a", "b"), IDS, MASK, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Causal language models as a kind of policy; their libraries are imported when a model is looked at."""
+"""Causal language models as a kind of policy; their libraries are imported on first use."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 
 PROMPT_TOKENS = 512
-"""Assumed ids of the longest prompt of a batch."""
+"""Assumed number of ids of the longest prompt of a batch."""
 
 AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Names under which configurations say that something follows the output head."""
+"""Configuration fields that announce an operation after the output head."""
 
 
 class CausalLMFamily:
@@ -54,19 +54,19 @@ class CausalLMFamily:
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
-        from grpo_core.policies.causal_lm.loading import at_hand, read_config, refuse_missing_folder
+        from grpo_core.policies.causal_lm.loading import has_local_config, read_config, refuse_missing_folder
 
         refuse_missing_folder(model)
-        if at_hand(model):
+        if has_local_config(model):
             read_config(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model cannot sample with these settings, as far as its local files show."""
-        from grpo_core.policies.causal_lm.loading import at_hand, context_length, load_tokenizer, read_config
+        from grpo_core.policies.causal_lm.loading import context_length, has_local_config, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
-        if not at_hand(model):
+        if not has_local_config(model):
             return
         context = context_length(read_config(model))
         uses_template(load_tokenizer(model), settings)
@@ -84,7 +84,7 @@ class CausalLMFamily:
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """Raise InputError if the choice fits nothing of the model, which is built without values."""
+        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
         from grpo_core.policies.causal_lm.loading import read_config
 
         _on_meta(model, read_config(model), choice)
@@ -92,7 +92,7 @@ class CausalLMFamily:
     def estimate(
         self, model: str, settings: CausalLMSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:
-        """Estimate what the model needs of one GPU and of the disk; nothing is loaded."""
+        """Estimate the GPU memory and disk space that the model needs; nothing is loaded."""
         from grpo_core.policies.causal_lm.loading import read_config
 
         config = read_config(model)
@@ -116,7 +116,7 @@ class CausalLMFamily:
 
 
 def _on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
-    """Build the model without values and apply the choice."""
+    """Build the model on the meta device and apply the choice."""
     from transformers import AutoModelForCausalLM
 
     from grpo_core.policies.causal_lm.training import train_causal_lm

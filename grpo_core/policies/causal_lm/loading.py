@@ -1,4 +1,4 @@
-"""A folder or a hub name -> a causal language model and its tokenizer; what cannot be used is refused first."""
+"""Load a causal language model and its tokenizer by folder or hub name; refuse unusable ones first."""
 
 import inspect
 import pickle
@@ -22,21 +22,21 @@ _UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, Saf
 
 
 def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for something that is meant as a folder but is none; hub names pass."""
+    """Raise InputError for a path that is not a model's folder; hub names pass."""
     path = Path(model).expanduser()
     looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
     if path.is_dir():
         if not (path / CONFIG_FILE).is_file():
-            hint = f"The folder holds no {CONFIG_FILE}; give a folder written by save_pretrained."
+            hint = f"The folder has no {CONFIG_FILE}; give a folder written by save_pretrained."
             raise InputError("policy.model", model, hint)
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-            raise InputError("policy.model", model, "The folder holds no weights; save the model there.")
+            raise InputError("policy.model", model, "The folder has no weights; save the model there.")
     elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
         raise InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")
 
 
-def at_hand(model: str) -> bool:
-    """Whether the model's configuration is on this machine: in its folder, or in the hub's cache."""
+def has_local_config(model: str) -> bool:
+    """Return whether the model's configuration is on this machine: in its folder, or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(model).expanduser().is_dir():
@@ -54,12 +54,12 @@ def _place(model: str) -> str:
 
 def _refusal(model: str, what: str, error: Exception) -> InputError:
     first_line = str(error).strip().splitlines()[0]
-    hint = f"Its {what} cannot be read. Give a folder of whole files, or a hub name that is cached or reachable "
+    hint = f"Its {what} cannot be read. Give a folder with complete files, or a hub name that is cached or reachable "
     return InputError("policy.model", model, f"{hint}({first_line}).")
 
 
 def read_config(model: str) -> Any:
-    """The configuration of a causal language model; no weights are opened.
+    """Read the configuration of a causal language model; no weights are opened.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name.
@@ -74,10 +74,10 @@ def read_config(model: str) -> Any:
         raise _refusal(model, "configuration", error) from error
     causal = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)}
     kinds = list(config.architectures or [])
-    # Without its own head a model gets a random one, and an encoder is given one that it never had.
+    # transformers adds a random head to a model without one, and to an encoder.
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (kinds and not causal.intersection(kinds)):
         found = ", ".join(kinds) or config.model_type
-        hint = f"It holds {found}, no causal language model; give one that transformers' AutoModelForCausalLM loads."
+        hint = f"It is {found}, not a causal language model; give one that transformers' AutoModelForCausalLM loads."
         raise InputError("policy.model", model, hint)
     return config
 
@@ -87,13 +87,13 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def context_length(config: Any) -> int | None:
-    """Ids that the model can read and write together; None where its positions set no bound."""
+    """Return the number of ids that the model can read and write together; None if unbounded."""
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if length is None else int(length)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a model.
+    """Load a model's tokenizer.
 
     Raises:
         InputError: there is none, or it cannot be read.
@@ -105,18 +105,18 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model, in evaluation mode.
+    """Load the model in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name.
         dtype: of the weights.
-        device: where they go.
+        device: of the weights.
 
     Raises:
-        InputError: it does not exist, is another kind of model, lacks weights, or reads no positions.
+        InputError: it does not exist, is another kind of model, lacks weights, or takes no position_ids.
     """
     config = read_config(model)
-    # Its bars would tear the training's own.
+    # Its progress bars would break ours.
     transformers.utils.logging.disable_progress_bar()
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
@@ -126,27 +126,27 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         raise _refusal(model, "weights", error) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-        hint = f"Its files lack weights, or hold them in another shape: {', '.join(missing[:3])}. Save it again."
+        hint = f"Its files lack weights, or have them in another shape: {', '.join(missing[:3])}. Save it again."
         raise InputError("policy.model", model, hint)
     reads_positions = "position_ids" in inspect.signature(loaded.forward).parameters
     if not reads_positions and config.model_type not in _WITHOUT_POSITIONS:
-        hint = f"A {config.model_type} model takes no position_ids, so padded prompts would be read at wrong places."
+        hint = f"A {config.model_type} model takes no position_ids, so padded prompts would get wrong positions."
         raise InputError("policy.model", model, hint)
     return loaded.to(device).eval()
 
 
 def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights as published, on the CPU."""
+    """Load the published weights, on the CPU."""
     loaded = load_model(model, dtype=dtype, device=torch.device("cpu"))
     state: dict[str, Tensor] = loaded.state_dict()
     return state
 
 
 def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Ids that are sampled and scored: [0, n).
+    """Return n: ids [0, n) are sampled and scored.
 
-    Heads are often padded to a round number of rows. Ids that the tokenizer has no text for are left out of the
-    distribution, while sampling and while scoring alike.
+    Heads are often padded to a round number of rows. Ids without a text in the tokenizer are left out of the
+    distribution, both while sampling and while scoring.
 
     Raises:
         InputError: the tokenizer has ids that the model has no embedding for.

@@ -1,4 +1,4 @@
-"""Causal language models behind the Policy protocol. Nothing outside this package knows of templates or end tokens."""
+"""Causal language models behind the Policy protocol. Templates and end tokens are known only in this package."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,16 +39,16 @@ class CausalLMPolicy(TrainedPolicy):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Put the parts together; `load` is the usual way.
+        """Combine the parts; `load` is the usual way.
 
         Args:
-            trained: the model with what is trained of it.
+            trained: the model and its trained parameters.
             tokenizer: the model's own.
             settings: how completions are sampled.
-            autocast: the model computes in this dtype where torch thinks it safe; None leaves its own.
+            autocast: dtype that torch.autocast computes in; None: no autocast.
 
         Raises:
-            InputError: tokenizer and model do not belong together, or the settings need a template that is not there.
+            InputError: tokenizer and model do not belong together, or the settings need a missing template.
         """
         self.trained, self.tokenizer, self.autocast = trained, tokenizer, autocast
         self.vocabulary = vocabulary_size(self._model, tokenizer)
@@ -80,14 +80,14 @@ class CausalLMPolicy(TrainedPolicy):
         return cls(trained, tokenizer, settings, autocast=autocast)
 
     def sample_with(self, settings: CausalLMSettings) -> None:
-        """Use these settings for sampling, rendering and reading prompts from now on."""
+        """Use these settings for sampling, rendering and reading prompts from this call on."""
         uses_template(self.tokenizer, settings)
         self.settings = settings
         self.stops = StopTexts(self.tokenizer, settings.stop)
 
     @property
     def max_length(self) -> int:
-        """Tokens that a row can have with the current settings."""
+        """Maximum number of tokens of a row with the current settings."""
         return self.settings.max_completion_length
 
     @property
@@ -106,7 +106,7 @@ class CausalLMPolicy(TrainedPolicy):
         return encode_prompts(self.tokenizer, self.settings, prompts, context=self.context, device=self._device)
 
     def _distinct(self, prompts: Sequence[str]) -> tuple[EncodedPrompts, Tensor]:
-        """The distinct prompts, and which of them each of the given ones is."""
+        """Encode the distinct prompts, and return the index of each given prompt among them."""
         places = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
         rows = torch.tensor([places[prompt] for prompt in prompts], device=self._device)
         return self._encode(list(places)), rows
@@ -127,14 +127,14 @@ class CausalLMPolicy(TrainedPolicy):
             max_tokens=settings.max_completion_length,
         )
         with self._precision():
-            drawn = sample_completions(self._model, encoded, rows, rule, seeds)
-        tokens = TokenBatch(requested, drawn.token_ids, drawn.loss_mask, settings.temperature, drawn.support)
-        return SampledTokens(tokens, drawn.logprobs, drawn.finished)
+            sampled = sample_completions(self._model, encoded, rows, rule, seeds)
+        tokens = TokenBatch(requested, sampled.token_ids, sampled.loss_mask, settings.temperature, sampled.support)
+        return SampledTokens(tokens, sampled.logprobs, sampled.finished)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[str]:
-        """The completions as texts, without the end token, other special tokens, or the stop text and what follows it.
+        """Return the completions as texts, without special tokens, and cut before the first stop text.
 
-        Text generation has no noise beside its tokens; the seeds change nothing.
+        Text generation has no noise besides its tokens; the seeds are ignored.
         """
         texts = []
         for ids, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True):
@@ -162,5 +162,5 @@ class CausalLMPolicy(TrainedPolicy):
 
 
 def _unwrapped(model: nn.Module) -> Any:
-    """The language model itself; peft's adapters live inside its layers."""
+    """Return the language model inside peft's wrapper; adapters are in its layers."""
     return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -1,7 +1,7 @@
 """Prompts -> left-padded ids. Positions are given to the model explicitly, always.
 
-Left padding shifts every id of a short prompt; a model with absolute positions that is not told so reads another
-text than the one it was asked, and log-probs then depend on the batch by nats without a warning.
+Left padding shifts every id of a short prompt. Without explicit positions, a model with absolute positions reads
+another text, and log-probs depend on the batch by nats without a warning.
 """
 
 import json
@@ -19,7 +19,7 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 
 Message = dict[str, str]
 
-# Some templates print today's date, and a prompt that is scored on another day would be another prompt. transformers
+# Some templates print today's date, so the prompt would differ when it is scored on another day. transformers
 # hands a template no functions but its own, so theirs is hidden by a macro.
 _CLOCK = "strftime_now"
 _FIRST_OF_2025 = (
@@ -32,7 +32,7 @@ _FIRST_OF_2025 = (
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts as the model reads them, left-padded to one length.
+    """Encoded prompts, left-padded to one length.
 
     Attributes:
         input_ids: zero where padded.
@@ -46,21 +46,21 @@ class EncodedPrompts:
 
     @property
     def length(self) -> int:
-        """Ids of the padded prompt."""
+        """Number of ids of the padded prompt."""
         return self.input_ids.shape[1]
 
     @property
     def lengths(self) -> Int[Tensor, " prompts"]:
-        """Ids of each prompt."""
+        """Number of ids of each prompt."""
         return self.attention_mask.sum(-1)
 
     def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
-        """These prompts, in this order, repetitions allowed."""
+        """Return these prompts, in this order, repetitions allowed."""
         return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[rows])
 
 
 def read_messages(prompt: str) -> list[Message] | None:
-    """The messages of a prompt that is a conversation; None for a plain text.
+    """Return the messages of a prompt that is a conversation; None for a plain text.
 
     A conversation is a JSON list of objects with exactly the texts `role` and `content`, as prompt columns of
     conversational datasets are stored; any other text is plain, JSON or not.
@@ -82,7 +82,7 @@ def read_messages(prompt: str) -> list[Message] | None:
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> bool:
-    """Whether prompts are printed by the tokenizer's chat template.
+    """Return whether prompts are formatted with the tokenizer's chat template.
 
     Raises:
         InputError: the settings need a template and there is none.
@@ -98,11 +98,11 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, prompt: str) -> list[int]:
-    """One prompt as ids, without padding.
+    """Encode one prompt without padding.
 
     Without a template a plain text is encoded with the special tokens that the tokenizer puts around texts. With one,
-    the template alone decides; a conversation that ends with the assistant's words is gone on with. A template that
-    prints the date prints the same one every day.
+    only the template adds special tokens; a conversation that ends with the assistant's words is continued. A template
+    that prints the date prints the same one every day.
 
     Raises:
         InputError: a conversation without a template, one that the template refuses, or a prompt without any id.
@@ -116,7 +116,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings, p
     else:
         ids = tokenizer(_printed(tokenizer, settings, prompt, messages), add_special_tokens=False)["input_ids"]
     if not ids:
-        raise InputError("prompt", prompt, "It has no ids at all: the model needs something to begin with.")
+        raise InputError("prompt", prompt, "It has no ids: the model needs at least one to start from.")
     return ids
 
 
@@ -146,9 +146,9 @@ def require_room(prompt: str, length: int, settings: CausalLMSettings, context: 
 
     Args:
         prompt: as given.
-        length: its ids.
-        settings: with the length of a completion.
-        context: ids that the model can read; None where it sets no bound.
+        length: its number of ids.
+        settings: with the maximum length of a completion.
+        context: number of ids that the model can read; None if unbounded.
     """
     room = None if context is None else context - settings.max_completion_length
     if room is not None and length > room:
@@ -177,7 +177,7 @@ def encode_prompts(
         tokenizer: the model's own.
         settings: template, system prompt, and the room to leave.
         prompts: at least one.
-        context: ids that the model can read; None where it sets no bound.
+        context: number of ids that the model can read; None if unbounded.
         device: of the result.
 
     Raises:

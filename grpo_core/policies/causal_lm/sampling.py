@@ -1,4 +1,4 @@
-"""The autoregressive loop: one prefill of the distinct prompts, their cache shared, one random number a token."""
+"""The autoregressive loop: one prefill of the distinct prompts, a shared cache, one random number per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncat
 
 @dataclass(frozen=True)
 class Completions:
-    """What was sampled, padded on the right to the longest row.
+    """Sampled completions, padded on the right to the longest row.
 
     Attributes:
-        token_ids: the end token included; zero after it.
+        token_ids: including the end token; zero after it.
         loss_mask: True for a sampled token.
-        logprobs: of each sampled id under the distribution it was drawn from; zero where masked.
-        finished: whether the row ended by itself.
-        support: the ids that could be drawn; None where all could.
+        logprobs: of each sampled id under the distribution it was sampled from; zero where masked.
+        finished: False for a row that was truncated at the maximum length.
+        support: the ids that could be sampled; None without truncation.
     """
 
     token_ids: Int[Tensor, "rows time"]
@@ -37,12 +37,12 @@ class Completions:
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """From logits to the next token, and when to stop.
+    """How the next token is sampled from logits, and when to stop.
 
     Attributes:
-        vocabulary: ids [0, vocabulary) can be drawn.
+        vocabulary: ids [0, vocabulary) can be sampled.
         temperature: divides the logits.
-        truncation: which of them stay.
+        truncation: which of these ids can be sampled.
         ends: ids that end a row; they are sampled and trained as any other.
         stops: texts that end a row.
         max_tokens: of a row.
@@ -60,14 +60,14 @@ class SamplingRule:
 def sample_completions(
     model: Any, encoded: EncodedPrompts, rows: Int[Tensor, " rows"], rule: SamplingRule, seeds: Sequence[int]
 ) -> Completions:
-    """Sample one completion a row; the loop ends when every row has.
+    """Sample one completion per row; the loop ends when every row has ended.
 
     Args:
         model: a causal language model of transformers.
         encoded: distinct prompts.
-        rows: which prompt each row goes on with.
-        rule: how.
-        seeds: one a row.
+        rows: index of the prompt that each row continues.
+        rule: the distribution and the end of a row.
+        seeds: one per row.
     """
     step = model(
         input_ids=encoded.input_ids,
@@ -96,7 +96,7 @@ def sample_completions(
 
 
 def _shared_cache(cache: Any, rows: Int[Tensor, " rows"]) -> Any:
-    """One row of the cache for each sample, from one for each prompt."""
+    """Repeat the cache of each prompt for its samples."""
     if not all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
         hint = "Its layers keep a state that siblings cannot share; give a model whose layers keep keys and values."
         raise InputError("policy.model", type(cache).__name__, hint)
@@ -105,7 +105,7 @@ def _shared_cache(cache: Any, rows: Int[Tensor, " rows"]) -> Any:
 
 
 class _Written:
-    """What the rows hold so far."""
+    """The tokens of all rows so far."""
 
     def __init__(
         self, rows: int, rule: SamplingRule, uniforms: Float[Tensor, "rows time"], device: torch.device
@@ -117,33 +117,33 @@ class _Written:
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         self.ends = torch.tensor(rule.ends, dtype=torch.long, device=device)
         self.recorder = SupportRecorder() if rule.truncation.active else None
-        self.written: list[list[int]] = [[] for _ in range(rows)]  # kept for stop texts alone
+        self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
 
     def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
-        """Draw the token at `index` of every row that goes on."""
+        """Sample the token at `index` of every row that has not ended."""
         rule = self.rule
         distribution = truncate(vocabulary_logprobs(logits, rule.vocabulary, rule.temperature), rule.truncation)
-        drawn = draw_tokens(distribution, self.uniforms[:, index])
+        sampled = draw_tokens(distribution, self.uniforms[:, index])
         if self.recorder is not None:
             self.recorder.add(distribution, self.active)
-        self.ids[:, index] = torch.where(self.active, drawn, 0)
-        self.logprobs[:, index] = torch.where(self.active, gather_logprobs(distribution, drawn), 0.0)
+        self.ids[:, index] = torch.where(self.active, sampled, 0)
+        self.logprobs[:, index] = torch.where(self.active, gather_logprobs(distribution, sampled), 0.0)
         self.mask[:, index] = self.active
-        ended = torch.isin(drawn, self.ends)
+        ended = torch.isin(sampled, self.ends)
         if rule.stops:
-            ended |= self._stopped(drawn)
+            ended |= self._stopped(sampled)
         self.active = self.active & ~ended
 
-    def _stopped(self, drawn: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
-        stopped = [False] * len(drawn)
-        tokens = drawn.tolist()
+    def _stopped(self, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+        stopped = [False] * len(sampled)
+        tokens = sampled.tolist()
         for row in self.active.nonzero()[:, 0].tolist():
             self.written[row].append(tokens[row])
             stopped[row] = self.rule.stops.completed(self.written[row])
-        return torch.tensor(stopped, device=drawn.device)
+        return torch.tensor(stopped, device=sampled.device)
 
     def completions(self, time: int) -> Completions:
-        """The first `time` tokens, on the CPU."""
+        """Return the first `time` tokens, on the CPU."""
         return Completions(
             self.ids[:, :time].cpu(),
             self.mask[:, :time].cpu(),

@@ -1,4 +1,4 @@
-"""Teacher-forced log-probs: one forward pass over prompt and stored completion, logits a chunk of tokens at a time."""
+"""Teacher-forced log-probs: one forward pass over prompt and stored completion, logits in chunks of tokens."""
 
 from typing import Any
 
@@ -25,23 +25,23 @@ def score_completions(
     entropy: bool,
     whole_logits: bool,
 ) -> TokenLogprobs:
-    """Log-probs of stored tokens, with the positions, padding, support and temperature they were sampled with.
+    """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
     Args:
         model: a causal language model of transformers.
-        encoded: one row a sample.
+        encoded: one row per sample.
         token_ids: padded on the right.
-        loss_mask: True for a sampled token; a row's come first.
+        loss_mask: True for a sampled token; they come first in a row.
         vocabulary: ids [0, vocabulary) could be sampled.
         temperature: divides the logits.
-        support: the ids each token was drawn from; None where nothing was cut.
-        entropy: compute entropies too, gradients included; else they are zero.
-        whole_logits: take the logits from the model, not from its head; see `head_gives_logits`.
+        support: the ids each token was sampled from; None without truncation.
+        entropy: compute entropies too, with gradients; otherwise they are zero.
+        whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).
     """
     time = token_ids.shape[1]
     inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
     if whole_logits:
-        # One id more than time was asked: the slice keeps the last `time` of them.
+        # One more position than `time` is requested: the slice keeps the last `time` of them.
         logits = model(**inputs, use_cache=False, logits_to_keep=time).logits
         return score_logits(
             logits,
@@ -68,7 +68,7 @@ def score_completions(
 def _inputs(
     encoded: EncodedPrompts, token_ids: Int[Tensor, "rows fed"], loss_mask: Bool[Tensor, "rows fed"]
 ) -> dict[str, Tensor]:
-    """Prompts followed by the completions' tokens, each with its position."""
+    """Join prompts with the completions' tokens, each with its position."""
     places = torch.arange(token_ids.shape[1], device=token_ids.device)
     positions = encoded.lengths.unsqueeze(-1) + places
     return {
@@ -80,7 +80,7 @@ def _inputs(
 
 @torch.no_grad()
 def head_gives_logits(model: Any) -> bool:
-    """Whether the model's logits are its head's output for its last hidden states, and nothing comes after.
+    """Return whether the model's logits are its head's output for its last hidden states, without further operations.
 
     Some models cap or scale the head's output (Gemma 2's soft cap, Granite's and Cohere's scale): their logits must
     come from the model itself. Small logits would hide a cap, so the head's input is scaled up to logits of about 100

@@ -1,4 +1,4 @@
-"""How completions are sampled, as a record."""
+"""The options of sampling completions."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,13 +14,13 @@ class CausalLMSettings:
 
     Attributes:
         temperature: of the token distribution.
-        top_k: only the k likeliest ids can be drawn; 0: off.
-        top_p: only the likeliest ids that together have this probability can be drawn; 1: off.
-        min_p: only ids at least this times as probable as the likeliest can be drawn; 0: off.
-        max_completion_length: tokens, at most.
+        top_k: only the k likeliest ids can be sampled; 0: off.
+        top_p: only the likeliest ids that together have this probability can be sampled; 1: off.
+        min_p: only ids at least this times as probable as the likeliest can be sampled; 0: off.
+        max_completion_length: maximum number of tokens.
         stop: texts that end a completion, at the token that completes one of them.
-        system_prompt: goes before every prompt that brings no system message; needs a chat template.
-        chat_template: print prompts by the tokenizer's template; None does where there is one.
+        system_prompt: precedes every prompt without a system message; needs a chat template.
+        chat_template: format prompts with the tokenizer's template; None: if it has one.
     """
 
     temperature: PositiveFloat = 1.0
@@ -34,5 +34,5 @@ class CausalLMSettings:
 
     @property
     def truncation(self) -> Truncation:
-        """Which ids can be drawn."""
+        """Which ids can be sampled."""
         return Truncation(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)

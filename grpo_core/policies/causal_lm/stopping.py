@@ -1,4 +1,4 @@
-"""When a completion is at its end: an end token, or the token that completes a stop text."""
+"""The end of a completion: an end token, or the token that completes a stop text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a text: of the generation configuration, of the tokenizer, ascending."""
+    """Return every id that ends a text, from the generation configuration and the tokenizer, in ascending order."""
     generation = getattr(model, "generation_config", None)
     listed = [getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
     ids = [ids if isinstance(ids, list) else [ids] for ids in listed]
@@ -19,11 +19,11 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Looks for stop texts in what a row has written.
+    """Finds stop texts in a row's tokens.
 
     Attributes:
-        tokenizer: decodes.
-        texts: that end a completion.
+        tokenizer: decodes the tokens.
+        texts: each ends a completion.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ class StopTexts:
         return bool(self.texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As text, without special tokens."""
+        """Decode to text, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
@@ -47,15 +47,15 @@ class StopTexts:
         return max(len(text.encode()) for text in self.texts) + 4
 
     def completed(self, ids: Sequence[int]) -> bool:
-        """Whether the last of these ids completes a stop text; the ids before it hold none.
+        """Return whether the last of these ids completes a stop text; the ids before it contain none.
 
-        Special tokens have no text: what stands on both sides of one belongs together.
+        Special tokens have no text: the text on both sides of one is joined.
         """
         backwards = islice((token for token in reversed(ids) if token not in self._special), self._window)
         tail = self.decode(list(backwards)[::-1])
         return any(text in tail for text in self.texts)
 
     def cut(self, text: str) -> str:
-        """The text before the first stop text in it."""
+        """Return the text before the first stop text in it."""
         places = [place for place in (text.find(stop) for stop in self.texts) if place >= 0]
         return text[: min(places)] if places else text

@@ -1,4 +1,4 @@
-"""What of a causal language model is trained."""
+"""Select the trained parameters of a causal language model."""
 
 import warnings
 from collections.abc import Callable
@@ -19,12 +19,12 @@ def train_causal_lm(
     base_name: str,
     initial_state: Callable[[], dict[str, Tensor]] | None = None,
 ) -> TrainedModel:
-    """See `train_model`; adapters without targets of their own go into every linear layer but the head.
+    """Call `train_model`; by default every linear layer but the head gets an adapter.
 
     Raises:
         InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
     """
     with warnings.catch_warnings():
-        # peft turns the matrices of GPT-2's layers round by itself, and says so for each.
+        # peft transposes the matrices of GPT-2's layers, with a warning for each.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
         return train_model(base, choice, base_name=base_name, default_targets=ALL_LINEAR, initial_state=initial_state)

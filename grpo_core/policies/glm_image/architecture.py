@@ -1,7 +1,7 @@
-"""The four networks of a GLM-Image by their configurations: read from a folder, known of the release, built on meta.
+"""The configurations of GLM-Image's four networks, from a folder or of the release, and the networks on meta.
 
 The release is zai-org/GLM-Image. Source: config.json of `vision_language_encoder`, `transformer` and `vae` on the hub.
-The glyph encoder has no published page that could be read; it is the encoder of google/byt5-small (Xue et al., 2022,
+The glyph encoder's configuration is not published; it is the encoder of google/byt5-small (Xue et al., 2022,
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
@@ -24,7 +24,7 @@ AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transfo
 
 @dataclass(frozen=True)
 class ComponentConfigs:
-    """What each network is built from.
+    """The configuration of each network.
 
     Attributes:
         autoregressive: the token model with its vision tower and quantizer.
@@ -41,7 +41,7 @@ class ComponentConfigs:
 
 @dataclass(frozen=True)
 class Components:
-    """The networks themselves; diffusers' carry a `config`."""
+    """The networks; those of diffusers have a `config`."""
 
     autoregressive: nn.Module
     decoder: Any
@@ -53,15 +53,15 @@ def read_configs(folder: Path) -> ComponentConfigs:
     """Read the configurations of a saved pipeline; no weights are opened.
 
     Args:
-        folder: written by `save_pretrained`, or a hub snapshot of the configuration files alone.
+        folder: written by `save_pretrained`, or a hub snapshot of the configuration files.
 
     Raises:
-        InputError: a component's config.json is missing or is no configuration.
+        InputError: a component's config.json is missing or invalid.
     """
     for part in (AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER):
-        # transformers gives the class's defaults, those of the release, where a file is missing.
+        # For a missing file transformers returns the class's defaults, which are those of the release.
         if not (folder / part / "config.json").is_file():
-            hint = f"It holds no {part}/config.json; give the folder of a complete saved pipeline."
+            hint = f"It has no {part}/config.json; give the folder of a complete saved pipeline."
             raise InputError("policy.model", str(folder), hint)
     try:
         return ComponentConfigs(
@@ -82,10 +82,10 @@ def _diffusers_config(network: type, folder: Path, subfolder: str) -> Mapping[st
 
 
 def find_configs(model: str) -> ComponentConfigs:
-    """Configurations of a folder, or of a hub name: from the local cache, else as this library knows the release.
+    """Find the configurations of a folder or a hub name: in the local cache, or those of the release given here.
 
     Args:
-        model: as in `policy.model`.
+        model: folder or hub name, as in `policy.model`.
 
     Raises:
         InputError: no such folder, or a hub name that is neither cached nor the release.
@@ -118,7 +118,7 @@ def build_on_meta(configs: ComponentConfigs) -> Components:
 
 
 def released_configs() -> ComponentConfigs:
-    """Configurations of the released model: 10.1 B parameters of the token model, 6.93 B of the decoder."""
+    """Return the configurations of the released model: 10.1 B parameters of the token model, 6.93 B of the decoder."""
     return ComponentConfigs(
         autoregressive=_autoregressive(),
         decoder={
@@ -158,7 +158,7 @@ def released_configs() -> ComponentConfigs:
 
 
 def _autoregressive() -> GlmImageConfig:
-    # Spelled out, so that a library whose defaults change does not change what is said of the release.
+    # Written out in full, so that changed defaults of a library do not change the release's configuration.
     return GlmImageConfig(
         text_config={
             "vocab_size": 168064,

@@ -1,4 +1,4 @@
-"""Stored tokens -> images, by the frozen diffusion decoder with fixed noise."""
+"""Decode stored tokens to images with the frozen diffusion decoder and fixed noise."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ from grpo_core.seeds import make_generator
 def large_grid_ids(
     token_ids: Int[Tensor, "samples time"], loss_mask: Bool[Tensor, "samples time"], grids: TokenGrids
 ) -> Int[Tensor, "samples prior"]:
-    """The decoder's conditioning: the large grid, each token doubled along both axes.
+    """Return the decoder's conditioning: the large grid, each token doubled along both axes.
 
-    An image that ended early has cells without a token; they repeat the last token that was written, so that
-    the image can still be looked at and scored.
+    An image that ended early has cells without a token; they repeat the last sampled token, so that the
+    image can still be viewed and scored.
     """
     large = slice(grids.preview.tokens, grids.tokens)
     token_ids = torch.where(loss_mask, token_ids, 0)
@@ -47,19 +47,19 @@ def decode_group(
     """Decode rows of ONE prompt.
 
     Glyph embeddings of different prompts are padded to one length and the padding is not masked, so a row of a
-    mixed batch would change with its neighbours.
+    mixed batch would depend on the other rows.
 
     Args:
         pipeline: its autoregressive part is not used.
-        prompt: the rows' prompt; its quoted text is rendered by the decoder.
+        prompt: the rows' prompt; the decoder renders its quoted text.
         prior_ids: from large_grid_ids.
         height: pixels.
         width: pixels.
-        noise_seeds: one a row; equal seeds give equal noise.
+        noise_seeds: one per row; equal seeds give equal noise.
         num_inference_steps: denoising steps.
-        guidance_scale: classifier-free guidance of the decoder; 1 or less is without.
+        guidance_scale: classifier-free guidance of the decoder; 1 or less: no guidance.
     """
-    # One generator object a row: an object passed twice would go on where the first row left it.
+    # One generator per row: a shared one would continue where the previous row stopped.
     generators = [make_generator(seed) for seed in noise_seeds]
     levels = pipeline(
         [prompt] * len(noise_seeds),
@@ -75,10 +75,10 @@ def decode_group(
 
 
 def _image(levels: Float[np.ndarray, "height width 3"]) -> Image.Image | BrokenImage:
-    """An image from levels in [0, 1]; converted to 8 bits, NaN would become a level like any other."""
+    """Convert levels in [0, 1] to an image; NaN is detected here, because 8-bit levels cannot represent it."""
     broken = ~np.isfinite(levels).all(-1)
     image: Image.Image
     (image,) = VaeImageProcessor.numpy_to_pil(np.where(broken[..., None], 0.0, levels)[None])
     if not broken.any():
         return image
-    return BrokenImage(image, f"{broken.mean():.1%} of the pixels are no numbers")
+    return BrokenImage(image, f"{broken.mean():.1%} of the pixels are not numbers")

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
 
 PROMPT_TOKENS = 256
-"""Assumed ids of the longest prompt of a batch, grid tags included."""
+"""Assumed number of ids of the longest prompt of a batch, grid tags included."""
 
 
 class GlmImageFamily:
-    """GLM-Image as a PolicyFamily. The models' libraries are imported where they are needed: it takes many seconds."""
+    """GLM-Image as a PolicyFamily; the models' libraries are imported on first use, because that takes seconds."""
 
     modality: Modality = "image"
 
@@ -58,19 +58,19 @@ class GlmImageFamily:
         refuse_missing_folder(model)
 
     def refuse_unusable(self, model: str, settings: GlmImageSettings) -> None:
-        """Raise InputError when the model cannot draw images of this size; a model that is not at hand may."""
+        """Raise InputError if the model cannot generate images of this size; a model without local files passes."""
         unit = read_pixel_unit(model)
         if unit is not None:
             token_grids(settings.height, settings.width, unit)
 
     def refuse_prompts(self, model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:
-        """Raise InputError when a prompt holds the model's own tags."""
+        """Raise InputError if a prompt contains the model's reserved tags."""
         from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
 
         refuse_unusable_prompts(model, prompts)
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """Raise InputError if the choice fits nothing of the model, which is built without values."""
+        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
         from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 
@@ -79,7 +79,7 @@ class GlmImageFamily:
     def estimate(
         self, model: str, settings: GlmImageSettings, choice: TrainingChoice, workload: Workload
     ) -> ModelEstimate:
-        """Estimate what the model needs of one GPU and of the disk; nothing is loaded."""
+        """Estimate the GPU memory and disk space that the model needs; nothing is loaded."""
         from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 
@@ -120,10 +120,10 @@ class GlmImageFamily:
 
 
 def decoding_part(networks: "Components", settings: GlmImageSettings, unit: int, rows: int, b: int) -> MemoryPart:
-    """Return the widest tensors of the image decoder.
+    """Return the largest tensors of the image decoder.
 
     A block of the diffusion transformer has about 16 tensors of [rows, patches, hidden], four patches per large token;
-    the passes of guidance are made one after the other. The autoencoder, one image at a time, has about 4 tensors of
+    the passes of guidance run one after the other. The autoencoder, one image at a time, has about 4 tensors of
     [channels, height, width] at full resolution and the width of its block before the last.
     """
     decoder, widths = networks.decoder.config, networks.vae.config.block_out_channels

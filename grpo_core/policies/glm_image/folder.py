@@ -1,4 +1,4 @@
-"""What a saved pipeline's files say of it, read without loading anything: the first look at a person's input."""
+"""Checks of a saved pipeline's files that load no weights."""
 
 import json
 from pathlib import Path
@@ -7,24 +7,24 @@ from grpo_core.errors import InputError
 
 
 def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for something that is meant as a folder but is none; hub names pass."""
+    """Raise InputError for a path that is not a pipeline's folder; hub names pass."""
     path = Path(model).expanduser()
     looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
     if path.is_dir():
         if not (path / "model_index.json").is_file():
-            raise InputError("policy.model", model, "The folder holds no model_index.json; give a saved pipeline's.")
+            raise InputError("policy.model", model, "The folder has no model_index.json; give a saved pipeline's.")
     elif looks_local or path.parent.is_dir():
         raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
 
 
 def read_pixel_unit(model: str) -> int | None:
-    """The pixel unit of a saved pipeline from its configuration files alone; None where they are not at hand.
+    """Read the pixel unit of a saved pipeline from its configuration files; None if they are not on this machine.
 
     Args:
-        model: a folder, or a hub name, whose files are looked for on this machine only.
+        model: a folder, or a hub name, whose files are searched in the local cache only.
 
     Raises:
-        InputError: a configuration file that does not say it.
+        InputError: a configuration file lacks it.
     """
     decoder, autoencoder = _config_file(model, "transformer"), _config_file(model, "vae")
     if decoder is None or autoencoder is None:

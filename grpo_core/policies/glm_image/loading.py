@@ -1,4 +1,4 @@
-"""A folder or a hub name -> the pipeline's components, by diffusers' own loader."""
+"""Load the pipeline's components by folder or hub name, with diffusers' loader."""
 
 from collections.abc import Sequence
 
@@ -17,36 +17,36 @@ from grpo_core.policies.glm_image.prompts import UnitProcessor, refuse_reserved_
 
 
 def pixel_unit(pipeline: GlmImagePipeline) -> int:
-    """Pixels along one side of a large token: the decoder sees two by two patches for each."""
+    """Return the pixels along one side of a large token, which covers two by two patches of the decoder."""
     return int(2 * pipeline.transformer.config.patch_size * pipeline.vae_scale_factor)
 
 
 def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> GlmImagePipeline:
-    """All components of a GLM-Image, frozen, in evaluation mode.
+    """Load all components of a GLM-Image, frozen, in evaluation mode.
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name such as zai-org/GLM-Image.
         dtype: of the weights.
-        device: where they go.
+        device: of the weights.
 
     Raises:
-        InputError: the folder does not exist or is no pipeline, or the hub's files are not at hand.
+        InputError: the folder does not exist or is no pipeline, or the hub's files are not available.
     """
     refuse_missing_folder(model)
-    # Their bars would tear the training's own.
+    # Their progress bars would break ours.
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     try:
         pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
-        hint = f"Give a folder of whole files, or a hub name whose files are cached or reachable ({first_line})."
+        hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, hint) from error
     stock = pipeline.processor
     pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
     pipeline.processor.unit = pixel_unit(pipeline)
     pipeline.set_progress_bar_config(disable=True)
-    # Its tensors are the widest of all; one image at a time, their size does not depend on the batch.
+    # Its tensors are the largest of all; with one image at a time their size does not depend on the batch.
     pipeline.vae.enable_slicing()
     for part in (pipeline.vision_language_encoder, pipeline.text_encoder, pipeline.transformer, pipeline.vae):
         part.requires_grad_(False)
@@ -55,7 +55,7 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
 
 
 def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The autoregressive model's weights as published."""
+    """Load the published weights of the autoregressive model."""
     loaded = GlmImageForConditionalGeneration.from_pretrained(
         model, subfolder=AUTOREGRESSIVE, dtype=dtype, use_safetensors=True
     )
@@ -64,7 +64,7 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:
-    """Look for prompts that hold the model's own tags, by its processor alone.
+    """Refuse prompts that contain the model's reserved tags; only its processor is loaded.
 
     Raises:
         InputError: names the first such prompt.

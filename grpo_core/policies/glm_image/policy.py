@@ -1,4 +1,4 @@
-"""GLM-Image behind the Policy protocol. Nothing outside this package knows of grids, latents or denoising."""
+"""GLM-Image behind the Policy protocol. Grids, latents and denoising are known only in this package."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ FROZEN_PARTS = ("model.visual.", "model.vqmodel.")
 def train_token_model(
     base: Any, choice: TrainingChoice, model: str, *, initial_state: Callable[[], dict[str, Tensor]]
 ) -> TrainedModel:
-    """See `train_model`: what of the autoregressive half is trained.
+    """Call `train_model` for the autoregressive half.
 
     Raises:
         InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
@@ -58,13 +58,13 @@ class GlmImagePolicy(TrainedPolicy):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Put the parts together; `load` is the usual way.
+        """Combine the parts; `load` is the usual way.
 
         Args:
-            pipeline: its token model is the one that is trained.
-            settings: how images are drawn.
-            trained: what of the token model is trained.
-            autocast: the token model computes in this dtype where torch thinks it safe; None leaves its own.
+            pipeline: its token model is trained.
+            settings: how images are sampled.
+            trained: the token model and its trained parameters.
+            autocast: dtype that torch.autocast computes in; None: no autocast.
         """
         self.pipeline = pipeline
         self.trained = trained
@@ -72,10 +72,10 @@ class GlmImagePolicy(TrainedPolicy):
         self.sample_with(settings)
 
     def sample_with(self, settings: GlmImageSettings) -> None:
-        """Use these settings for sampling, rendering and reading prompts from now on.
+        """Use these settings for sampling, rendering and reading prompts from this call on.
 
         Raises:
-            InputError: a size that the model cannot draw, or a truncation outside its range.
+            InputError: a size that the model cannot generate, or a truncation outside its range.
         """
         self.truncation = settings.truncation
         self.grids: TokenGrids = token_grids(settings.height, settings.width, pixel_unit(self.pipeline))
@@ -95,7 +95,7 @@ class GlmImagePolicy(TrainedPolicy):
         """Load by folder or hub name.
 
         Raises:
-            InputError: no such model, a size the model cannot draw, or adapter targets that match nothing.
+            InputError: no such model, a size the model cannot generate, or adapter targets that match nothing.
         """
         pipeline = load_pipeline(model, dtype=dtype, device=device)
         base = pipeline.vision_language_encoder
@@ -104,12 +104,12 @@ class GlmImagePolicy(TrainedPolicy):
 
     @property
     def max_length(self) -> int:
-        """Tokens of both grids of an image."""
+        """Number of tokens of both grids of an image."""
         return self.grids.tokens
 
     @property
     def vocabulary(self) -> int:
-        """Ids [0, vocabulary) are image codes: all that is sampled and scored."""
+        """Number of image codes: ids [0, vocabulary) are sampled and scored."""
         return int(self._base.config.vq_config.num_embeddings)
 
     @property
@@ -127,7 +127,7 @@ class GlmImagePolicy(TrainedPolicy):
         )
 
     def _encode_rows(self, prompts: Sequence[str]) -> EncodedPrompts:
-        """One row a prompt, each distinct prompt encoded once."""
+        """Encode prompts, one row per prompt; each distinct prompt is encoded once."""
         distinct = list(dict.fromkeys(prompts))
         place = {prompt: index for index, prompt in enumerate(distinct)}
         rows = torch.tensor([place[prompt] for prompt in prompts], device=self._device)
@@ -152,11 +152,11 @@ class GlmImagePolicy(TrainedPolicy):
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)
         tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support)
-        # An image has as many tokens as its size says.
+        # The size of an image determines its number of tokens.
         return SampledTokens(tokens, logprobs.cpu(), finished=torch.ones(len(rows), dtype=torch.bool))
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenImage]:
-        """Return the finished image or text of each row."""
+        """Return the decoded image of each row."""
         self._require_fit(tokens)
         token_ids, loss_mask = self._padded(tokens.token_ids), self._padded(tokens.loss_mask)
         prior = large_grid_ids(token_ids, loss_mask, self.grids).to(self._device)

@@ -1,7 +1,7 @@
 """Prompts -> input ids and positions. Positions are given to the model explicitly, always.
 
 GLM-Image keeps position state on the module between a prefill and its decode steps; a forward pass without
-`position_ids` reads whatever the last caller left there, and the log-probs are wrong by nats without a warning.
+`position_ids` reads the state of the previous caller, and the log-probs are wrong by nats without a warning.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from grpo_core.policies.glm_image.settings import Grid, preview_grid
 
 
 class UnitProcessor(GlmImageProcessor):
-    """GlmImageProcessor for any pixel unit, not 32 alone: a decoder with a smaller patch has a smaller unit."""
+    """GlmImageProcessor for any pixel unit, not only 32: a decoder with a smaller patch has a smaller unit."""
 
     unit = 32
 
@@ -28,13 +28,13 @@ class UnitProcessor(GlmImageProcessor):
         return large.rows, large.columns, preview.rows, preview.columns
 
 
-# A saved pipeline names the classes of its parts: it must load where this project is not.
+# A saved pipeline names the classes of its parts: it must load without this project.
 UnitProcessor.__name__ = GlmImageProcessor.__name__
 
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts as the autoregressive model reads them, left-padded to one length.
+    """Prompts encoded for the autoregressive model, left-padded to one length.
 
     Attributes:
         input_ids: prompt ids with the grid tags and the image's start token.
@@ -49,11 +49,11 @@ class EncodedPrompts:
 
     @property
     def length(self) -> int:
-        """Ids of the padded prompt."""
+        """Number of ids of the padded prompt."""
         return self.input_ids.shape[1]
 
     def repeat(self, times: int) -> "EncodedPrompts":
-        """Every prompt `times` times, siblings side by side."""
+        """Repeat every prompt `times` times, siblings next to each other."""
         return EncodedPrompts(
             self.input_ids.repeat_interleave(times, 0),
             self.attention_mask.repeat_interleave(times, 0),
@@ -61,12 +61,12 @@ class EncodedPrompts:
         )
 
     def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
-        """These prompts, in this order, repetitions allowed."""
+        """Return these prompts, in this order, repetitions allowed."""
         return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[:, rows])
 
 
 def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
-    """Raise InputError when a prompt holds a tag that the tokenizer reads as an image or grid token."""
+    """Raise InputError if a prompt contains a tag that the tokenizer reads as an image or grid token."""
     tokenizer = processor.tokenizer
     reserved = {*tokenizer.all_special_tokens, processor.image_token, processor.grid_bos_token, "<|dit_token_"}
     for token in sorted(reserved):
@@ -80,14 +80,14 @@ def encode_prompts(
     """Encode distinct prompts for one image size.
 
     Args:
-        model: the inner GlmImageModel, which knows how positions are laid out.
+        model: the inner GlmImageModel, which computes the positions.
         processor: the pipeline's processor.
         prompts: at least one.
         height: pixels.
         width: pixels.
 
     Raises:
-        InputError: a prompt holds a reserved tag.
+        InputError: a prompt contains a reserved tag.
     """
     for prompt in prompts:
         refuse_reserved_tokens(processor, prompt)

@@ -1,4 +1,4 @@
-"""The autoregressive loop: one prefill a prompt, its cache shared by the group, one random number a token."""
+"""The autoregressive loop: one prefill per prompt, a cache shared by the group, one random number per token."""
 
 from collections.abc import Sequence
 
@@ -29,16 +29,16 @@ def sample_tokens(
 
     Args:
         model: GlmImageForConditionalGeneration, bare or wrapped by peft.
-        encoded: one row a prompt.
-        group_size: images a prompt.
-        tokens: ids to sample an image.
-        seeds: one an image, siblings side by side.
-        vocabulary: ids [0, vocabulary) are image codes; no other id is ever drawn.
+        encoded: one row per prompt.
+        group_size: images per prompt.
+        tokens: number of ids to sample per image.
+        seeds: one per image, siblings next to each other.
+        vocabulary: ids [0, vocabulary) are image codes; no other id is ever sampled.
         temperature: divides the logits.
-        truncation: which of the codes can be drawn.
+        truncation: which of the codes can be sampled.
 
     Returns:
-        Sampled ids, the log-prob each was drawn with, and the ids each was drawn from where the truncation cut any.
+        Sampled ids, their log-probs, and the ids each could be sampled from; None without truncation.
     """
     logits, cache = _prefill(model, encoded, group_size)
     rows = encoded.repeat(group_size)
@@ -70,7 +70,7 @@ def sample_tokens(
 def _prefill(
     model: nn.Module, encoded: EncodedPrompts, group_size: int
 ) -> tuple[Float[Tensor, "samples vocab"], DynamicCache]:
-    """Each prompt once; its last logits and its cache, one a sibling."""
+    """Run each prompt once; return its last logits and its cache, repeated for each sibling."""
     cache = DynamicCache()
     step = model(
         input_ids=encoded.input_ids,

@@ -1,4 +1,4 @@
-"""Teacher-forced log-probs: one forward pass over prompt and stored tokens, logits only where a token is scored."""
+"""Teacher-forced log-probs: one forward pass over prompt and stored tokens, logits only for scored tokens."""
 
 from typing import Any
 
@@ -23,33 +23,33 @@ def score_tokens(
     support: TokenSupport | None = None,
     entropy: bool = True,
 ) -> TokenLogprobs:
-    """Log-probs of stored tokens, with the positions, padding, ids and temperature they were sampled with.
+    """Compute log-probs of stored tokens with the positions, padding, ids and temperature of their sampling.
 
     Args:
         model: GlmImageForConditionalGeneration, bare or wrapped.
-        encoded: one row a sample.
+        encoded: one row per sample.
         token_ids: both grids, preview first; a short grid is padded on the right, with any ids.
         loss_mask: False over the padding of a short grid.
         vocabulary: ids [0, vocabulary) could be sampled.
         temperature: divides the logits.
-        support: the ids each token was drawn from; None where nothing was cut.
-        entropy: compute entropies too, gradients included.
+        support: the ids each token was sampled from; None without truncation.
+        entropy: compute entropies too, with gradients.
     """
-    # The padding of a short grid may hold the end token, which is no image code.
+    # The padding of a short grid may be the end token, which is not an image code.
     token_ids = torch.where(loss_mask, token_ids, 0)
     ids = torch.cat([encoded.input_ids, token_ids[:, :-1]], 1)
     attention = torch.cat([encoded.attention_mask, loss_mask[:, :-1].to(encoded.attention_mask.dtype)], 1)
-    whole = next(part for part in model.modules() if isinstance(part, GlmImageForConditionalGeneration))
+    inner = next(part for part in model.modules() if isinstance(part, GlmImageForConditionalGeneration))
     hidden = _hidden_states(
         model,
-        whole,
+        inner,
         input_ids=ids,
         attention_mask=attention,
         position_ids=encoded.position_ids[:, :, : ids.shape[1]],
     )
     return score_hidden(
         hidden[:, encoded.length - 1 :],
-        _head(whole, vocabulary),
+        _head(inner, vocabulary),
         token_ids,
         loss_mask,
         vocabulary=vocabulary,
@@ -60,15 +60,15 @@ def score_tokens(
 
 
 def _hidden_states(
-    model: nn.Module, whole: GlmImageForConditionalGeneration, **inputs: Tensor
+    model: nn.Module, inner: GlmImageForConditionalGeneration, **inputs: Tensor
 ) -> Float[Tensor, "samples length hidden"]:
-    """What the output head reads."""
+    """Return the input of the output head."""
     caught: list[Tensor] = []
 
     def catch(module: nn.Module, arguments: object, output: Any) -> None:
         caught.append(output.last_hidden_state)
 
-    handle = whole.model.register_forward_hook(catch)
+    handle = inner.model.register_forward_hook(catch)
     nothing = torch.zeros(0, dtype=torch.long, device=inputs["input_ids"].device)
     try:
         # Through the outermost module: wrappers that shard weights or reduce gradients act on its forward pass.
@@ -78,12 +78,12 @@ def _hidden_states(
     return caught[0]
 
 
-def _head(whole: GlmImageForConditionalGeneration, vocabulary: int) -> Head:
-    """From hidden states to the logits of the first `vocabulary` ids."""
-    head: nn.Linear = whole.lm_head
-    # A subclass has adapters or shards, and its weight is not all there is to it.
+def _head(inner: GlmImageForConditionalGeneration, vocabulary: int) -> Head:
+    """Return the function from hidden states to the logits of the first `vocabulary` ids."""
+    head: nn.Linear = inner.lm_head
+    # A subclass has adapters or shards, so its weight alone does not give the logits.
     if type(head) is not nn.Linear:
         return head
-    # Cut once: cut for each chunk, the gradient would be padded to the whole weight for each.
+    # Cut once: if cut for each chunk, the gradient would be padded to the full weight each time.
     weight = head.weight[:vocabulary]
     return lambda states: nn.functional.linear(states, weight)

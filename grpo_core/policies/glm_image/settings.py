@@ -1,6 +1,6 @@
-"""How images are drawn: the sampling settings, and the token grids of an image size.
+"""The sampling settings of images, and the token grids of an image size.
 
-The model writes a small preview grid first, then the large grid that the decoder draws from.
+The model writes a small preview grid first, then the large grid that the decoder reads.
 """
 
 import math
@@ -15,18 +15,18 @@ from grpo_core.sampling import Truncation
 
 @dataclass(frozen=True)
 class GlmImageSettings:
-    """How images are drawn.
+    """How images are sampled.
 
     Attributes:
         height: pixels, a multiple of the model's unit.
-        width: pixels, likewise.
+        width: pixels, a multiple of the model's unit.
         temperature: of the token distribution.
-        top_k: only the k likeliest ids can be drawn; 0: off.
-        top_p: only the likeliest ids that together have this probability can be drawn; 1: off.
-        min_p: only ids at least this times as probable as the likeliest can be drawn; 0: off.
+        top_k: only the k likeliest ids can be sampled; 0: off.
+        top_p: only the likeliest ids that together have this probability can be sampled; 1: off.
+        min_p: only ids at least this times as probable as the likeliest can be sampled; 0: off.
         num_inference_steps: denoising steps of the decoder.
         guidance_scale: of the decoder; the token model has none.
-        decode_batch_size: images decoded at once, at most; siblings only.
+        decode_batch_size: maximum number of images decoded at once; siblings only.
     """
 
     height: PositiveInt
@@ -41,7 +41,7 @@ class GlmImageSettings:
 
     @property
     def truncation(self) -> Truncation:
-        """Which of the image codes can be drawn.
+        """Which of the image codes can be sampled.
 
         Raises:
             InputError: a value outside its range.
@@ -71,18 +71,18 @@ class TokenGrids:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens an image; the end slot that follows is not one of them."""
+        """Number of sampled tokens per image, without the end slot that follows."""
         return self.preview.tokens + self.large.tokens
 
 
 def preview_grid(large: Grid, unit: int) -> Grid:
-    """About (unit / 2)^2 cells with the large grid's aspect; at unit 32 this is GlmImageProcessor's 16 x 16."""
+    """Return a grid of about (unit / 2)^2 cells with the large grid's aspect; at unit 32 it is 16 x 16."""
     ratio = large.rows / large.columns
     return Grid(int(math.sqrt(ratio) * (unit // 2)), int(math.sqrt(1 / ratio) * (unit // 2)))
 
 
 def token_grids(height: int, width: int, unit: int) -> TokenGrids:
-    """The grids for an image size.
+    """Return the grids for an image size.
 
     Args:
         height: pixels.
@@ -90,13 +90,13 @@ def token_grids(height: int, width: int, unit: int) -> TokenGrids:
         unit: pixels along one side of a large token.
 
     Raises:
-        InputError: a side is not a positive multiple of the unit, or so long and thin that the preview vanishes.
+        InputError: a side is not a positive multiple of the unit, or the aspect ratio leaves no preview.
     """
     for side, value in (("height", height), ("width", width)):
         if value <= 0 or value % unit:
             nearest = max(unit, round(value / unit) * unit)
             raise InputError(
-                f"rollout.{side}", value, f"This model draws in units of {unit} pixels; the nearest is {nearest}."
+                f"rollout.{side}", value, f"This model uses units of {unit} pixels; the nearest is {nearest}."
             )
     large = Grid(height // unit, width // unit)
     preview = preview_grid(large, unit)

@@ -1,9 +1,9 @@
-"""What of a model is trained, how it is saved, and how its reference is had: LoRA, or full weights.
+"""The trained part of a model, how it is saved, and its reference: LoRA, or full weights.
 
-- `choice`: the records that say what is trained.
-- `model`: what every trained model can do; `lora` and `full` are the two kinds, `factory` picks one.
-- `policy`: what every policy leaves to its trained model.
-- `reference`: other values in the place of the trained ones, for as long as they are needed, and their moving average.
+- `choice`: the settings that select what is trained.
+- `model`: the interface of a trained model; `lora` and `full` are the two kinds, `factory` picks one.
+- `policy`: the half of a policy that its trained model implements.
+- `reference`: swapping the reference's values in and out, and their moving average.
 - `recompute`: gradient checkpointing without dropout.
 - `precision`: 16-bit arithmetic over the weights.
 """

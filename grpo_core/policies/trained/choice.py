@@ -1,4 +1,4 @@
-"""The records that say what of a model is trained."""
+"""The settings that select what of a model is trained."""
 
 import re
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class LoraSettings:
     Attributes:
         rank: r of the decomposition.
         alpha: the update is scaled by alpha / rank.
-        targets: regular expression over the full names of the linear layers that get an adapter; None takes the
-            policy's own choice.
+        targets: regular expression over the full names of the linear layers that get an adapter; None: the
+            policy's default.
     """
 
     rank: PositiveInt = 32
@@ -33,15 +33,15 @@ class TrainingChoice:
 
     Attributes:
         lora: adapters over the frozen model; None trains every weight outside the frozen parts.
-        frozen: regular expression over the full names of parameters that are left alone, beside the policy's own
-            frozen parts; with `lora` every weight is, so it has to be None.
+        frozen: regular expression over the full names of parameters that are frozen in addition to the policy's
+            frozen parts; has to be None with `lora`, which freezes every weight.
         reference: where the reference's weights are kept when every weight is trained: on the model's device, in CPU
-            memory, or nowhere. Adapters have their reference at no cost.
+            memory, or nowhere. With adapters the reference needs no memory.
         gradient_checkpointing: recompute activations in the backward pass.
-        seed: of the adapters' random half.
+        seed: for the random half of the adapters.
 
     Raises:
-        InputError: `frozen` is no regular expression, or stands beside `lora`.
+        InputError: `frozen` is not a regular expression, or is set together with `lora`.
     """
 
     lora: LoraSettings | None
@@ -54,10 +54,10 @@ class TrainingChoice:
         if self.frozen is None:
             return
         if self.lora is not None:
-            hint = "Adapters leave every weight of the model alone; leave it out, or train without adapters."
+            hint = "Adapters already freeze every weight of the model; leave it out, or train without adapters."
             raise InputError("policy.frozen", self.frozen, hint)
         try:
             re.compile(self.frozen)
         except re.error as error:
-            hint = f"It is no regular expression ({error}); give one over the full names of parameters."
+            hint = f"It is not a regular expression ({error}); give one over the full names of parameters."
             raise InputError("policy.frozen", self.frozen, hint) from error

@@ -1,4 +1,4 @@
-"""A loaded model and a choice -> what is trained of it."""
+"""Make a loaded model trainable."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +20,15 @@ def train_model(
     own_frozen: tuple[str, ...] = (),
     initial_state: Callable[[], dict[str, Tensor]] | None = None,
 ) -> TrainedModel:
-    """Put adapters on a model, or free its weights.
+    """Add adapters to a model, or unfreeze its weights.
 
     Args:
         base: a transformers model on its device; changed in place.
         choice: what is trained.
         base_name: folder or hub name, written into saved adapters.
-        default_targets: layers that get an adapter where the choice leaves them open.
-        own_frozen: beginnings of the names of parameters that this kind of policy never trains.
-        initial_state: reads the starting weights again, for full weights; None keeps a copy of them in CPU memory.
+        default_targets: layers that get an adapter if the choice names none.
+        own_frozen: prefixes of the names of parameters that this kind of policy never trains.
+        initial_state: reads the initial weights again, for full weights; None keeps a copy of them in CPU memory.
 
     Raises:
         InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.

@@ -1,4 +1,4 @@
-"""Every weight outside the frozen parts."""
+"""Training of every weight outside the frozen parts."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ WEIGHTS_FILE = "model.safetensors"
 class FullModel(TrainedModel):
     """Every weight outside the frozen parts is trained.
 
-    The reference has other values of the trained weights alone. They are kept on the model's device or in CPU memory,
-    and change places with the policy's while the reference is asked.
+    The reference differs only in the values of the trained weights. They are kept on the model's device or in CPU
+    memory, and are swapped with the policy's while the reference is used.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class FullModel(TrainedModel):
         initial_state: Callable[[], dict[str, Tensor]] | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
-        """Train the model as a whole.
+        """Unfreeze the model outside the frozen parts.
 
         Args:
             model: changed in place.
-            own_frozen: beginnings of the names of parameters that this kind of policy never trains.
-            frozen: regular expression over the whole names of further parameters that are left alone.
-            reference: where its values are kept; `none` keeps no reference.
-            initial_state: reads the starting weights again; None keeps a copy of them in CPU memory.
+            own_frozen: prefixes of the names of parameters that this kind of policy never trains.
+            frozen: regular expression over the full names of further frozen parameters.
+            reference: where its values are kept; `none`: no reference.
+            initial_state: reads the initial weights again; None keeps a copy of them in CPU memory.
             gradient_checkpointing: recompute activations in the backward pass.
 
         Raises:
@@ -53,7 +53,7 @@ class FullModel(TrainedModel):
             parameter.requires_grad_(not (name.startswith(own_frozen) or name in left_alone))
         super().__init__(model, gradient_checkpointing=gradient_checkpointing)
         if not self.trainable_parameters():
-            raise InputError("policy.frozen", frozen, "It leaves nothing to train; let some parameters out of it.")
+            raise InputError("policy.frozen", frozen, "It leaves nothing to train; narrow it.")
         self._initial_state: Callable[[], dict[str, Tensor]] = initial_state or _kept(model)
         self._placement = reference
         if reference != "none":
@@ -64,14 +64,14 @@ class FullModel(TrainedModel):
         self.model.save_pretrained(folder)  # type: ignore[operator]
 
     def load(self, folder: Path | None) -> None:
-        """Take the weights of `folder`, or the starting ones."""
+        """Load the weights of `folder`; None restores the initial ones."""
         if folder is None:
             state = self._initial_state()
         else:
             state = {}
             for shard in sorted(folder.glob("model*.safetensors")):
                 state.update(load_file(shard))
-        # Of weights that are tied to each other, one is stored.
+        # Of tied weights only one is stored.
         tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
         differing = [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
         if differing:
@@ -80,12 +80,12 @@ class FullModel(TrainedModel):
 
     @property
     def has_reference(self) -> bool:
-        """Whether its values are kept."""
+        """Whether the reference's values are kept."""
         return self._placement != "none"
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """The model with the reference's weights in the place of its own."""
+        """Give the model with the reference's weights swapped in."""
         self._require_reference()
         assert self._reference is not None
         with self._as_reference(self._reference) as model:
@@ -105,6 +105,6 @@ def _matching(model: nn.Module, pattern: str) -> set[str]:
     matching = {name for name in names if re.fullmatch(pattern, name)}
     if not matching:
         some = ", ".join(names[:: max(1, len(names) // 4)][:4])
-        hint = f"It matches no parameter as a whole; parameters are called {some}."
+        hint = f"It has to match a parameter's full name; parameters are called {some}."
         raise InputError("policy.frozen", pattern, hint)
     return matching

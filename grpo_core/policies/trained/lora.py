@@ -1,4 +1,4 @@
-"""Adapters over a frozen base."""
+"""Training of adapters over a frozen base."""
 
 import re
 import warnings
@@ -23,14 +23,14 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def _no_model_card(output_dir: str) -> None:
-    """In the place of peft's own."""
+    """Replace peft's function, which writes a model card."""
 
 
 class LoraModel(TrainedModel):
     """Adapters over a frozen base.
 
-    With the adapters off, the base is the reference; once it was refreshed, the reference is the base with earlier
-    values of the adapters, which are kept on the device beside them.
+    The reference is the base with the adapters off; once refreshed, it is the base with earlier values of the
+    adapters, which are kept on the same device.
     """
 
     model: "PeftModel"
@@ -45,14 +45,14 @@ class LoraModel(TrainedModel):
         default_targets: str | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
-        """Add adapters that change nothing yet.
+        """Add adapters whose initial values change nothing.
 
         Args:
             base: its parameters are frozen.
             settings: rank, scale and targets.
-            base_name: how the base is called in the saved adapter, for peft to find it again.
-            seed: of the adapters' random half.
-            default_targets: regular expression, or peft's `all-linear`, where the settings leave the targets open.
+            base_name: name of the base in the saved adapter, for peft to find it again.
+            seed: for the random half of the adapters.
+            default_targets: regular expression, or peft's `all-linear`, if the settings name no targets.
             gradient_checkpointing: recompute activations in the backward pass.
 
         Raises:
@@ -60,10 +60,10 @@ class LoraModel(TrainedModel):
         """
         targets = default_targets if settings.targets is None else settings.targets
         if targets is None:
-            raise ValueError("neither the settings nor the caller say which layers get an adapter")
+            raise ValueError("neither the settings nor default_targets say which layers get an adapter")
         adapted = _with_adapters(base, settings, targets, seed)
         adapted.peft_config["default"].base_model_name_or_path = base_name
-        # It says nothing about this policy, and its template is compiled at every save.
+        # The model card says nothing about this policy, and its template is compiled at every save.
         adapted.create_or_update_model_card = _no_model_card
         super().__init__(adapted, gradient_checkpointing=gradient_checkpointing)
         self._initial = {name: on_cpu(value) for name, value in self._state().items()}
@@ -79,11 +79,11 @@ class LoraModel(TrainedModel):
         self.model.save_pretrained(str(folder), save_embedding_layers=False)
 
     def load(self, folder: Path | None) -> None:
-        """Take the adapters of `folder`, or the initial ones."""
+        """Load the adapters of `folder`; None restores the initial ones."""
         from peft import set_peft_model_state_dict
 
         state = self._initial if folder is None else load_file(folder / ADAPTER_FILE)
-        # Compared first: peft would take what fits, and the policy would be a mixture of two.
+        # Compared first: peft would load only the matching part, and the policy would mix two versions.
         differing = differing_shapes(state, self._initial)
         if differing:
             hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
@@ -92,12 +92,12 @@ class LoraModel(TrainedModel):
 
     @property
     def has_reference(self) -> bool:
-        """Always: the base is at hand."""
+        """Always True: the base is the reference."""
         return True
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """The base, adapters off; or, once refreshed, the base with the reference's adapters."""
+        """Give the base with the adapters off; once refreshed, the base with the reference's adapters."""
         if self._reference is None:
             with self.model.disable_adapter():
                 yield self.model
@@ -106,7 +106,7 @@ class LoraModel(TrainedModel):
                 yield model
 
     def load_reference(self, folder: Path | None) -> None:
-        """Take the adapters of `folder` for the reference; None is the base alone."""
+        """Load the adapters of `folder` for the reference; None: the base without adapters."""
         if folder is None:
             self._reference = None
         else:
@@ -128,7 +128,7 @@ def _with_adapters(base: nn.Module, settings: LoraSettings, targets: str, seed: 
         bias="none",
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft asks transformers for an attribute by its previous name.
+        # peft reads an attribute of transformers by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         torch.manual_seed(seed)
         try:

@@ -1,4 +1,4 @@
-"""What every trained model can do."""
+"""The interface of a trained model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -13,18 +13,18 @@ from grpo_core.policies.trained.reference import copied, exchanged, mix_into
 
 
 class TrainedModel(ABC):
-    """A model with the part of it that an update changes, and the reference that its KL is measured against.
+    """A model with its trained part, and the reference that its KL is measured against.
 
     Attributes:
         model: the module that is run.
     """
 
     model: nn.Module
-    # Values of the trained parameters; None where the reference is had without any.
+    # The reference's values of the trained parameters; None if it needs none.
     _reference: dict[str, Tensor] | None
 
     def __init__(self, model: nn.Module, *, gradient_checkpointing: bool) -> None:
-        """Take a model that knows by now which of its parameters are trained.
+        """Wrap a model whose parameters are already frozen or trainable.
 
         Raises:
             InputError: activations are to be recomputed, but the model has no layers that can.
@@ -36,16 +36,16 @@ class TrainedModel(ABC):
             enable_recomputation(model)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """What an update changes, by name, in a fixed order; tied weights once."""
+        """Return the parameters that an update changes, by name, in a fixed order; tied weights once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def prepare_for_update(self) -> None:
-        """Dropout would make the ratio differ from one on unchanged weights, so it stays off."""
+        """Enter the mode for gradients; dropout stays off, or the ratio would differ from one on unchanged weights."""
         self.model.eval()
         recompute_layers(self.model, self._gradient_checkpointing)
 
     def prepare_for_sampling(self) -> None:
-        """No dropout, no recomputation."""
+        """Enter the mode for sampling, without dropout and recomputation."""
         self.model.eval()
 
     @abstractmethod
@@ -54,10 +54,10 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def load(self, folder: Path | None) -> None:
-        """Take the trained part from `folder`; None goes back to the start.
+        """Load the trained part from `folder`; None restores the initial one.
 
         Raises:
-            InputError: the weights are another model's; none of them is taken.
+            InputError: the weights are another model's; none of them is loaded.
         """
 
     @property
@@ -67,9 +67,9 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def reference(self) -> AbstractContextManager[nn.Module]:
-        """Context manager that gives the reference model, for forward passes without gradients.
+        """Return a context manager that gives the reference model, for forward passes without gradients.
 
-        Inside it the policy's own weights may be out of place.
+        Inside it the policy's weights may be swapped out.
 
         Raises:
             ValueError: there is none.
@@ -77,7 +77,7 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def _reference_device(self) -> torch.device | None:
-        """Where the reference's values are kept; None is where the parameters are."""
+        """Return the device of the reference's values; None: the device of each parameter."""
 
     @contextmanager
     def _as_reference(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
@@ -102,7 +102,7 @@ class TrainedModel(ABC):
         """Keep the reference's values in another form, such as a process's share of them.
 
         Args:
-            change: a parameter's name and the reference's value of it -> what is kept in its place.
+            change: takes a parameter's name and the reference's value of it, returns the value to keep instead.
         """
         if self._reference is not None:
             self._reference = {name: change(name, value) for name, value in self._reference.items()}
@@ -110,8 +110,8 @@ class TrainedModel(ABC):
     def refresh_reference(self, mix: float) -> None:
         """Make the reference mix * policy + (1 - mix) * reference, parameter by parameter, in fp32.
 
-        With adapters it is their matrices that are mixed, not the products of these that are added to the weights;
-        the reference that adapters start with has their initial matrices, which add nothing.
+        With adapters the matrices are mixed, not their products that are added to the weights; the initial reference of
+        adapters has their initial matrices, which add nothing.
 
         Args:
             mix: share of the policy, 0 < mix <= 1; 1 makes the reference the policy.
@@ -133,7 +133,7 @@ class TrainedModel(ABC):
             self.save(folder)
 
     def load_reference(self, folder: Path | None) -> None:
-        """Take the reference of `folder`; None goes back to the one that the model started with.
+        """Load the reference of `folder`; None restores the initial one.
 
         Raises:
             ValueError: there is no reference to be replaced.

@@ -1,4 +1,4 @@
-"""What every policy leaves to its trained model."""
+"""The half of the Policy protocol that the trained model implements."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -15,14 +15,14 @@ class TrainedPolicy(ABC):
     """The half of the Policy protocol that does not depend on what is sampled.
 
     Attributes:
-        trained: what an update changes, and the reference.
+        trained: the trained parameters and the reference.
     """
 
     trained: TrainedModel
 
     @abstractmethod
     def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
-        """Log-probs of the tokens under this model, which is the policy's own or the reference."""
+        """Compute the log-probs of the tokens under this model, the policy's or the reference."""
 
     def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
         """Compute the log-probs of the tokens under the current weights."""

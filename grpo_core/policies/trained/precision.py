@@ -6,13 +6,13 @@ from grpo_core.errors import InputError
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Context in which matrix products are computed in `dtype`; the parameters keep theirs, and so do their gradients.
+    """Return a context that computes matrix products in `dtype`; parameters and gradients keep their dtype.
 
-    Sampling and scoring have to run under the same one, or their log-probs differ by the rounding.
+    Sampling and scoring have to use the same one, or their log-probs differ by rounding.
 
     Args:
         device: of the model.
-        dtype: of the arithmetic; None leaves it to the weights' own.
+        dtype: of the arithmetic; None: the weights' dtype.
     """
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 

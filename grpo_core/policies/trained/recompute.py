@@ -35,14 +35,14 @@ def enable_recomputation(model: nn.Module) -> None:
 def recompute_layers(model: nn.Module, recompute: bool) -> None:
     """Switch recomputation on or off in a model whose dropout is off.
 
-    Layers are checkpointed in training mode only: they are told that they train, the modules inside are not.
+    Layers are checkpointed only in training mode, so the layers are set to it and the modules inside are not.
     """
     for layer in _layers(model):
         layer.training = recompute
 
 
 def _run(layer: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
-    """A layer's forward pass, checkpointed; the layer itself is in evaluation mode, for some have a dropout."""
+    """Run a layer's forward pass with checkpointing; the layer is in evaluation mode, because some have dropout."""
 
     def evaluated(*values: Any) -> Any:
         trains, layer.training = layer.training, False

@@ -1,4 +1,4 @@
-"""Other values in the place of the trained ones, for as long as they are needed, and their moving average."""
+"""Swap other values in for the trained ones while they are needed, and keep their moving average."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def copied(parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> dict[str, Tensor]:
-    """A copy of the values, where they are or on another device; a tensor without values has none to copy."""
+    """Copy the values, to the same or another device; meta tensors are returned unchanged."""
     return {
         name: value.detach() if value.is_meta else value.detach().to(device or value.device, copy=True)
         for name, value in parameters.items()
@@ -17,10 +17,10 @@ def copied(parameters: Mapping[str, nn.Parameter], device: torch.device | None =
 
 @contextmanager
 def exchanged(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, each parameter has the other value, and `values` keeps the parameter's own.
+    """Swap the parameters with `values` inside the context, and back at its end.
 
-    No tensor is made or moved for good: beyond both sets there is one parameter's copy at a time. A graph that was
-    built over the parameters before cannot be run backwards afterwards; torch refuses it.
+    The only additional memory is a copy of one parameter at a time. A graph that was built over the parameters before
+    cannot be run backwards afterwards; torch refuses it.
 
     Args:
         parameters: changed in place.
@@ -36,10 +36,10 @@ def exchanged(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tenso
 @torch.no_grad()
 def _exchange(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
-        own = parameter.detach().to(values[name].device, copy=True)
+        previous = parameter.detach().to(values[name].device, copy=True)
         parameter.copy_(values[name])
-        values[name].copy_(own)
-    # An autocast that is open around this has kept the previous values in 16 bits.
+        values[name].copy_(previous)
+    # A surrounding autocast has cached the previous values in 16 bits.
     torch.clear_autocast_cache()
 
 
@@ -58,7 +58,7 @@ def mix_into(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter
     if not 0 < mix <= 1:
         raise ValueError(f"mix is {mix}; it has to be above 0 and at most 1")
     for name, parameter in parameters.items():
-        own = parameter.detach().to(values[name].device, torch.float32)
-        # 0 times an infinite value is no number.
-        mixed = own if mix == 1 else mix * own + (1 - mix) * values[name].float()
+        current = parameter.detach().to(values[name].device, torch.float32)
+        # 0 times infinity is NaN.
+        mixed = current if mix == 1 else mix * current + (1 - mix) * values[name].float()
         values[name].copy_(mixed)

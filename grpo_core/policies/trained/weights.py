@@ -1,4 +1,4 @@
-"""Stored weights against those that a model has."""
+"""Compare stored weights with a model's."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def differing_shapes(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names that one side lacks or has in another shape."""
+    """Return the names that one side lacks or has in another shape."""
     return sorted(
         name
         for name in stored.keys() | expected.keys()
@@ -15,5 +15,5 @@ def differing_shapes(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """A copy that takes no accelerator memory; a tensor without values has none to copy."""
+    """Copy to CPU memory; meta tensors are returned unchanged."""
     return value if value.is_meta else value.detach().to("cpu", copy=True)

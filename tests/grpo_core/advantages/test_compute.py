@@ -142,7 +142,7 @@ def test_the_kl_is_part_of_the_reward() -> None:
 
 
 def test_a_kl_in_the_reward_without_penalties_is_refused() -> None:
-    with pytest.raises(ValueError, match="no penalties"):
+    with pytest.raises(ValueError, match="penalties"):
         computed([[0.0, 1.0]], kl_coef=0.1)
 
 

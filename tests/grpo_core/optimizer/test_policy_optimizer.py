@@ -221,7 +221,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         PolicyOptimizer(parameters(), EIGHT_BIT)
 
 
-@pytest.mark.parametrize(("kind", "instead"), [("paged_adamw", "take adamw"), ("paged_adamw_8bit", "take adamw_8bit")])
+@pytest.mark.parametrize(("kind", "instead"), [("paged_adamw", "use adamw"), ("paged_adamw_8bit", "use adamw_8bit")])
 def test_pages_are_refused_on_the_cpu(kind: OptimizerKind, instead: str) -> None:
     """bitsandbytes would go on without them."""
     with pytest.raises(InputError, match=rf"update\.optimizer.* on cpu; {instead}\."):

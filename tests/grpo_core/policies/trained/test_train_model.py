@@ -60,9 +60,9 @@ def test_freezing_everything_is_refused() -> None:
 
 
 def test_what_is_no_pattern_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(InputError, match=r"policy\.frozen: got '\*\.mlp'\. It is no regular expression"):
+    with pytest.raises(InputError, match=r"policy\.frozen: got '\*\.mlp'\. .*regular expression"):
         TrainingChoice(None, frozen="*.mlp")
-    with pytest.raises(InputError, match=r"policy\.frozen: .*Adapters leave every weight"):
+    with pytest.raises(InputError, match=r"policy\.frozen: .*Adapters"):
         TrainingChoice(LORA, frozen=".*mlp.*")
 
 
