@@ -1,4 +1,4 @@
-"""Stage 3: scores of siblings -> one reward and one advantage a sample."""
+"""Stage 3: scores of siblings -> one reward and one advantage per sample."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
 
 STAGE = "compute advantages"
 HERE = PlacementSection()
-# They say how scores come to be, and the scores are given.
+# These fields determine the scores, which are inputs here.
 _OF_SCORING = ("reward", "settings")
 
 
@@ -40,8 +40,8 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     earlier: ArtifactRef | None = inputs["earlier"]
     return {
         "rounds": [
-            [draw.rollouts.digest, *(draw.rewards[section.label].digest for section in mix)]
-            for draw in inputs["rounds"]
+            [each.rollouts.digest, *(each.rewards[section.label].digest for section in mix)]
+            for each in inputs["rounds"]
         ],
         "mix": [
             [section.label, {key: value for key, value in section.result_settings().items() if key not in _OF_SCORING}]
@@ -49,7 +49,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         ],
         "advantages": inputs["advantages"].result_settings(),
         "running": running_metrics(earlier, mix),
-        # A rescoring keeps its own tables, the same advantages or not.
+        # A rescoring keeps separate tables, even with equal advantages.
         "place": inputs["folder"],
     }
 
@@ -64,20 +64,20 @@ def compute_advantages_task(
     earlier: ArtifactRef | None = None,
     placement: PlacementSection = HERE,
 ) -> ArtifactRef:
-    """Combine the rewards of each sample of every draw and compare it with its siblings.
+    """Combine the rewards of each sample of all sampling rounds and compare it with its siblings.
 
     Args:
-        draws: rollouts and their scores.
-        mix: the rewards, with what each counts.
+        rounds: rollouts and their scores.
+        mix: the rewards with their weights and roles.
         advantages: how they become advantages.
         folder: where the table is kept.
-        title: of the iteration or evaluation.
-        earlier: advantages of the iteration before, which hold the running moments so far; None at the first.
-        placement: where it is done.
+        title: name of the iteration or evaluation.
+        earlier: advantages of the previous iteration, with the running moments; None in the first.
+        placement: where the stage runs.
     """
     started = time.perf_counter()
     store = current_store()
-    rows = sum(draw.rollouts.rows for draw in rounds)
+    rows = sum(each.rollouts.rows for each in rounds)
     report_progress = progress_of(f"{title}: {STAGE}", rows)
     with store.staging() as staged:
         samples = _read_samples(store, rounds, mix, advantages)
@@ -111,10 +111,10 @@ class _Samples:
     """Scores laid out by group and sibling.
 
     Attributes:
-        table: a row a group, in the order of the rollouts; lists of siblings.
+        table: one row per group, in the order of the rollouts; lists over siblings.
         values: NaN where a reward is null.
-        applies: whether a reward is meant for the group's dataset.
-        penalties: KL to the reference in nats, one a sample; None where the reward holds no KL.
+        applies: whether a reward scores the group's dataset.
+        penalties: KL to the reference in nats, one per sample; None without a KL in the reward.
     """
 
     table: pl.DataFrame
@@ -128,14 +128,14 @@ def _read_samples(
 ) -> _Samples:
     with tempfile.TemporaryDirectory() as fetched:
         parts = []
-        for number, draw in enumerate(rounds):
+        for number, each in enumerate(rounds):
             place = Path(fetched) / str(number)
-            drawn = store.local_files(draw.rollouts, place / "rollouts")
+            rollouts = store.local_files(each.rollouts, place / "rollouts")
             scored = {
                 label: store.local_files(reference, place / f"rewards-{index}")
-                for index, (label, reference) in enumerate(draw.rewards.items())
+                for index, (label, reference) in enumerate(each.rewards.items())
             }
-            parts.append(_read_round(drawn, scored, mix, settings))
+            parts.append(_read_round(rollouts, scored, mix, settings))
     groups = pl.concat(parts).group_by("group_id", maintain_order=True).agg(pl.all())
     sizes = {len(ids) for ids in groups["sample_id"]}
     assert len(sizes) == 1, f"groups of one size, got {sizes}"
@@ -177,7 +177,7 @@ def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float
     stored = pl.read_parquet(list(files), columns=["scored_logprobs", "ref_logprobs", "loss_mask"])
     if stored["ref_logprobs"].null_count():
         raise ValueError(
-            "advantages.kl_coef needs the reference's log-probs, and these rollouts were collected without; collect "
+            "advantages.kl_coef needs the reference's log-probs, and these rollouts have none; collect "
             "them with this configuration, or set advantages.kl_coef to 0"
         )
     penalties = kl_penalty(
@@ -219,7 +219,7 @@ def _columns(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSec
 def _breakdown(
     samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]
 ) -> list[list[dict[str, object]]]:
-    """Of each sample, each reward's value and what was counted."""
+    """Return each reward's value and what was counted, for each sample."""
     values = [_with_null(column) for column in samples.values.flatten(0, 1).unbind(-1)]
     scaled = [_with_null(column) for column in result.scaled.flatten(0, 1).unbind(-1)]
     labels = [section.label for section in mix]

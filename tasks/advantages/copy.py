@@ -1,4 +1,4 @@
-"""Advantages of another run's samples, kept in this run beside the policy that they train."""
+"""Copy the advantages of another run's samples into this run."""
 
 import shutil
 import tempfile
@@ -11,17 +11,17 @@ from tasks.runs.layout import ADVANTAGES
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import current_store
 
-STAGE = "take advantages"
+STAGE = "copy advantages"
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    # The place is named: another replay may keep the same table in another iteration's folder.
+    # The folder is in the key: another replay may keep the same table for another iteration.
     return {"advantages": inputs["advantages"].digest, "folder": inputs["folder"]}
 
 
 @stage_task(STAGE, _describe)
 def copy_advantages_task(advantages: ArtifactRef, folder: str) -> ArtifactRef:
-    """Copy the table, verified; its values and figures stay as they are, its seconds were spent elsewhere."""
+    """Copy the verified table with its metrics; the copy counts as taking no time."""
     store = current_store()
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         source = store.local_files(advantages, Path(fetched) / "advantages")

@@ -1,4 +1,4 @@
-"""Running moments of rewards, kept from iteration to iteration as metrics of their advantages."""
+"""Running moments of rewards, stored from iteration to iteration as metrics of the advantages."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 
 def running_metrics(earlier: ArtifactRef | None, mix: Sequence[RewardSection]) -> dict[str, float]:
-    """The stored moments of the rewards that are normalised over the run; empty before the first iteration."""
+    """Return the stored moments of the rewards that are normalised over the run; empty before the first iteration."""
     if earlier is None:
         return {}
     names = [name for section in mix if section.normalize == "running" for name in _names(section)]
@@ -17,7 +17,7 @@ def running_metrics(earlier: ArtifactRef | None, mix: Sequence[RewardSection]) -
 
 
 def running_moments(earlier: ArtifactRef | None, mix: Sequence[RewardSection]) -> RunningMoments | None:
-    """The moments so far, one entry a reward; None before the first iteration, and where no reward asks for them."""
+    """Return the moments so far, one entry per reward; None before the first iteration or if no reward uses them."""
     metrics = running_metrics(earlier, mix)
     if not metrics:
         return None
@@ -27,7 +27,7 @@ def running_moments(earlier: ArtifactRef | None, mix: Sequence[RewardSection]) -
 
 
 def moments_as_metrics(moments: RunningMoments, mix: Sequence[RewardSection]) -> dict[str, float]:
-    """As metrics that a table's manifest can keep."""
+    """Convert moments to metrics for a table's manifest."""
     metrics: dict[str, float] = {}
     for section, *entry in zip(mix, moments.counts, moments.means, moments.squares, strict=True):
         if section.normalize == "running":

@@ -1,1 +1,1 @@
-"""Prompt files, data sets, the curriculum and target images."""
+"""Prompt files, datasets, the curriculum and target images."""

@@ -1,4 +1,4 @@
-"""Files that a person points at, by a plain path or an fsspec URL, with an error for each way that reading can fail."""
+"""Read a user's files by path or fsspec URL, with a specific error for each failure."""
 
 import difflib
 import posixpath
@@ -11,11 +11,11 @@ from grpo_core.errors import InputError
 
 
 def read_input_file(uri: str, *, place: str) -> bytes:
-    """The whole content of one file.
+    """Read one file.
 
     Args:
         uri: a plain path (``~`` is the home folder) or an fsspec URL.
-        place: where the person named the file, for the error.
+        place: where the user named the file, for the error.
 
     Raises:
         InputError: no such file, a folder or device, no right to read it, or a URL whose file system is not installed.
@@ -23,10 +23,10 @@ def read_input_file(uri: str, *, place: str) -> bytes:
     filesystem, path = _resolve(uri, place)
     try:
         if filesystem.isdir(path):
-            held = nearest_names("", _file_names(filesystem, path))
-            raise InputError(place, uri, f"This is a folder. Name one file{' in it: ' + held if held else ''}.")
+            names = nearest_names("", _file_names(filesystem, path))
+            raise InputError(place, uri, f"This is a folder. Name one file{' in it: ' + names if names else ''}.")
         if filesystem.exists(path) and not filesystem.isfile(path):
-            # A link may lead to a pipe, which waits for ever, or to a device without an end.
+            # A link may lead to a pipe that blocks forever, or to an endless device.
             raise InputError(place, uri, "This is a pipe, a socket or a device. Name a file.")
         return bytes(filesystem.cat_file(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -36,11 +36,11 @@ def read_input_file(uri: str, *, place: str) -> bytes:
 
 
 def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
-    """Names of the files that lie directly in a folder, in no particular order.
+    """List the names of the files directly in a folder, in no particular order.
 
     Args:
         uri: a plain path (``~`` is the home folder) or an fsspec URL.
-        place: where the person named the folder, for the error.
+        place: where the user named the folder, for the error.
 
     Raises:
         InputError: no such folder, a file, no right to list it, or a URL whose file system is not installed.
@@ -48,7 +48,7 @@ def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
     filesystem, path = _resolve(uri, place)
     try:
         if filesystem.isfile(path):
-            raise InputError(place, uri, "This is a file. Name the folder that holds it.")
+            raise InputError(place, uri, "This is a file. Name the folder that contains it.")
         return _file_names(filesystem, path)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(place, uri, "There is no such folder. Correct the path.") from None
@@ -57,12 +57,12 @@ def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
 
 
 def join_uri(folder: str, name: str) -> str:
-    """The address of a file in a folder, in the spelling of the folder; an empty folder is the working directory."""
+    """Return the address of a file in a folder, spelled like the folder; an empty folder is the working directory."""
     return folder + name if not folder or folder.endswith("/") else f"{folder}/{name}"
 
 
 def nearest_names(name: str, names: Sequence[str], most: int = 5) -> str:
-    """The names closest to a mistaken one, or the first few where none is close, separated by commas."""
+    """Return the names closest to a mistaken one, or the first few if none is close, separated by commas."""
     folded = {candidate.lower(): candidate for candidate in sorted(names, reverse=True)}
     close = [folded[match] for match in difflib.get_close_matches(name.lower(), list(folded), n=3)]
     if close:
@@ -97,4 +97,4 @@ def _where_else(filesystem: fsspec.AbstractFileSystem, path: str) -> str:
         return f"There is no such file, nor the folder {folder}. Correct the path."
     if not names:
         return "There is no such file. Correct the path."
-    return f"There is no such file. The folder holds: {nearest_names(name, names)}."
+    return f"There is no such file. The folder contains: {nearest_names(name, names)}."

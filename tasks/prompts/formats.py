@@ -1,4 +1,4 @@
-"""The file formats of prompt sets: each reader turns a file's content into rows that know where they stand."""
+"""The file formats of prompt sets: each reader turns a file's content into rows with their place in the file."""
 
 import csv
 import datetime
@@ -33,14 +33,14 @@ _DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+")
 
 
 class PromptRow(NamedTuple):
-    """One row of a prompt file: its place for errors (``data.prompts: FILE, line N``) and its plain JSON values."""
+    """One row of a prompt file: its place, for errors (``data.prompts: FILE, line N``) and its plain JSON values."""
 
     place: str
     values: dict[str, object]
 
 
 def read_rows(content: bytes, *, name: str, place: str, text_columns: Collection[str]) -> list[PromptRow]:
-    """The rows of a prompt file; the ending of its name says how it is read.
+    """Read the rows of a prompt file; the ending of its name determines the format.
 
     Args:
         content: the file's bytes.
@@ -49,7 +49,7 @@ def read_rows(content: bytes, *, name: str, place: str, text_columns: Collection
         text_columns: columns of CSV and TSV files that are text even where every cell looks like a number.
 
     Raises:
-        InputError: unknown ending, not text, or not well-formed; with the line where there is one.
+        InputError: unknown ending, not text, or not well-formed; with the line if known.
     """
     ending = posixpath.splitext(name)[1].lower()
     if ending not in READERS:
@@ -61,7 +61,7 @@ def read_rows(content: bytes, *, name: str, place: str, text_columns: Collection
 
 
 def _decode(content: bytes, place: str) -> str:
-    """UTF-8 text; ``utf-8-sig`` because spreadsheets write a byte order mark, which is no part of the first field."""
+    """Decode UTF-8; ``utf-8-sig`` because spreadsheets write a byte order mark, not part of the first field."""
     try:
         text = content.decode("utf-8-sig")
         broken = content.find(b"\0")
@@ -72,7 +72,7 @@ def _decode(content: bytes, place: str) -> str:
     line = content.count(b"\n", 0, broken) + 1
     kinds = [kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)]
     found = kinds[0] if kinds else content[broken : broken + 4]
-    hint = "This is not UTF-8 text. Save the file as UTF-8 text, or name the file that holds the prompts."
+    hint = "This is not UTF-8 text. Save the file as UTF-8 text, or name the file with the prompts."
     raise InputError(f"{place}, line {line}", found, hint)
 
 
@@ -82,7 +82,7 @@ def _read_txt(content: bytes, place: str) -> Iterator[PromptRow]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers.
+    """Yield the lines that are not blank, with their numbers.
 
     Not str.splitlines, which also breaks lines at form feeds, U+0085, U+2028 and U+2029: they occur inside prompts.
     """
@@ -119,7 +119,7 @@ def _parse_json(text: str, place: str, *, first_line: int) -> object:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         where = f"{place}, line {first_line + error.lineno - 1}"
-        hint = f"Invalid JSON at column {error.colno}: {error.msg}. Give one object a line, or one array of objects."
+        hint = f"Invalid JSON at column {error.colno}: {error.msg}. Give one object per line, or one array of objects."
         raise InputError(where, _shortened(text.split("\n")[error.lineno - 1]), hint) from None
     except RecursionError:
         hint = "The values are nested too deeply. Flatten them."
@@ -155,11 +155,11 @@ def _read_tsv(content: bytes, place: str) -> Iterator[PromptRow]:
 
 
 def _is_quoted_tsv(text: str) -> bool:
-    """Whether a TSV file quotes its fields as CSV does, or writes every character as it is.
+    """Return whether a TSV file quotes its fields as CSV does, or writes every character literally.
 
     Both kinds are common: spreadsheets and data frames quote, PartiPrompts has prompts that begin with a quoted word.
     A file is quoted when every quotation mark in it belongs to a quoted field, and one of these fields needed its
-    quotes, is empty, or stands in the header. So a prompt that is one quoted word keeps its quotes.
+    quotes, is empty, or is in the header. So a prompt that is one quoted word keeps its quotes.
     """
     if '"' in _QUOTED_FIELD.sub("", text):
         return False
@@ -179,14 +179,14 @@ def _read_table(text: str, place: str, *, delimiter: str, quoted: bool) -> Itera
                 f"{place}, line {number}",
                 f"{len(cells)} fields",
                 f"The header has {len(names)}: {', '.join(names)}. "
-                + (f"Put quotes around a field that holds {delimiter!r}." if quoted else "Put one tab between fields."),
+                + (f"Put quotes around a field with {delimiter!r}." if quoted else "Put one tab between fields."),
             )
         values: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
         yield PromptRow(f"{place}, line {number}", values)
 
 
 def _records(text: str, place: str, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str]]]:
-    """Records that are not blank, with the line on which each begins.
+    """Yield the records that are not blank, with the line on which each begins.
 
     The csv module, because it counts lines and leaves short records visible; polars fills them up with nulls.
     """
@@ -202,18 +202,18 @@ def _records(text: str, place: str, delimiter: str, quoted: bool) -> Iterator[tu
                 yield first, cells
             first = reader.line_num + 1
     except csv.Error as error:
-        hint = f"Not well-formed: {error}. Close every quote, and double a quote that stands inside quotes."
+        hint = f"Not well-formed: {error}. Close every quote, and double a quote inside quotes."
         raise InputError(f"{place}, line {first}", "an unreadable record", hint) from None
 
 
 def _refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise InputError(place, ", ".join(duplicates), "A column name stands there twice. Rename or remove one.")
+        raise InputError(place, ", ".join(duplicates), "A column name appears twice. Rename or remove one.")
 
 
 def _with_plain_types(rows: Sequence[PromptRow], text_columns: Collection[str]) -> list[PromptRow]:
-    """The rows with columns of numbers and truth values converted; the others, and ``text_columns``, stay text."""
+    """Convert columns of numbers and truth values; the others, and ``text_columns``, stay text."""
     converters = {
         name: _column_type({str(row.values[name]) for row in rows if row.values[name] is not None})
         for name in (rows[0].values if rows else ())
@@ -232,9 +232,9 @@ def _with_plain_types(rows: Sequence[PromptRow], text_columns: Collection[str]) 
 
 
 def _column_type(cells: Collection[str]) -> Callable[[str], object]:
-    """How the cells of a column become plain values; numbers only where writing them again gives the same text.
+    """Choose the type of a column's cells; numbers only where writing them again gives the same text.
 
-    So a text to render such as 007 or 1.50 stays the text that it is.
+    So a text to render such as 007 or 1.50 stays text.
     """
     if cells and set(cells) <= {"true", "false", "True", "False"}:
         return lambda cell: cell.lower() == "true"
@@ -262,7 +262,7 @@ def _read_parquet(content: bytes, place: str) -> Iterator[PromptRow]:
 
 
 def _plain(value: object, place: str) -> object:
-    """The JSON value that stands for a Parquet value; times become ISO 8601 text, decimals become floats."""
+    """Convert a Parquet value to a JSON value; times become ISO 8601 text, decimals become floats."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -1,4 +1,4 @@
-"""Which prompt set each place of a draw belongs to, so that every set gets the share its weight asks for."""
+"""Assign the places of a sampling round to the prompt sets in proportion to their weights."""
 
 import itertools
 import math
@@ -9,29 +9,29 @@ import numpy as np
 
 
 def scheduled_sets(weights: Sequence[float], *, first: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Places [first, first + count) of an endless stream that serves several sets by weight.
+    """Return places [first, first + count) of an endless stream that serves several sets by weight.
 
     After any number t of places, a set of share s has been served more than t s - 1 and less than t s + 1 times. A set
     may be served its next time only when that keeps it below t s + 1; of those, the one that would fall behind soonest
     is served. That this never fails is the optimality of earliest deadlines for unit jobs (Baruah, Cohen, Plaxton and
     Varvel, 1996, Proportionate progress, section 3). The stream repeats itself after the smallest number of places
-    that gives every set a whole number, so a late place costs no more than one period.
+    that gives every set an integer number of places, so a late place costs no more than one period.
 
     Args:
-        weights: one a set, above 0; taken as the decimal numbers that they are written as.
+        weights: one per set, above 0; read as exact decimal numbers.
         first: places before the first wanted one.
         count: places wanted.
 
     Returns:
         The index of the set, and how often it was served before, for each place.
     """
-    shares = _whole_numbers(weights)
+    shares = _integer_shares(weights)
     period = sum(shares)
     rounds, skipped = divmod(first, period)
     served = [0] * len(shares)
     places = []
     for place in range(skipped + count):
-        # In whole numbers: served < (place + 1) share / period, and the place by which the next one is due.
+        # In integers: served < (place + 1) share / period, and the place by which the next one is due.
         waiting = [index for index, share in enumerate(shares) if served[index] * period < (place + 1) * share]
         chosen = min(waiting, key=lambda index: -(-(served[index] + 1) * period // shares[index]))
         if place >= skipped:
@@ -41,19 +41,19 @@ def scheduled_sets(weights: Sequence[float], *, first: int, count: int) -> tuple
 
 
 def sampled_sets(weights: Sequence[float], *, count: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """A draw of its own: each set gets its share of the places to within one, and on average exactly.
+    """Sample independent places: each set gets its share to within one, and exactly on average.
 
     Systematic sampling: equally spaced points with one random offset fall into the sets' intervals.
 
     Args:
-        weights: one a set, above 0; taken as the decimal numbers that they are written as.
+        weights: one per set, above 0; read as exact decimal numbers.
         count: places wanted.
-        seed: of the offset.
+        seed: for the offset.
 
     Returns:
         As for :func:`scheduled_sets`, with no set served before.
     """
-    shares = _whole_numbers(weights)
+    shares = _integer_shares(weights)
     offset = Fraction(int(np.random.PCG64(np.random.SeedSequence(seed)).random_raw()), 2**64)
     points = [(offset + point) / count * sum(shares) for point in range(count)]
     starts = [sum(shares[:index]) for index in range(len(shares) + 1)]
@@ -64,8 +64,8 @@ def sampled_sets(weights: Sequence[float], *, count: int, seed: int) -> tuple[tu
     )
 
 
-def _whole_numbers(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportions of the weights."""
+def _integer_shares(weights: Sequence[float]) -> list[int]:
+    """Return the smallest integers in proportion to the weights."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     scaled = [int(fraction * scale) for fraction in exact]

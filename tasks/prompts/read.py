@@ -12,7 +12,7 @@ from tasks.prompts.files import nearest_names, read_input_file
 from tasks.prompts.formats import PromptRow, read_rows
 
 PROMPT_COLUMNS = ("prompt", "prompt_en", "prompt_raw", "Prompt", "Prompts", "instruction")
-"""Column names that hold the prompt; the first that a file has is taken."""
+"""Names of the prompt column; the first that a file has is used."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Prompt:
     """One prompt of a set.
 
     Attributes:
-        prompt_id: 16 hexadecimal digits from the text and from how often it stood in the set before; the same in
-            every file format, at every path, and whatever the other columns hold.
+        prompt_id: 16 hexadecimal digits from the text and its number of earlier occurrences in the set;
+            independent of file format, path and other columns.
         text: the prompt without surrounding white space.
         columns: every other column by name, as plain JSON values; an empty cell of a CSV or TSV file is None.
     """
@@ -32,18 +32,18 @@ class Prompt:
 
 
 def read_prompts(source: str | Path, *, column: str | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
-    """The prompts of a file, in its order.
+    """Read the prompts of a file, in its order.
 
-    Formats: ``.txt`` (one a line), ``.jsonl``, ``.json`` (JSONL or one array), ``.csv``, ``.tsv``, ``.parquet``. Text
+    Formats: ``.txt`` (one per line), ``.jsonl``, ``.json`` (JSONL or one array), ``.csv``, ``.tsv``, ``.parquet``. Text
     is UTF-8, with or without a byte order mark; blank lines are skipped.
 
     Args:
         source: a plain path (``~`` is the home folder) or an fsspec URL.
-        column: the column that holds the prompt; by default the first of :data:`PROMPT_COLUMNS` that the file has.
-        limit: take the first so many only. The whole file is read and must be well-formed all the same.
+        column: the column of the prompt; by default the first of :data:`PROMPT_COLUMNS` that the file has.
+        limit: use only the first prompts, this many. The complete file is still read and must be well-formed.
 
     Raises:
-        InputError: the file cannot be read, is malformed, or holds no prompts; or a prompt is missing or no text.
+        InputError: the file cannot be read, is malformed, or has no prompts; or a prompt is missing or not text.
     """
     if limit is not None and limit < 1:
         raise InputError("data.limit", limit, "Give at least 1, or leave it out for all prompts.")
@@ -81,7 +81,7 @@ def _choose_column(rows: Sequence[PromptRow], column: str | None, place: str) ->
         if candidate in found:
             return candidate
     hint = f"Rename the column of the prompts to one of {', '.join(PROMPT_COLUMNS)}, or name it in the configuration."
-    raise InputError(place, f"columns {listed}", f"None of them holds prompts by its name. {hint}")
+    raise InputError(place, f"columns {listed}", f"None of them is a known prompt column. {hint}")
 
 
 def _prompt_text(row: PromptRow, column: str) -> str:
@@ -90,5 +90,5 @@ def _prompt_text(row: PromptRow, column: str) -> str:
         return value.strip()
     wanted = "Write the prompt there, or remove the row."
     if value is not None and not isinstance(value, str):
-        wanted = "A prompt is text. Put it in quotes, or name the column that holds the text."
+        wanted = "A prompt is text. Put it in quotes, or name the column with the text."
     raise InputError(f"{row.place}, column {column}", value, wanted)

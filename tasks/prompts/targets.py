@@ -19,10 +19,10 @@ TARGET_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class TargetReference:
-    """A target image that was there, and was an image, when it was paired.
+    """A target image that was a valid image when it was paired.
 
     Attributes:
-        uri: the file, spelled as the configuration spells its folder.
+        uri: the file, spelled like its folder in the configuration.
         sha256: digest of the file's bytes, 64 hexadecimal digits.
     """
 
@@ -38,22 +38,22 @@ def pair_targets(
     base: str,
     size: tuple[int, int] | None = None,
 ) -> tuple[TargetReference | None, ...]:
-    """The target of each prompt, in the order of the prompts; None where a prompt has none.
+    """Return the target of each prompt, in the order of the prompts; None for a prompt without one.
 
-    With a column, it names the image of each row and null stands for no target. With a folder alone, its images in
-    natural order (2.png before 10.png) belong to the prompts by index; hidden files and files that are no images by
-    their ending are left out. With neither, no prompt has a target.
+    A column names the image of each row; null means no target. With a folder only, its images in
+    natural order (2.png before 10.png) belong to the prompts by index; hidden files and files without
+    an image's ending are left out. With neither, no prompt has a target.
 
     Args:
-        prompts: the whole set, in the order of the file.
+        prompts: the complete set, in the order of the file.
         folder: folder of the images, a plain path or an fsspec URL.
         column: column of the prompts with file names relative to ``folder``.
-        base: folder of the prompt file, to which the names are relative where ``folder`` is None; empty is the
+        base: folder of the prompt file, to which the names are relative if ``folder`` is None; empty is the
             working directory.
-        size: width and height of the images that they are compared with; None where nothing says it.
+        size: width and height of the images that they are compared with; None if unknown.
 
     Raises:
-        InputError: numbers that differ, a missing file, no whole image, too many pixels, another aspect ratio than
+        InputError: numbers that differ, a missing file, an incomplete image, too many pixels, another aspect ratio than
             the images have, or a name outside the folder.
     """
     if column is not None:
@@ -72,7 +72,7 @@ def pair_targets(
 
 
 def load_target(reference: TargetReference) -> Image.Image:
-    """The image as 8-bit RGB, upright, transparent parts over white.
+    """Load the image as 8-bit RGB, upright, transparent parts over white.
 
     Raises:
         InputError: the file is gone, cannot be decoded, or is not the one that was paired; or its pixels have neither
@@ -88,7 +88,7 @@ def load_target(reference: TargetReference) -> Image.Image:
     try:
         image.load()
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_a_image(reference.uri, place, error) from error
+        raise _not_an_image(reference.uri, place, error) from error
     return to_rgb(image, f"{place}: {reference.uri}")
 
 
@@ -99,15 +99,15 @@ def _place(prompt: Prompt, row: int) -> str:
 def _require_column(prompts: Sequence[Prompt], column: str) -> None:
     found = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     if column not in found:
-        hint = f"The prompts have no such column; beside the prompt they have: {', '.join(found) or 'none'}."
+        hint = f"The prompts have no such column; besides the prompt they have: {', '.join(found) or 'none'}."
         raise InputError("data.target_column", column, hint)
 
 
 def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:
-    """The normalised file name in the prompt's column; None for null.
+    """Return the normalised file name in the prompt's column; None for null.
 
     Raises:
-        InputError: not text, no image by its ending, or a name that leads out of the folder.
+        InputError: not text, not an image's ending, or a name that leads out of the folder.
     """
     value = prompt.columns.get(column)
     if value is None:
@@ -116,7 +116,7 @@ def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:
     if not isinstance(value, str) or not value.strip():
         raise InputError(place, value, "Write the file name of an image there, or null for no target.")
     name = posixpath.normpath(value)
-    # A prompt file may come from anywhere: it shall not choose which other files are read.
+    # A prompt file may come from anywhere: it must not choose which other files are read.
     if posixpath.isabs(value) or name == ".." or name.startswith(("../", "~")) or "::" in value or "://" in value:
         raise InputError(place, value, "The name leads out of the folder of targets. Name a file inside it.")
     if not name.lower().endswith(TARGET_ENDINGS):
@@ -132,13 +132,13 @@ def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
     ]
     if len(names) != count:
         some = f" ({nearest_names('', names)})" if names else ""
-        hint = f"The images pair with the {count} prompts by index: give exactly one a prompt, or name a column."
+        hint = f"The images pair with the {count} prompts by index: give exactly one per prompt, or name a column."
         raise InputError(f"data.targets: {folder}", f"{len(names)} images{some} for {count} prompts", hint)
     return tuple(sorted(names, key=_natural_key))
 
 
 def _natural_key(name: str) -> tuple[list[str | int], str]:
-    """Runs of digits compare as numbers; the name itself orders 1.png and 01.png."""
+    """Return a sort key that compares digits as numbers; the name itself orders 1.png and 01.png."""
     parts = re.split(r"([0-9]+)", name.lower())
     return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
 
@@ -147,34 +147,34 @@ def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReferenc
     content = read_input_file(uri, place=place)
     image = _open(content, uri, place)
     try:
-        # Pillow checks the sums of a PNG without decoding it; of other formats it would check nothing.
+        # Pillow verifies a PNG's checksums without decoding it; other formats have none.
         if image.format == "PNG":
             image.verify()
         else:
             image.load()
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_a_image(uri, place, error) from error
+        raise _not_an_image(uri, place, error) from error
     if size is not None:
-        # An image that was verified cannot be read from any more.
+        # Pillow cannot read from an image after verifying it.
         require_aspect(_shown_size(_open(content, uri, place)), size, f"{place}: {uri}")
     return TargetReference(uri, hashlib.sha256(content).hexdigest())
 
 
 def _open(content: bytes, uri: str, place: str) -> Image.Image:
-    """The image with its header read and its size checked, before any pixel is decoded."""
+    """Open the image and check its size, before any pixel is decoded."""
     try:
         return open_image(content, f"{place}: {uri}")
     except InputError:
         raise
     except (OSError, ValueError, SyntaxError) as error:
-        raise _not_a_image(uri, place, error) from error
+        raise _not_an_image(uri, place, error) from error
 
 
 def _shown_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height upright, as the EXIF orientation says; nothing is decoded."""
+    """Return the upright width and height after the EXIF orientation, without decoding."""
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
     return (image.height, image.width) if turned else image.size
 
 
-def _not_a_image(uri: str, place: str, error: Exception) -> InputError:
-    return InputError(place, uri, f"It is not a whole image ({type(error).__name__}). Give a PNG, JPEG, WebP or BMP.")
+def _not_an_image(uri: str, place: str, error: Exception) -> InputError:
+    return InputError(place, uri, f"It is not a complete image ({type(error).__name__}). Give PNG, JPEG, WebP or BMP.")

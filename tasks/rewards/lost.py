@@ -1,4 +1,4 @@
-"""Scores that were damaged after the images that they were made of had been removed: nothing makes them again."""
+"""Refuse to recompute damaged scores whose images were pruned."""
 
 import contextlib
 import json
@@ -11,15 +11,15 @@ from tasks.storage.artifacts.store import QUARANTINE, ArtifactStore
 
 
 def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str) -> None:
-    """Say what became of a table of scores that is to be made a second time without images.
+    """Refuse to compute a table of scores again if it is in quarantine and its images were pruned.
 
     Args:
         store: the run.
-        rollouts: what is to be scored.
+        rollouts: the samples to score.
         folder: of the table, or of a shard of it.
 
     Raises:
-        InputError: it was there, and is in quarantine; the command line ends with exit code 2.
+        InputError: the table is in quarantine and the images were pruned; the command line exits with code 2.
     """
     pruned = store.pruned_reason(rollouts)
     table = _joined(folder)
@@ -28,22 +28,22 @@ def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str)
         return
     place, reason = quarantined
     hint = (
-        f"It is in {store.path(place)} ({reason}) and cannot be made again: the images of {rollouts.uri} "
+        f"It is in {store.path(place)} ({reason}) and cannot be computed again: the images of {rollouts.uri} "
         f"were removed by `{pruned.get('by', 'grpo prune')}` on {pruned.get('on', 'an earlier day')}. Put "
         f"{store.path(table)} and {store.manifest_path(store.path(table))} back from a copy and start again, or start "
-        "under another --run name, which begins anew. Other iterations are untouched."
+        "under another --run name, which starts from the beginning. Other iterations are untouched."
     )
     raise InputError(f"{store.run}/{table}", "damaged", hint)
 
 
 def _joined(folder: str) -> str:
-    """The place of the whole table, where this is the place of a shard."""
+    """Return the folder of the complete table for the folder of a shard."""
     place, found, rest = folder.partition(f"/{SHARDS}/")
     return f"{place}/{rest.partition('/')[2]}" if found else folder
 
 
 def _quarantined(store: ArtifactStore, table: str) -> tuple[str, str] | None:
-    """Where the table was put last, and why; None where it alone never was."""
+    """Return where the table was last quarantined, and why; None if it never was."""
     for name in sorted(RunReader(store).names(QUARANTINE), reverse=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             reason = json.loads(store.read_file(f"{QUARANTINE}/{name}/reason.json") or b"{}")

@@ -1,4 +1,4 @@
-"""Rewards scored in child processes of one thread each, which keep the reward's model until the run ends."""
+"""Rewards scored in child processes of one thread each, which keep the reward's model loaded until the run ends."""
 
 import base64
 import functools
@@ -58,7 +58,7 @@ def _score(section: RewardSection, batch: list[Row]) -> list[ScoredRow]:
                 return _SCORED.validate_python(process.request(label, payload, None, listener()))
             except LostStageError as error:
                 if attempt == 2:
-                    hint = "A process that scored died twice at the same samples; lower it, or look at the memory."
+                    hint = "A scoring process died twice at the same samples; lower it, or check the memory."
                     raise InputError(f"rewards.{section.label}.processes", section.processes, hint) from error
     raise AssertionError("the second attempt returns or raises")
 
@@ -77,8 +77,8 @@ def _decoded(row: Mapping[str, Any]) -> Row:
 
 
 def scoring_handler() -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
-    """Set this process to one thread, and return what scores the batches of a parent process."""
-    # torch has read its environment by now if something imported it.
+    """Set this process to one thread, and return the function that scores the parent's batches."""
+    # torch may already be imported, so its environment variables come too late.
     import torch
 
     torch.set_num_threads(1)

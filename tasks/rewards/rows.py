@@ -1,4 +1,4 @@
-"""Stored rows -> scores. Imports no more than that needs: processes that score are started with it."""
+"""Score stored rows. Imports little, because scoring processes start with this module."""
 
 import json
 import time
@@ -26,18 +26,18 @@ _READ_AT_ONCE = 32
 
 _PRUNED = (
     "It was removed by `grpo prune`, so no reward can score the sample any more. Leave out the rewards and guardrails "
-    "that have no stored scores of these samples; those that have them go on as before."
+    "that have no stored scores of these samples; the others still work."
 )
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What a reward said of one sample.
+    """A reward's score of one sample.
 
     Attributes:
-        sample_id: the sample.
-        score: what it said.
-        seconds: of the batch that it was scored in, shared equally.
+        sample_id: name of the sample.
+        score: of the sample.
+        seconds: its equal share of the time of its batch.
     """
 
     sample_id: str
@@ -46,7 +46,7 @@ class ScoredRow:
 
 
 def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: bool) -> Iterator[list[Row]]:
-    """The wanted samples of a collection in their order, siblings together, at least `size` at once but at the end."""
+    """Yield batches of the wanted samples in order, siblings together; all but the last have at least `size`."""
     waiting: list[Row] = []
     for row in _rows_of(source, _READ_OF_TOKENS if with_tokens else ()):
         if row["sample_id"] not in wanted:
@@ -68,7 +68,7 @@ def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
 
 
 def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[ScoredRow]:
-    """Score the rows that the reward is meant for; to the others it does not apply."""
+    """Score the rows that the reward is meant for; the others get NOT_APPLICABLE."""
     begun = time.perf_counter()
     others = [json.loads(row["columns"]) for row in rows]
     wanted = [
@@ -88,7 +88,7 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
 
 
 def _floored(score: Score, row: Row) -> Score:
-    """An image that the policy left broken has the lowest value of every reward that applies to it."""
+    """Give a broken image the lowest value of every reward that applies to it."""
     broken = row.get("defect") is not None and score != NOT_APPLICABLE
     return Score(0.0, None) if broken else score
 
@@ -115,7 +115,7 @@ def _images(rows: Sequence[Row]) -> dict[str, Any]:
         if uri is not None and uri not in targets:
             targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
     return {
-        # Decoded here, where its time counts as the batch's.
+        # Decoded here, so that its time counts for the batch.
         "images": [decode_stored(row["image"]["bytes"], row["sample_id"]) for row in rows],
         "targets": [targets.get(row["target_uri"]) for row in rows],
     }

@@ -1,4 +1,4 @@
-"""Stage 2: stored images or texts -> what one reward thinks of each. Weights are not applied here."""
+"""Stage 2: stored images or texts -> the scores of one reward. Weights are not applied here."""
 
 import json
 import statistics
@@ -37,7 +37,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "rollouts": inputs["rollouts"].digest,
         "scores": provenance_json(section),
-        # A rescoring keeps its own tables, the same scores or not.
+        # A rescoring keeps separate tables, even with equal scores.
         "place": [inputs["folder"], section.label],
         **({} if inputs.get("part") is None else {"part": inputs["part"]}),
     }
@@ -48,7 +48,7 @@ def _modules(arguments: Arguments) -> tuple[str, ...]:
 
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
-    """As many parts as there are shards; one may be empty, since nobody has counted the groups."""
+    """Split into as many parts as there are shards; some may be empty, since the groups are not counted yet."""
     title = arguments["title"]
     place, _, last = arguments["folder"].rpartition("/")
     parts = []
@@ -65,7 +65,7 @@ def _cut(arguments: Arguments, shards: int) -> list[Part]:
 
 
 def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
-    """The shards' rows in one table.
+    """Join the shards' rows in one table.
 
     Raises:
         FailedSamplesError: together more samples could not be scored than is allowed.
@@ -84,7 +84,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             digest=digest,
             schema_version=SCHEMA_VERSION,
             rows=table.height,
-            # Shards are scored side by side.
+            # Shards are scored in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
             metrics=_statistics(section.label, [Score(*row) for row in table.select("value", "raw", "failure").rows()]),
         )
@@ -113,7 +113,7 @@ def score_reward_task(
         rollouts: the samples.
         section: the reward.
         folder: its table is kept in a folder of the reward's label below this one.
-        title: of the iteration or evaluation.
+        title: name of the iteration or evaluation.
         placement: threads of this process.
         earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
         part: which shard of the groups, from 0, and of how many; None: all groups.
@@ -131,7 +131,7 @@ def score_reward_task(
         source = store.local_files(rollouts, Path(fetched) / "rollouts")
         everything = _samples(source)
         samples = _shard(everything, part)
-        wanted = _unknown(samples, known, whole_groups=reward.needs_group)
+        wanted = _unknown(samples, known, complete_groups=reward.needs_group)
         if wanted:
             refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
@@ -152,7 +152,7 @@ def score_reward_task(
 def _known_scores(
     store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path
 ) -> dict[str, ScoredRow]:
-    """Scores that stand; what could not be scored before is tried again."""
+    """Return the earlier scores that stay valid; failed samples are scored again."""
     known: dict[str, ScoredRow] = {}
     for index, reference in enumerate(earlier):
         folder = store.local_files(reference, fetched / f"earlier-{index}")
@@ -177,16 +177,16 @@ def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
     return samples.filter(pl.col("group_id").is_in(groups[first:last].to_list()))
 
 
-def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, whole_groups: bool) -> frozenset[str]:
-    """The samples to score; with their siblings, where a score depends on those."""
+def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, complete_groups: bool) -> frozenset[str]:
+    """Return the samples to score, with their siblings if a score depends on them."""
     unknown = samples.filter(~pl.col("sample_id").is_in(list(known)))
-    if whole_groups:
+    if complete_groups:
         unknown = samples.filter(pl.col("group_id").is_in(unknown["group_id"].to_list()))
     return frozenset(unknown["sample_id"])
 
 
 def _meant_for(section: RewardSection, samples: pl.DataFrame) -> int:
-    """How many samples the reward is meant for, scored before or not: what failures are a share of, in all shards."""
+    """Count the samples that the reward is meant for, scored before or not; max_failures is a share of these."""
     prompts = samples.group_by("dataset", "columns").len()
     rows = prompts.select("dataset", "columns", "len").iter_rows()
     return sum(count for dataset, columns, count in rows if section.scores_prompt(dataset, json.loads(columns)))

@@ -16,7 +16,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 def provenance_json(section: RewardSection) -> str:
     """Describe where the scores of a section come from and which samples it scores, as stored with each score.
 
-    Two tables of the same rollouts with the same text hold the same scores.
+    Two tables of the same rollouts with the same text have the same scores.
 
     Raises:
         InputError: a weight file is missing or not the right one.
@@ -46,8 +46,8 @@ def choose_scores(
     """Choose the complete table of a section's scores, if there is one; else the tables with some of them.
 
     Args:
-        store: whose root they are under.
-        candidates: tables of scores of the same rollouts, whatever made them.
+        store: of the tables.
+        candidates: tables of scores of the same rollouts, from any run.
         section: the requested reward.
     """
     wanted = provenance_json(section)

@@ -33,7 +33,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "policy": policy.digest,
         "version": policy.version,
-        # The digest is of the adapters' matrices; how far they count is said beside them, once there are any.
+        # The digest covers the adapters' matrices, not their scale, which is added here.
         "lora": model.section.result_settings()["lora"] if policy.version else None,
         "model": model.digest,
         "dtype": model.section.dtype,
@@ -50,7 +50,7 @@ def _modules(arguments: Arguments) -> tuple[str, ...]:
 
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
-    """Whole batches stay together: what is sampled beside a row decides its last bits."""
+    """Split between complete batches: the other rows of its batch determine a row's last bits."""
     plan: RolloutPlan = arguments["plan"]
     size = arguments["rollout"].prompts_per_batch
     batches = [plan.groups[start : start + size] for start in range(0, len(plan.groups), size)]
@@ -69,7 +69,7 @@ def _cut(arguments: Arguments, shards: int) -> list[Part]:
 
 
 def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
-    """The shards' files under one manifest; what they hold is not read again."""
+    """Join the shards' files under one manifest, without reading their content."""
     started = time.perf_counter()
     store, plan = current_store(), arguments["plan"]
     digests: list[str] = []
@@ -77,24 +77,24 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
         for number, part in enumerate(parts):
             for path in sorted(store.local_files(part, Path(fetched) / str(number)).glob("*.parquet")):
                 digests += part_digests(path)
-                _take(path, staged / f"part-{number:05d}.parquet")
+                _link_or_copy(path, staged / f"part-{number:05d}.parquet")
         return store.commit(
             staged,
             f"{plan.folder}/{ROLLOUTS}",
             digest=joint_digest(digests),
             schema_version=SCHEMA_VERSION,
             rows=sum(part.rows for part in parts),
-            # Shards are sampled side by side.
+            # Shards are sampled in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
             metrics=_joint_metrics(parts),
         )
 
 
-def _take(path: Path, target: Path) -> None:
+def _link_or_copy(path: Path, target: Path) -> None:
     try:
         os.link(path, target)
     except OSError:
-        # Another file system, or one without links.
+        # Another file system, or one without hard links.
         shutil.copyfile(path, target)
 
 

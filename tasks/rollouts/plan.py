@@ -16,10 +16,10 @@ class GroupPlan(BaseModel):
     Attributes:
         group_id: unique in the run.
         prompt_id: the prompt's stable name.
-        dataset: the prompt set that it comes from.
+        dataset: name of its prompt set.
         prompt: its text.
         columns: the prompt file's other columns.
-        target_uri: image that the prompt ought to give, if there is one.
+        target_uri: the prompt's target image, if it has one.
         target_sha256: of that file.
     """
 
@@ -39,7 +39,7 @@ class RolloutPlan(BaseModel):
 
     Attributes:
         folder: folder of its stages in the run.
-        title: its name in logs and in Prefect's UI.
+        title: name in logs and in Prefect's UI.
         seed: every sample's seed is derived from it and from the group id and the sibling's index.
         group_size: samples per group.
         shared_noise: whether siblings share the decoder's noise.
@@ -67,12 +67,12 @@ class RolloutPlan(BaseModel):
         )
 
 
-def _group(group_id: str, drawn: DrawnPrompt) -> GroupPlan:
-    prompt, target = drawn.prompt, drawn.target
+def _group(group_id: str, source: DrawnPrompt) -> GroupPlan:
+    prompt, target = source.prompt, source.target
     return GroupPlan(
         group_id=group_id,
         prompt_id=prompt.prompt_id,
-        dataset=drawn.dataset,
+        dataset=source.dataset,
         prompt=prompt.text,
         columns=dict(prompt.columns),
         target_uri=target.uri if target else None,
@@ -89,7 +89,7 @@ def plan_round(
     group_size: int,
     shared_noise: bool,
 ) -> RolloutPlan:
-    """Plan one sampling round of a training iteration; later rounds replace groups that taught nothing.
+    """Plan one sampling round of a training iteration; later rounds replace groups without spread.
 
     Args:
         prompts: one per group.

@@ -21,7 +21,7 @@ from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, TEXT_ROLLOUTS
 
 SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({"image": IMAGE_ROLLOUTS, "text": TEXT_ROLLOUTS})
-"""By the modality of the policy."""
+"""Schema by modality of the policy."""
 
 
 def rollout_columns(
@@ -34,7 +34,7 @@ def rollout_columns(
         planned: the group's entry in the plan.
         policy: the version that sampled.
         settings: the policy's frozen sampling settings; its fields are columns.
-        max_length: tokens that a row could have had.
+        max_length: maximum number of tokens of a row.
     """
     request, tokens = group.request, group.tokens
     rows = len(request.sample_ids)
@@ -132,7 +132,9 @@ def token_batch(table: pl.DataFrame) -> TokenBatch:
     """
     temperatures = table["temperature"].unique().to_list()
     if len(temperatures) > 1:
-        raise ValueError(f"the rows were sampled at several temperatures, {sorted(temperatures)}; update on each alone")
+        raise ValueError(
+            f"the rows were sampled at several temperatures, {sorted(temperatures)}; update on each separately"
+        )
     return TokenBatch(
         prompts=tuple(table["prompt"]),
         token_ids=padded(table["token_ids"]).long(),
@@ -147,7 +149,9 @@ def _support(table: pl.DataFrame) -> TokenSupport | None:
     if missing == table.height:
         return None
     if missing:
-        raise ValueError("some rows were sampled with top_k, top_p or min_p and some without; update on each alone")
+        raise ValueError(
+            "some rows were sampled with top_k, top_p or min_p and some without; update on each separately"
+        )
     return TokenSupport(_flat(table["support_ids"]), padded(table["support_counts"]).long())
 
 

@@ -39,8 +39,8 @@ class UpdateJob(BaseModel):
         policy: the version that is trained.
         rollouts: one artifact per sampling round.
         advantages: of all rounds.
-        model: which model it is.
-        update: how it is trained.
+        model: the model's files.
+        update: the update's options.
         seed: the run's seed.
         max_staleness: how many versions a row's policy may be older than this one.
         placement: device, threads and number of processes.
@@ -113,15 +113,15 @@ def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection
     if placement.processes == 1:
         return
     if on_cpu:
-        # Two are allowed on any machine, so that the feature can be tried on the smallest one.
+        # Two processes are allowed on any machine, so that the feature can be tried everywhere.
         cores = max(2, len(os.sched_getaffinity(0)))
         if placement.processes > cores:
-            hint = f"Each process needs a core of its own and this machine has {cores}; use at most that."
+            hint = f"Each process needs a core and this machine has {cores}; use at most that."
             raise InputError("placement.processes", placement.processes, hint)
         return
     gpus = torch.cuda.device_count()
     if placement.processes > gpus:
-        hint = f"Each process needs a GPU of its own and this machine has {gpus}; use at most that, or device: cpu."
+        hint = f"Each process needs a GPU and this machine has {gpus}; use at most that, or device: cpu."
         raise InputError("placement.processes", placement.processes, hint)
 
 
@@ -140,7 +140,7 @@ def carry_out(
         What was written; None in every process but the first.
 
     Raises:
-        InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the parts of it do.
+        InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the functions that it calls.
     """
     with tempfile.TemporaryDirectory() as fetched:
         stored = read_training_rows(
@@ -166,7 +166,7 @@ def carry_out(
             process_group=process_group,
             on_progress=on_progress,
         )
-    optimizer.zero_grad()  # or the gradients would stay in memory during the next rollouts
+    optimizer.zero_grad()  # frees the gradients' memory for the next rollouts
     moments = process_group.state(optimizer)
     process_group.collect(learner.trained)
     if process_group.rank:
@@ -197,7 +197,7 @@ def _optimizer(job: UpdateJob, learner: Policy, process_group: ProcessGroup, fet
 
 
 def _keep_reference(learner: Policy, job: UpdateJob, staged: Path) -> str | None:
-    """Refresh the reference when it is due, and write it next to the weights; return the digest of what was written."""
+    """Refresh the reference when due, and write it next to the weights; return the digest of the files."""
     every = job.update.reference.refresh_every
     due = every > 0 and job.version % every == 0
     if due:
@@ -219,7 +219,7 @@ def _save_state(
         "policy_version": version,
         "policy_digest": digest,
         "optimizer_steps": steps,
-        # Nothing random is carried over: every draw is derived from its place.
+        # No random state is stored: every random number is derived from its place.
         "randomness": "derived from (run seed, iteration, stage, sample)",
     }
     (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))

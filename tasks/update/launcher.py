@@ -1,4 +1,4 @@
-"""Runs an update in several processes of this machine, which accelerate starts."""
+"""Run an update in several processes of this machine, started by accelerate."""
 
 import json
 import os
@@ -54,10 +54,10 @@ def carry_out_together(
         launcher = _Launcher(folder, job)
         try:
             # The job is in the folder, since only one of several processes would read it from their common input.
-            answer = launcher.request("update policy", {}, None, _Progress(on_progress))
+            outcome = launcher.request("update policy", {}, None, _Progress(on_progress))
         finally:
             launcher.end()
-    return UpdateOutcome.model_validate_json(json.dumps(answer))
+    return UpdateOutcome.model_validate_json(json.dumps(outcome))
 
 
 def _verify(job: UpdateJob, store: ArtifactStore) -> None:
@@ -77,7 +77,7 @@ class _Progress:
         self._on_progress(done, total)
 
     def log(self, line: str) -> None:
-        """Drop it: every process would say the same."""
+        """Drop the line: every process would log the same."""
 
 
 class _Launcher(ChildProcess):
@@ -87,7 +87,7 @@ class _Launcher(ChildProcess):
         launch = ("-m", "accelerate.commands.launch", "--config_file", str(folder / _SETTINGS_FILE))
         variables = {
             "OMP_NUM_THREADS": str(job.placement.torch_threads),
-            # The machine's own name may stand for an address that cannot be reached.
+            # The machine's host name may resolve to an unreachable address.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         super().__init__((*launch, "-m", "tasks.update.process", str(folder)), variables)
@@ -108,7 +108,7 @@ class _Launcher(ChildProcess):
         killed = self._killed(loss)
         if killed is None:
             return loss
-        cause = f"a process of the update was ended from outside, by {killed}; the machine's memory may have run out"
+        cause = f"a process of the update was killed from outside by {killed}; the machine's memory may have run out"
         return LostStageError(f"{cause}\n{loss}")
 
     @staticmethod
@@ -119,11 +119,11 @@ class _Launcher(ChildProcess):
 
 
 def _launcher_settings(job: UpdateJob) -> dict[str, object]:
-    """Accelerate's settings, in place of those that a person may have stored for this machine."""
+    """Return accelerate's settings, which replace those that the user may have stored for this machine."""
     return {
         "compute_environment": "LOCAL_MACHINE",
-        # On the CPU accelerate would start several processes through MPI; its launcher for GPUs starts processes that
-        # find each other through torch's own rendezvous, on any device.
+        # On the CPU accelerate would start several processes through MPI; its launcher for GPUs uses torch's
+        # rendezvous, which works on any device.
         "distributed_type": "MULTI_GPU",
         "num_processes": job.placement.processes,
         "num_machines": 1,
@@ -131,7 +131,7 @@ def _launcher_settings(job: UpdateJob) -> dict[str, object]:
         "main_process_ip": "127.0.0.1",
         "main_process_port": 0,  # a free one
         "gpu_ids": "all",
-        "mixed_precision": "no",  # the policy has its own
+        "mixed_precision": "no",  # the policy does its own autocast
         "use_cpu": False,
         "debug": False,
     }

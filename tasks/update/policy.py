@@ -34,7 +34,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "version": policy.version,
         "model": model.digest,
         "adapter_seed": model.adapter_seed,
-        # The digest says which model it is; where its folder lies changes no result.
+        # The digest identifies the model; its folder does not change results.
         "trained": {name: value for name, value in model.section.result_settings().items() if name != "model"},
         "reference": policy.reference_digest,
         "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
@@ -47,7 +47,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    # Several processes run the second one by its name.
+    # Several processes run the second module by its name.
     return family_module(inputs["model"].section.kind), "tasks.update.process"
 
 

@@ -1,7 +1,7 @@
 """One of the processes that `accelerate launch` starts for an update: `python -m tasks.update.process FOLDER`.
 
-The folder has the job. The first process answers with its progress and the outcome; any process that fails answers with
-its error. Standard input ends with the process that launched them, and they end with it.
+The folder has the job. The first process sends its progress and the outcome; a process that fails sends its
+error. When the launching process ends, standard input closes and they exit.
 """
 
 import os
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
         record = record_of(error)
         answers.send(ERROR, record.model_dump(mode="json"))
         print(record.trace, file=sys.stderr, flush=True)
-        # An orderly exit would wait for processes that wait for this one.
+        # A normal exit would wait for processes that wait for this one.
         os._exit(1)
 
 
@@ -40,7 +40,7 @@ def take_part(folder: Path, answers: Answers) -> None:
         answers: to the process that launched this one.
 
     Raises:
-        Exception: whatever the update raises.
+        Exception: any error of the update.
     """
     from grpo_core.update.accelerated import AcceleratedProcessGroup
     from tasks.models.resident import configure_torch

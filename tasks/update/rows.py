@@ -62,31 +62,31 @@ def read_training_rows(
         store: where the artifacts are kept.
         rollouts: one artifact per sampling round.
         advantages: of all of them.
-        policy: that is trained.
-        family: of the policy.
-        max_staleness: versions that may lie between a row's policy and this one; 0 allows only rows of this one.
+        policy: the version to train.
+        family: the policy's family.
+        max_staleness: maximum number of versions between a row's policy and this one; 0: only rows of this one.
 
     Raises:
         ValueError: the rollouts were sampled by other weights than the policy's and none may be stale, or no sample
             has a reward, or all rows are too stale.
     """
     with tempfile.TemporaryDirectory() as fetched:
-        drawn = [
+        tables = [
             path
             for number, reference in enumerate(rollouts)
             for path in sorted(store.local_files(reference, Path(fetched) / str(number)).glob("*.parquet"))
         ]
         scored = store.local_files(advantages, Path(fetched) / "advantages")
-        table = pl.concat([_read_rollouts(path) for path in drawn])
+        table = pl.concat([_read_rollouts(path) for path in tables])
         scores = pl.read_parquet(sorted(scored.glob("*.parquet")), columns=["sample_id", "reward", "advantage"])
     table = table.join(scores, on="sample_id", how="inner", validate="1:1", maintain_order="left")
     _require_rewards(table)
     staleness = (table["policy_version"] - policy.version).abs()
-    own = table["policy_digest"] == policy.digest
+    on_policy = table["policy_digest"] == policy.digest
     if max_staleness == 0:
-        _require_own_rows(table.filter(~own), policy)
-    kept = table.filter((own | (staleness <= max_staleness)) & pl.col("advantage").is_not_null())
-    too_stale = table.filter(~own & (staleness > max_staleness))
+        _require_own_rows(table.filter(~on_policy), policy)
+    kept = table.filter((on_policy | (staleness <= max_staleness)) & pl.col("advantage").is_not_null())
+    too_stale = table.filter(~on_policy & (staleness > max_staleness))
     if len(too_stale) == len(table):
         raise ValueError(
             f"all {len(table)} rows are further than {max_staleness} versions from version {policy.version}; allow "
@@ -109,7 +109,7 @@ def _read_rollouts(path: Path) -> pl.DataFrame:
 def _require_rewards(table: pl.DataFrame) -> None:
     if table["reward"].null_count() == table.height:
         raise ValueError(
-            "every reward of every sample is null, so there is nothing to learn from; look at the rewards' tables, "
+            "every reward of every sample is null, so there is nothing to learn from; check the rewards' tables, "
             "and give the prompts what their rewards need (target images, for example)"
         )
 

@@ -83,7 +83,7 @@ class TestTargets:
         ("damage", "word"),
         [
             (lambda path: path.write_text("I am no image"), "Give a PNG"),
-            (lambda path: path.write_bytes(path.read_bytes()[:60]), "not a whole image"),
+            (lambda path: path.write_bytes(path.read_bytes()[:60]), "not a complete image"),
             (Path.unlink, "no such file"),
         ],
     )
@@ -128,7 +128,7 @@ class TestSettings:
             ("update.learning_rate=1e39", "update.learning_rate", "1e+39", "less than or equal to 1000"),
             ("update.micro_batch_size=0", "update.micro_batch_size", "0", "greater than 0"),
             ("placement.sharding=fsdp2", "placement.sharding", "fsdp2", "processes to 2"),
-            ("placement.processes=100000", "placement.processes", "100000", "a core of its own"),
+            ("placement.processes=100000", "placement.processes", "100000", "a core"),
             ("update.optimizer=paged_adamw", "update.optimizer", "paged_adamw", "adamw"),
             ("rollout.top_p=1.5", "rollout.top_p", "1.5", "less than or equal to 1"),
             ("nonsense", "--set", "nonsense", "section.key=value"),

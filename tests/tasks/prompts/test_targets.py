@@ -160,7 +160,7 @@ class TestRefused:
     def test_what_is_no_image(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "0.png").write_bytes(content)
         error = refusal(prompts(1), folder=str(tmp_path))
-        assert "not a whole image" in error.hint
+        assert "not a complete image" in error.hint
         assert "prompt id1 (row 1)" in error.place
 
     @pytest.mark.parametrize(("width", "height"), [(8193, 8192), (9000, 10_000), (100_000, 100_000)])
@@ -189,7 +189,7 @@ class TestRefused:
         Image.effect_noise((64, 64), 50).save(path)
         path.write_bytes(path.read_bytes()[:600])
         reference = TargetReference(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
-        with pytest.raises(InputError, match="not a whole image"):
+        with pytest.raises(InputError, match="not a complete image"):
             load_target(reference)
 
 
@@ -231,7 +231,7 @@ def test_a_jpeg_that_ends_early_is_refused_when_it_is_paired(tmp_path: Path) -> 
     Image.fromarray(levels).save(tmp_path / "0.jpg", "JPEG")
     whole = (tmp_path / "0.jpg").read_bytes()
     (tmp_path / "0.jpg").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="It is not a whole image"):
+    with pytest.raises(InputError, match="It is not a complete image"):
         pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="")
 
 
