@@ -42,7 +42,7 @@ class HackingRule:
         patience: evaluations in a row, the last among them, at which the guardrail must stand that much lower. A level
             is the mean of so many evaluations, of fewer where a run begins.
         noise: how many times its standard error both changes must exceed. The standard error comes from the
-            differences between successive evaluations, see :func:`noise_between`. 0 leaves the noise out of account;
+            differences between successive evaluations, from :func:`noise_between`. 0 leaves the noise out of account;
             otherwise there is no sign before the fourth evaluation.
     """
 

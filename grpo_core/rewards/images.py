@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 from grpo_core.errors import InputError
 
 MAX_PIXELS = 8192 * 8192
-"""Largest width times height of an image from anywhere; a small file can unpack to more than the memory holds."""
+"""Largest width times height of an image from anywhere; a small file can unpack to more than fits in memory."""
 
 MAX_ASPECT_PERCENT = 2
 """By how many percent width / height may differ for a target to be squeezed to its sample's image."""
@@ -81,7 +81,7 @@ def to_rgb(image: Image.Image, place: str) -> Image.Image:
         image.load()
         upright = ImageOps.exif_transpose(image)
     except (OSError, SyntaxError, ValueError, struct.error) as error:
-        hint = f"It cannot be decoded ({error}). Save it anew as 8-bit RGB (PNG or JPEG)."
+        hint = f"It cannot be decoded ({error}). Save it again as 8-bit RGB (PNG or JPEG)."
         raise InputError(place, f"image of {shown_size(image)}", hint) from error
     if upright.mode in _SIXTEEN_BIT_MODES:
         # Pillow's own conversion clips at 255 instead of scaling, which turns most of the image white.
@@ -134,7 +134,7 @@ def fits_reward(image: Image.Image, min_side: int, max_aspect: float) -> bool:
 
 def shown_bounds(min_side: int, max_aspect: float) -> str:
     """Describe a reward's bounds for a message."""
-    side = f"at least {min_side} pixels a side"
+    side = f"at least {min_side} pixels per side"
     return side if math.isinf(max_aspect) else f"{side} and a long side of at most {max_aspect:g} times the short one"
 
 

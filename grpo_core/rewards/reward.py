@@ -167,7 +167,7 @@ class Reward(abc.ABC):
 
     @property
     def needs_group(self) -> bool:
-        """Whether a sample's score depends on its siblings, so that a batch must hold them all."""
+        """Whether a sample's score depends on its siblings, so that a batch must contain them all."""
         return False
 
     @property

@@ -211,9 +211,7 @@ def _code_of(place: str, reference: str, function: Callable[..., object]) -> Cod
         inner = (inner if inspect.isclass(inner) else type(inner)).__call__
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     if not isinstance(code, CodeType) or not Path(code.co_filename).is_file():
-        hint = (
-            "It has no Python source file, so nothing would tell that it has changed. Wrap it in a function of yours."
-        )
+        hint = "It has no Python source file, so changes of it would not be noticed. Wrap it in a function of yours."
         raise InputError(place, reference, hint)
     return code
 

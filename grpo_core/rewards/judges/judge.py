@@ -1,4 +1,4 @@
-"""A vision-language model, or a language model, that is asked how good a sample is (LLM as a judge).
+"""A vision-language model, or a language model, that rates a sample (LLM as a judge).
 
 Zheng et al., 2023, "Judging LLM-as-a-Judge with MT-Bench and Chatbot Arena" (arXiv:2306.05685), section 3.1, single
 answer grading. Works with any server of OpenAI's chat completions: vLLM, SGLang, llama.cpp.
@@ -60,7 +60,7 @@ def _check_rubric(rubric: str) -> str:
 class JudgeReward(ServiceReward):
     """Value clip((score - low) / (high - low), 0, 1); raw the judge's score.
 
-    The judge sees the image (PNG) or the text, and the rubric. It is asked with temperature 0 and a fixed seed; an
+    The judge sees the image (PNG) or the text, and the rubric. The request has temperature 0 and a fixed seed; an
     answer without a score gets one reminder, and is a failure if the next has none either.
 
     Attributes:

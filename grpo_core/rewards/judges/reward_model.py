@@ -1,4 +1,4 @@
-"""A language model with one number as its output, trained to tell how good a completion is.
+"""A language model with one number as its output, trained to rate completions.
 
 Ouyang et al., 2022, "Training language models to follow instructions with human feedback" (arXiv:2203.02155),
 section 3.5: r(x, y), one scalar of prompt and completion, at the last token. Rendered and tokenized as TRL 1.16's
@@ -152,7 +152,7 @@ def load_scorer(source: ModelSource, digest: str, device: str) -> RewardModelSco
     text_config = config.get_text_config()
     # The model answers at the last token that is none of padding, so the two must mean the same one.
     text_config.pad_token_id = tokenizer.pad_token_id
-    # Where padding takes some positions, as in RoBERTa, only the tokenizer tells; without a bound it tells 1e30.
+    # Where padding takes some positions, as in RoBERTa, only the tokenizer has the length; without a bound it is 1e30.
     positions = min(getattr(text_config, "max_position_embeddings", None) or _UNBOUNDED, tokenizer.model_max_length)
     return RewardModelScorer(network.to(device), tokenizer, positions if positions < _UNBOUNDED else None, device)
 

@@ -50,19 +50,19 @@ def combine_rewards(
     applies: Bool[Tensor, "groups rewards"] | None = None,
     missing: MissingRewards = "group_mean",
 ) -> CombinedRewards:
-    """R = (sum over k of w_k s_k) x (product of the gates), with null rewards treated by group.
+    """Compute R = (sum over k of w_k s_k) x (product of the gates), with null rewards treated by group.
 
     - Not meant for a group: the reward is not there, as if the group had been configured without it.
     - Null for every sample of a group: the reward is left out there, and the other weights are multiplied by
       sum |w| / sum of the remaining |w|, so that the group keeps its scale (weights may be negative). A gate that is
       left out multiplies by 1.
-    - Null for some of a group: see `missing`.
+    - Null for some of a group: as `missing` says.
     - A sample whose rewards that add are all null has none, whatever its gates; nothing is imputed. Rewards of weight
       zero do not count here.
 
     Args:
         values: NaN marks a null; a group with fewer samples than the others is filled up with NaN rows.
-        terms: one a reward, in the order of the last axis.
+        terms: one per reward, in the order of the last axis.
         applies: whether a reward is meant for a group, however it was scored there; by default all are.
         missing: group_mean: the mean of the group's other samples stands in, of a gate that of its factors;
             renormalize: the other weights of the sample grow to the group's sum |w|, and a gate is left out; drop: the
@@ -98,7 +98,7 @@ def combine_rewards(
 def _roles(
     values: Float[Tensor, "groups siblings rewards"], terms: Sequence[RewardTerm]
 ) -> tuple[Float[Tensor, " rewards"], Bool[Tensor, " rewards"]]:
-    """Weight of each reward, zero for a gate; and which are gates."""
+    """Return the weight of each reward, zero for a gate, and which are gates."""
     if values.ndim != 3 or len(terms) != values.shape[-1]:
         raise ValueError(f"expected [groups, siblings, {len(terms)} rewards], got {list(values.shape)}")
     gate = torch.tensor([term.role == "gate" for term in terms], device=values.device)
@@ -110,7 +110,7 @@ def _roles(
 
 
 def _refuse_infinite(values: Float[Tensor, "groups siblings rewards"]) -> None:
-    """Before any clamp: an infinity is a fault of the reward, not a large value."""
+    """Refuse infinities before any clamp: they are an error of the reward, not a large value."""
     infinite = values.isinf().any(-1).nonzero().tolist()
     if infinite:
         hint = "A reward gives finite numbers; fix the one that produced it."
@@ -126,7 +126,7 @@ def _treat_missing(
 ) -> tuple[
     Float[Tensor, "groups siblings rewards"], Bool[Tensor, "groups siblings"], Bool[Tensor, "groups siblings rewards"]
 ]:
-    """Weights of each sample, which samples are present, and which nulls take the group's mean.
+    """Return the weights of each sample, which samples are present, and which nulls take the group's mean.
 
     Args:
         weight: zero for gates.
@@ -153,16 +153,16 @@ def _rescaled(
     *,
     among: Bool[Tensor, "groups siblings rewards"],
 ) -> Float[Tensor, "groups siblings rewards"]:
-    """Weights of `kept`, grown to the sum of magnitudes of those `among`; all zero where nothing is kept."""
+    """Scale the weights of `kept` to the sum of magnitudes of those `among`; all zero where nothing is kept."""
     magnitude = torch.where(kept, weight.abs(), 0.0).sum(-1, keepdim=True)
-    whole = torch.where(among, weight.abs(), 0.0).sum(-1, keepdim=True)
-    return torch.where(kept, weight, 0.0) * torch.where(magnitude > 0, whole / magnitude, 0.0)
+    total = torch.where(among, weight.abs(), 0.0).sum(-1, keepdim=True)
+    return torch.where(kept, weight, 0.0) * torch.where(magnitude > 0, total / magnitude, 0.0)
 
 
 def _filled(
     values: Float[Tensor, "groups siblings rewards"], known: Bool[Tensor, "groups siblings rewards"]
 ) -> Float[Tensor, "groups siblings rewards"]:
-    """Values with each null replaced by the mean of the group's known ones, zero where there are none."""
+    """Replace each null by the mean of the group's known values, zero where there are none."""
     zeroed = torch.where(known, values, 0.0)
     means = zeroed.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1)
     return torch.where(known, zeroed, means)

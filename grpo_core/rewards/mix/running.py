@@ -13,7 +13,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Moments of the scaled values, one entry a reward; plain numbers, exact as JSON.
+    """Moments of the scaled values, one entry per reward; plain numbers, exact as JSON.
 
     However the values are cut into calls, the merged moments are the same within rounding.
 
@@ -29,16 +29,16 @@ class RunningMoments:
 
     def __post_init__(self) -> None:
         sizes = {len(self.counts), len(self.means), len(self.squares)}
-        assert len(sizes) == 1, f"one entry a reward in every field, got {sizes}"
+        assert len(sizes) == 1, f"one entry per reward in every field, got {sizes}"
 
     @classmethod
     def empty(cls, rewards: int) -> "RunningMoments":
-        """Of no value at all."""
+        """Return the moments of no values."""
         return cls((0,) * rewards, (0.0,) * rewards, (0.0,) * rewards)
 
     @classmethod
     def of(cls, values: Float[Tensor, "... rewards"]) -> "RunningMoments":
-        """Of these values, in fp64; NaN marks what does not count."""
+        """Return the moments of these values, in fp64; NaN values do not count."""
         rows = values.double().reshape(-1, values.shape[-1])
         known = ~rows.isnan()
         counts = known.sum(0)

@@ -19,7 +19,7 @@ Normalization = Literal["none", "group", "running", "range"]
 class RewardTerm:
     """A reward that adds to the others, or a gate that multiplies what they add up to.
 
-    A gate is for what must hold before anything else counts: the format of an answer, an image that shows something.
+    A gate is for a condition without which nothing else counts: the format of an answer, an image that shows something.
     It makes 0 of the other rewards, so these should be 0 at worst, with weights above 0: a reward or a weight below 0
     is a penalty, and a gate of 0 lifts it.
 
@@ -28,14 +28,14 @@ class RewardTerm:
         role: sum: w_k times the value is added; gate: the value multiplies, one below 0 as 0, since it would turn the
             order of the samples round.
         threshold: of a gate: 1 from this value on, 0 below it; None: the value itself multiplies.
-        clamp: lowest and highest value; what lies beyond takes the nearer one, before anything else is done with it.
-        normalize: how the advantages see a reward that adds. none: as it is. range: by `range`. group: less the mean
+        clamp: lowest and highest value; values beyond take the nearer one, before all other steps.
+        normalize: how the advantages see a reward that adds. none: unchanged. range: by `range`. group: less the mean
             of the group, over its standard deviation. running: the same by the values of every call so far.
         range: of normalize: range: the values that become 0 and 1; others follow the line, beyond it as well unless
             `clamp` limits them.
 
     Raises:
-        InputError: a number is out of its range, or a field has no effect beside the others; `place` is
+        InputError: a number is out of its range, or a field has no effect with the others; `place` is
             ``rewards.<field>``.
     """
 
@@ -69,7 +69,7 @@ class RewardTerm:
             return
         for field in ("clamp", "range"):
             if getattr(self, field) is not None:
-                hint = "A threshold makes the gate 0 or 1 by the value as it is; leave one of the two out."
+                hint = "A threshold makes the gate 0 or 1 by the unscaled value; leave one of the two out."
                 raise InputError(f"rewards.{field}", getattr(self, field), hint)
 
 

@@ -37,7 +37,7 @@ class Engine(Protocol):
 
         Raises:
             ReadingError: it broke down, or took too long.
-            InputError: the engine is not installed, or not the whole of it.
+            InputError: the engine is not installed, or only in part.
         """
 
 

@@ -87,7 +87,7 @@ def _find_end(prompt: str, start: int, double_ends: Mapping[str, Mapping[int, in
 
 
 def _double_ends(prompt: str, mark: str) -> dict[int, int]:
-    """Where the quotation of each such mark ends, had it opened one; one pass, as a prompt may hold nothing else."""
+    """Where the quotation of each such mark ends, had it opened one; one pass, as a prompt may contain nothing else."""
     ends: dict[int, int] = {}
     opened: list[int] = []
     for place, character in enumerate(prompt):

@@ -23,7 +23,7 @@ MODELS: Mapping[str, str] = {
 """The model files of the wheel by what they do."""
 
 _PLACE = "rewards.text_accuracy.engine"
-_HINT = "Install it again as it is published: pip install --force-reinstall --no-deps rapidocr==3.10.0"
+_HINT = "Install the published package again: pip install --force-reinstall --no-deps rapidocr==3.10.0"
 _MIN_TEXT_SCORE = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Whether the image shows the text that its prompt asks for, read by an OCR engine."""
+"""Whether the image shows the text of its prompt, read by an OCR engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal

@@ -19,7 +19,7 @@ MAX_ORDERS = 720
 """Orders of the texts that are tried: every one of up to six texts."""
 
 MAX_GIVEN = 4000
-"""Pairs of a text and a word read that are tried: more is no writing that was asked for, and takes seconds."""
+"""Pairs of a text and a word read that are tried: more is not requested text, and takes seconds."""
 
 _NOBODY = -1
 

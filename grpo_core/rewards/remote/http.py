@@ -42,7 +42,7 @@ class ServiceFailure(Exception):
 
     Args:
         reason: what went wrong the last time.
-        retry_after_s: how long the service asked to wait; None where it did not.
+        retry_after_s: waiting time that the service requested; None without a request.
     """
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
@@ -58,7 +58,7 @@ class Service:
     """Where a service is, and how long and how often to ask it.
 
     Attributes:
-        reward: the name of the reward that asks, for messages.
+        reward: name of the reward, for messages.
         url: http or https, without a trailing slash.
         timeout_s: of one attempt, in seconds, from connecting to the last byte.
         attempts: in all, the first included.
@@ -111,7 +111,7 @@ class Service:
     async def _attempt(self, method: str, url: str, body: bytes | None) -> object:
         import httpx
 
-        # httpx's own time limit starts anew with every byte.
+        # httpx's time limit restarts with every byte.
         client = httpx.AsyncClient(
             timeout=None,
             # A proxy of the environment cannot reach this machine's loopback.

@@ -26,7 +26,7 @@ class RemoteReward(ServiceReward):
     Attributes:
         url: address of the server.
         reward: name of the reward there.
-        reward_version: that the reward must have there. Without it the server is asked once per process, and must
+        reward_version: that the reward must have there. Without it the server is queried once per process, and must
             answer whenever the run is started.
         timeout_s: of one attempt, in seconds.
         attempts: for each request, the first included.
@@ -61,7 +61,7 @@ class RemoteReward(ServiceReward):
         return self.with_targets
 
     def settings(self) -> Mapping[str, object]:
-        """Return the reward and its version at the server; asks for the version where none is set.
+        """Return the reward and its version at the server; queries the version where none is set.
 
         Raises:
             InputError: the server does not answer or has no such reward.
@@ -162,7 +162,7 @@ class RemoteReward(ServiceReward):
 
 @functools.lru_cache(maxsize=64)
 def _describe(service: Service, reward: str) -> wire.RewardDescription:
-    """Ask the server about the reward, once per process; failures are asked again."""
+    """Ask the server about the reward, once per process; failures are retried."""
     url = service.url + wire.DESCRIBE_PATH
     try:
         description = wire.Description.model_validate(service.get(wire.DESCRIBE_PATH))

@@ -1,1 +1,1 @@
-"""Rewards for likeness to a target image: mse, psnr, ssim, lpips; ``pairs`` brings the two images together."""
+"""Rewards for similarity to a target image: mse, psnr, ssim, lpips; ``pairs`` brings the two images together."""

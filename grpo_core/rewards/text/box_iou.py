@@ -103,7 +103,7 @@ def read_boxes(completion: str) -> list[Box | None]:
     Between ``<answer>`` and ``</answer>`` where the completion has them, everywhere else: boxes that the reasoning
     considers are not given as the answer. JSON such as ``[{"bbox_2d": [1, 2, 3, 4]}]`` is covered by its brackets.
     """
-    # Cut by hand: an expression would look for the end anew from every beginning, which takes ages over spam.
+    # Cut by hand: an expression would search for the end from every beginning, which takes ages over spam.
     parts = (part.partition("</answer>") for part in completion.split("<answer>")[1:])
     answers = [inside for inside, end, _ in parts if end] or [completion]
     lists = (match.groups() for answer in answers for match in _FOUR_NUMBERS.finditer(answer))

@@ -28,12 +28,12 @@ MAX_SECONDS = 1.0
 
 @dataclass(frozen=True, config=STRICT)
 class FormatReward(Reward):
-    """1 where the whole completion has the form, 0 otherwise; or, in mode partial, how much of the form is there.
+    """1 if the complete text has the form, else 0; in mode partial, the share of the form that is present.
 
     ``think_answer`` is ``<think>...</think><answer>...</answer>``: each of the four tags exactly once and in this
     order, something other than white space between the tags of a pair, and nothing else outside them.
 
-    In mode partial the parts are the tags, each of which must be there exactly once, and the form as a whole. Raw is
+    In mode partial the parts are the tags, each of which must be there exactly once, and the complete form. Raw is
     the number of parts that are right: up to 5 for ``think_answer`` in either mode, 0 or 1 for a pattern.
 
     Attributes:

@@ -89,7 +89,7 @@ class WeightSource:
     def find_problem(self) -> InputError | None:
         """Return what is wrong with the file, without loading or downloading it; None where nothing is.
 
-        A file on the Hub that is not in the local cache is no problem while the Hub may be asked.
+        A file on the Hub that is not in the local cache is no problem unless the Hub is offline.
         """
         obtain = self.published.obtaining(self.place.rsplit(".", 1)[-1])
         if self.source is None:

@@ -48,7 +48,7 @@ class ModelSource:
     def find_problem(self) -> InputError | None:
         """Return what is wrong with the folder or the name, without loading or downloading; None where nothing is.
 
-        A model on the Hub that is not in the local cache is no problem while the Hub may be asked.
+        A model on the Hub that is not in the local cache is no problem unless the Hub is offline.
         """
         if self.source is None:
             return self._error(f"Set a folder saved by transformers, or a name on the Hub: {self.published}.")
