@@ -151,7 +151,7 @@ def test_a_state_of_another_optimizer_is_refused_with_both_names(
 ) -> None:
     first, second = PolicyOptimizer(parameters(), trained), PolicyOptimizer(parameters(), requested, steps=2)
     run(first, range(2))
-    with pytest.raises(InputError, match=f"got '{requested.optimizer}'.* go on with {trained.optimizer}\\."):
+    with pytest.raises(InputError, match=f"got '{requested.optimizer}'.* continue with {trained.optimizer}\\."):
         second.load_state(first.state())
 
 
