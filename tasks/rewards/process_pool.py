@@ -37,10 +37,12 @@ def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> 
         RemoteStageError: the reward raised an error of another class.
     """
     waiting: deque[Future[list[ScoredRow]]] = deque()
+    # Taken here: each thread's copy of the context would make its own.
+    children = resource(ChildProcesses)
     threads = ThreadPoolExecutor(section.processes, thread_name_prefix="scoring")
     try:
         for batch in batches:
-            waiting.append(threads.submit(copy_context().run, _score, section, batch))
+            waiting.append(threads.submit(copy_context().run, _score, children, section, batch))
             if len(waiting) >= 2 * section.processes:
                 yield waiting.popleft().result()
         while waiting:
@@ -49,10 +51,10 @@ def score_in_processes(section: RewardSection, batches: Iterable[list[Row]]) -> 
         threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _score(section: RewardSection, batch: list[Row]) -> list[ScoredRow]:
+def _score(children: ChildProcesses, section: RewardSection, batch: list[Row]) -> list[ScoredRow]:
     label, described = f"score {section.label}", section.model_dump_json()
     payload = {"section": described, "rows": [_encoded(row) for row in batch]}
-    with resource(ChildProcesses).borrow(described, label, child_command("scoring"), _ONE_THREAD) as process:
+    with children.borrow(described, label, child_command("scoring"), _ONE_THREAD) as process:
         for attempt in (1, 2):
             try:
                 return _SCORED.validate_python(process.request(label, payload, None, listener()))

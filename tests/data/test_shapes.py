@@ -87,7 +87,7 @@ def test_chosen_scenes_are_balanced_seeded_and_distinct() -> None:
     for field in ("color", "shape", "position", "background"):
         counts = Counter(getattr(scene, field) for scene in chosen).values()
         assert max(counts) - min(counts) <= 2
-    with pytest.raises(ValueError, match="there are 2"):
+    with pytest.raises(ValueError, match="only 2"):
         choose_scenes(all_scenes()[:2], 3, seed=0)
 
 

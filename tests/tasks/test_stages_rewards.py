@@ -49,7 +49,7 @@ def test_an_image_with_broken_pixels_gets_the_lowest_score(
     monkeypatch.setattr(AutoencoderKL, "decode", without_a_corner)
     rollouts = collect(base(), plan(targets=(target, None)))
     rows = table_of(store, rollouts)
-    reason = "12.5% of the pixels are no numbers"
+    reason = "12.5% of the pixels are not numbers"
     assert rows["defect"].to_list() == [None, reason] * 2
     assert whole["defect"].to_list() == [None] * 4
     assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]

@@ -108,7 +108,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused(warmup: int) -> None:
     [
         ("cosine", {"cycles": 2}, "cycles"),
         ("cosine", {"num_cycles": "many"}, "cannot be computed"),
-        ("constant", {"num_cycles": 1}, "takes none"),
+        ("constant", {"num_cycles": 1}, "no arguments"),
         ("cosine_with_min_lr", {}, "min_lr"),
         ("polynomial", {"lr_end": 0.1}, "lr_end"),
         ("polynomial", {"lr_end": -0.1}, "below zero"),

@@ -45,7 +45,7 @@ class TestFiles:
     def test_a_missing_file_names_its_neighbours(self, write: Write) -> None:
         path = write("PartiPrompts.tsv", "Prompt\na\n")
         assert refusal(path.with_name("partiprompt.tsv")).hint == (
-            "There is no such file. The folder holds: PartiPrompts.tsv."
+            "There is no such file. The folder contains: PartiPrompts.tsv."
         )
         assert "nor the folder" in refusal(path.parent / "none" / "x.txt").hint
 

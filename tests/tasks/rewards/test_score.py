@@ -173,7 +173,7 @@ def test_a_process_that_dies_is_started_again_and_one_that_dies_twice_is_named(
     once = function(tmp_path, requested, dies)
     assert values(maker.store, score(maker, section(once, processes=1))) == [0.5] * 8
     always = function(tmp_path, requested, "os._exit(9)")
-    with pytest.raises(InputError, match=r"rewards\.mine\.processes: got 1\. A process that scored died twice"):
+    with pytest.raises(InputError, match=r"rewards\.mine\.processes: got 1\. A scoring process died twice"):
         score(maker, section(always, processes=1))
     resource(ChildProcesses).close()
 

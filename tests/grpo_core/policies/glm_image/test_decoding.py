@@ -109,7 +109,7 @@ def test_pixels_that_are_no_numbers_are_black_and_counted(
     monkeypatch.setattr(kind, "decode", without_a_corner)
     first, broken, last = decode(shipped_pipeline, TOKENS[:3], [1, 2, 3])
     assert isinstance(broken, BrokenImage)
-    assert broken.reason == "12.5% of the pixels are no numbers"
+    assert broken.reason == "12.5% of the pixels are not numbers"
     expected = levels(whole[1])
     assert expected[:32, :16].sum() > 0
     expected[:32, :16] = 0
