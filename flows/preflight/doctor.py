@@ -70,7 +70,7 @@ def examine(config: RunConfig) -> Diagnosis:
     try:
         choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        estimate = _estimate(config, choice)
+        estimate = estimate_model(config, choice)
         memory, checkpoint = estimate.memory, estimate.checkpoint
         findings += [_weights(config, estimate.counted), _memory(config, memory)]
     except InputError as error:
@@ -98,7 +98,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
     }[subject]
 
 
-def _estimate(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
+def estimate_model(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
     """Estimate the memory of one GPU and the size of a checkpoint."""
     family, rollout = policy_family(config.policy.kind), config.rollout
     workload = Workload(

@@ -59,7 +59,7 @@ def test_every_file_of_a_gpu_is_there() -> None:
 def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
     choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
-    return doctor._estimate(config, choice).memory
+    return doctor.estimate_model(config, choice).memory
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())
