@@ -176,6 +176,7 @@ def test_a_wrapper_sees_the_forward_pass(warm: tuple[GlmImagePolicy, SampledToke
 def test_adapters_on_the_output_head_are_sampled_scored_and_trained(shipped_pipeline: GlmImagePipeline) -> None:
     lora = LoraSettings(4, 8.0, r"lm_head|.*layers\.0\.mlp\.down_proj")
     policy = build_policy(shipped_pipeline, lora=lora, disturbed=0.1)
+    policy.trained.model.double()
     sampled = drawn(policy)
     assert float(difference(policy, sampled).max()) < 1e-5
     assert float((policy.reference_logprobs(sampled.tokens) - sampled.rollout_logprobs).abs().max()) > 0.01
