@@ -29,7 +29,7 @@ from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import Output
 from grpo_core.rewards.mix.terms import RewardTerm
 from grpo_core.rewards.reward import ScoringBatch
-from grpo_core.rewards.similarity.ssim import SsimReward
+from grpo_core.rewards.similarity.pixels import SsimReward
 from grpo_core.rewards.text.answer import AnswerReward
 from grpo_core.seeds import derive_seed
 from grpo_core.update import UpdateResult, UpdateSettings, update_policy

@@ -23,10 +23,10 @@ from grpo_core.losses.reductions import (
     mean_of_tokens,
 )
 from grpo_core.losses.surrogates import PolicyTerm, TermInputs
+from grpo_core.user_functions import REFERENCE, UserFunction, load_function
 
 if TYPE_CHECKING:
     from grpo_core.losses.settings import LossSettings
-    from grpo_core.rewards.functions.loading import UserFunction
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,10 @@ def custom_loss_digest(name: str) -> str | None:
     return None if name in LOSSES else _load_custom(name).sha256
 
 
-def _load_custom(name: str) -> "UserFunction":
-    # Importing it at the top would import the rewards with every loss.
-    from grpo_core.rewards.functions.loading import REFERENCE, load_function
-
+def _load_custom(name: str) -> UserFunction:
     if not REFERENCE.fullmatch(name):
         close = difflib.get_close_matches(name, LOSSES, n=1)
         suggestion = f"Did you mean {close[0]}? " if close else ""
         hint = f"{suggestion}Choose one of {', '.join(LOSSES)}, or name your own function as package.module:function."
         raise InputError("update.loss", name, hint)
-    return load_function("update.loss", name, "{}", factory=False)
+    return load_function("update.loss", name)

@@ -19,60 +19,52 @@ if TYPE_CHECKING:
 
 REWARDS: Mapping[str, str] = MappingProxyType(
     {
-        "ssim": "similarity.ssim:SsimReward",
-        "psnr": "similarity.psnr:PsnrReward",
-        "mse": "similarity.mse:MseReward",
+        "ssim": "similarity.pixels:SsimReward",
+        "psnr": "similarity.pixels:PsnrReward",
+        "mse": "similarity.pixels:MseReward",
         "lpips": "similarity.lpips:LpipsReward",
         "text_accuracy": "ocr.text_accuracy:TextAccuracyReward",
         "clip_score": "embedding.clip_score:ClipScoreReward",
         "aesthetic": "embedding.aesthetic:AestheticReward",
         "pickscore": "judges.pickscore:PickScoreReward",
         "hpsv2": "judges.hpsv2:HpsV2Reward",
-        "jpeg": "image_statistics.jpeg:JpegReward",
-        "edge_density": "image_statistics.edge_density:EdgeDensityReward",
-        "sharpness": "image_statistics.sharpness:SharpnessReward",
-        "colour_entropy": "image_statistics.colour_entropy:ColourEntropyReward",
+        "jpeg": "image_statistics.statistics:JpegReward",
+        "edge_density": "image_statistics.statistics:EdgeDensityReward",
+        "sharpness": "image_statistics.statistics:SharpnessReward",
+        "colour_entropy": "image_statistics.statistics:ColourEntropyReward",
         "diversity": "image_statistics.diversity:DiversityReward",
         "answer": "text.answer:AnswerReward",
         "format": "text.format:FormatReward",
         "box_iou": "text.box_iou:BoxIouReward",
         "reward_model": "judges.reward_model:RewardModelReward",
         "judge": "judges.judge:JudgeReward",
-        "function": "functions.reward:FunctionReward",
+        "function": "functions:FunctionReward",
         "remote": "remote.reward:RemoteReward",
     }
 )
 """Every reward that a configuration may name: its module in this package, and its class."""
 
 
-def reward_module(name: str) -> str:
-    """Return the dotted name of the module that implements a reward.
+def reward_reference(name: str) -> str:
+    """Return the reward's class as ``package.module:name``; the class is not imported.
 
     Raises:
         InputError: there is no such reward.
     """
     if name not in REWARDS:
         raise InputError("rewards", name, f"There is no such reward. {_nearest(name, tuple(REWARDS))}")
-    return f"{__package__}.{REWARDS[name].partition(':')[0]}"
+    return f"{__package__}.{REWARDS[name]}"
 
 
 def reward_class(name: str) -> "type[Reward]":
-    """Import a reward's class; the fields of the class are the reward's settings.
-
-    Raises:
-        InputError: there is no such reward.
-    """
-    module = importlib.import_module(reward_module(name))
-    found: type[Reward] = getattr(module, REWARDS[name].partition(":")[2])
+    """Import a reward's class; its fields are the reward's settings. Raises as :func:`reward_reference`."""
+    module, _, class_name = reward_reference(name).partition(":")
+    found: type[Reward] = getattr(importlib.import_module(module), class_name)
     return found
 
 
 def reward_settings(name: str) -> dict[str, object]:
-    """Return the settings of a reward with their defaults.
-
-    Raises:
-        InputError: there is no such reward.
-    """
+    """Return the settings of a reward with their defaults; raises as :func:`reward_reference`."""
     return {each.name: each.default for each in dataclasses.fields(reward_class(name))}  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import polars as pl
 from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from grpo_core.errors import FailedSamplesError
-from grpo_core.rewards.registry import build_reward, reward_module
+from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import Reward, Score
 from tasks.execution.caching import stage_task
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
@@ -44,7 +44,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _modules(arguments: Arguments) -> tuple[str, ...]:
-    return (reward_module(arguments["section"].reward),)
+    return (reward_reference(arguments["section"].reward),)
 
 
 def _cut(arguments: Arguments, shards: int) -> list[Part]:

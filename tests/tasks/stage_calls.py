@@ -8,7 +8,7 @@ import polars as pl
 from configs.scoring import RewardSection
 from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection, UpdateSection
-from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.reward import Score, ScoringBatch
 from tasks.advantages.compute import compute_advantages_task
 from tasks.models.files import model_digest

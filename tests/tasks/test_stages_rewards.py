@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs.scoring import RewardSection
 from grpo_core.errors import FailedSamplesError, InputError
-from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.reward import Score
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.store import ArtifactStore

@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from configs.training import MismatchSection, ReferenceSection
-from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.statistics import JpegReward
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.stage_calls import (
     ROLLOUT,

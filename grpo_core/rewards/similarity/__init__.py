@@ -1,1 +1,1 @@
-"""Rewards for similarity to a target image: mse, psnr, ssim, lpips; ``pairs`` brings the two images together."""
+"""Rewards for similarity to a target image: ``pixels`` has mse, psnr and ssim, ``lpips`` the learned distance."""

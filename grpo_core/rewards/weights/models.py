@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import json
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.weights.files import file_sha256
-from grpo_core.rewards.weights.hub import HubName, ask_hub, cached_file, find_hub_problem, parse_hub_model
+from grpo_core.rewards.weights.source import HubName, Source
 
+_NAME = re.compile(r"(hf://)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _DESCRIPTIONS = ("*.json", "*.txt", "*.jinja", "*.model")
 _SAFETENSORS = "model*.safetensors"
 _PICKLES = "pytorch_model*.bin"
@@ -23,12 +25,10 @@ _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """The settings that name a model.
+class ModelSource(Source):
+    """The settings that name a model: a folder, or ``owner/repo[@revision]``.
 
     Attributes:
-        place: of the setting with the source, for messages; the digest's has ``_sha256`` added.
-        source: a folder, or ``owner/repo[@revision]``; None where it is not set.
         sha256: what :meth:`digest` must return, complete or its first digits.
         published: the model's name on the Hub, for messages.
 
@@ -36,8 +36,6 @@ class ModelSource:
         InputError: the source is blank.
     """
 
-    place: str
-    source: str | None
     sha256: str | None = None
     published: str = "owner/repo"
 
@@ -45,42 +43,15 @@ class ModelSource:
         if self.source is not None and not self.source.strip():
             raise self._error(f"Set a folder, or a name on the Hub such as {self.published}.")
 
-    def find_problem(self) -> InputError | None:
-        """Return what is wrong with the folder or the name, without loading or downloading; None where nothing is.
-
-        A model on the Hub that is not in the local cache is no problem unless the Hub is offline.
-        """
-        if self.source is None:
-            return self._error(f"Set a folder saved by transformers, or a name on the Hub: {self.published}.")
-        folder = self._local_folder()
-        if folder is None:
-            name = parse_hub_model(self.source)
-            if name is None:
-                return self._error(f"It is neither a folder nor a name on the Hub, such as {self.published}.")
-            folder = _cached_snapshot(name)
-            if folder is None:
-                return find_hub_problem(self.place, self.source)
-        return self._find_folder_problem(folder)
-
     def folder(self) -> Path:
         """Return the model's folder on this machine; a model on the Hub is downloaded unless the cache has it.
 
         Raises:
             InputError: the model is missing, incomplete, cannot be downloaded, or has another digest.
         """
-        problem = self.find_problem()
-        if problem is not None:
-            raise problem
-        assert self.source is not None, "find_problem refuses None"
-        name = parse_hub_model(self.source)
-        found = self._local_folder() or (None if name is None else _cached_snapshot(name))
-        if found is None:
-            assert name is not None, "find_problem refuses other names"
-            found = Path(ask_hub(self.place, name, lambda: _download(name)))
-            problem = self._find_folder_problem(found)
-            if problem is not None:
-                raise problem
-        return found
+        found = self.find(download=True)
+        assert found is not None, "downloaded"
+        return Path(found)
 
     def digest(self) -> str:
         """Return one sha256 over the names and bytes of the model's files: weights, configuration, tokenizer.
@@ -143,32 +114,48 @@ class ModelSource:
         except (OSError, ValueError) as error:
             raise self._error(f"Its tokenizer cannot be loaded ({_reason(error)}). Set a complete model.") from error
 
-    def _error(self, hint: str) -> InputError:
-        return InputError(self.place, self.source, hint)
+    def _not_set(self) -> InputError:
+        return self._error(f"Set a folder saved by transformers, or a name on the Hub: {self.published}.")
 
-    def _local_folder(self) -> Path | None:
-        assert self.source is not None, "find_problem refuses None"
-        folder = Path(self.source).expanduser()
-        return folder if folder.is_dir() or self.source.startswith(("/", "~", ".")) else None
+    def _locate(self, source: str) -> str | HubName:
+        folder = Path(source).expanduser()
+        if folder.is_dir() or source.startswith(("/", "~", ".")):
+            return str(folder)
+        match = _NAME.fullmatch(source)
+        if match is None:
+            raise self._error(f"It is neither a folder nor a name on the Hub, such as {self.published}.")
+        return HubName(match["repo"], match["revision"])
 
-    def _find_folder_problem(self, folder: Path) -> InputError | None:
+    def _cached(self, name: HubName) -> str | None:
+        found = name.cached("config.json")
+        # An interrupted download may have ended after the configuration.
+        return None if found is None or _missing_weights(Path(found).parent) else str(Path(found).parent)
+
+    def _download(self, name: HubName) -> str:
+        import huggingface_hub
+
+        listed = huggingface_hub.HfApi().list_repo_files(name.repo, revision=name.revision)
+        top = [file for file in listed if "/" not in file]
+        weights = _SAFETENSORS if fnmatch.filter(top, _SAFETENSORS) else _PICKLES
+        return huggingface_hub.snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=[*_DESCRIPTIONS, weights], ignore_patterns=["*/*"]
+        )
+
+    def _check(self, found: str) -> None:
+        folder = Path(found)
         if not folder.is_dir():
-            return self._error("There is no such folder. Set a model's folder, or owner/repo on the Hub.")
+            raise self._error("There is no such folder. Set a model's folder, or owner/repo on the Hub.")
         if not (folder / "config.json").is_file():
-            return self._error("The folder has no config.json. Set one saved by transformers.")
+            raise self._error("The folder has no config.json. Set one saved by transformers.")
         missing = _missing_weights(folder)
         if missing is not None:
-            return self._error(f"The folder does not contain {missing}. Set a complete model.")
+            raise self._error(f"The folder does not contain {missing}. Set a complete model.")
         if self.sha256 is None:
-            return None
-        try:
-            found = self._folder_sha256(folder)
-        except InputError as error:
-            return error
-        if found.startswith(self.sha256.lower()):
-            return None
-        hint = f"The sha256 of the model {self.source} is {found}. Download it again, or set its digest."
-        return InputError(f"{self.place}_sha256", self.sha256, hint)
+            return
+        digest = self._folder_sha256(folder)
+        if not digest.startswith(self.sha256.lower()):
+            hint = f"The sha256 of the model {self.source} is {digest}. Download it again, or set its digest."
+            raise InputError(f"{self.place}_sha256", self.sha256, hint)
 
     def _folder_sha256(self, folder: Path) -> str:
         digest = hashlib.sha256()
@@ -203,21 +190,3 @@ def _missing_weights(folder: Path) -> str | None:
         if parts - found:
             return min(parts - found)
     return None
-
-
-def _cached_snapshot(name: HubName) -> Path | None:
-    """Return the cache's folder of the model; None where it lacks the configuration or weights."""
-    found = cached_file(HubName(name.repo, name.revision, "config.json"))
-    # An interrupted download may have ended after the configuration.
-    return Path(found).parent if found is not None and _missing_weights(Path(found).parent) is None else None
-
-
-def _download(name: HubName) -> str:
-    import huggingface_hub
-
-    listed = huggingface_hub.HfApi().list_repo_files(name.repo, revision=name.revision)
-    top = [file for file in listed if "/" not in file]
-    weights = _SAFETENSORS if fnmatch.filter(top, _SAFETENSORS) else _PICKLES
-    return huggingface_hub.snapshot_download(
-        name.repo, revision=name.revision, allow_patterns=[*_DESCRIPTIONS, weights], ignore_patterns=["*/*"]
-    )

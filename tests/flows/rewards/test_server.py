@@ -22,13 +22,13 @@ from PIL import Image
 from flows.rewards.server import create_app, describe_reward, serve
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.records import Modality
-from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward
-from grpo_core.rewards.similarity.ssim import SsimReward
+from grpo_core.rewards.similarity.pixels import SsimReward
 from grpo_core.rewards.text.answer import AnswerReward
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 
@@ -266,7 +266,7 @@ def test_serve_refuses_what_is_not_ready() -> None:
 
 SERVER = """
 from flows.rewards.server import serve
-from grpo_core.rewards.image_statistics.jpeg import JpegReward
+from grpo_core.rewards.image_statistics.statistics import JpegReward
 serve({"jpeg": JpegReward()}, port=0, report_progress=lambda line: print(line, flush=True))
 print("ended", flush=True)
 """

@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_HOME, temporary_settings
 from grpo_core.errors import FailedSamplesError
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.similarity.ssim import SsimReward
+from grpo_core.rewards.similarity.pixels import SsimReward
 from tests.flows.conftest import REPOSITORY, Runs, Start, flip
 
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")

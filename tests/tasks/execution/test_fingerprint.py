@@ -99,8 +99,8 @@ STAGE_ROOTS = {
     ("file", "definition", "changed"),
     [
         ("grpo_core/losses/surrogates.py", "def clipped", {"update policy"}),
-        ("grpo_core/rewards/similarity/ssim.py", "class SsimReward", {"score ssim"}),
-        ("grpo_core/rewards/image_statistics/jpeg.py", "class JpegReward", {"score jpeg"}),
+        ("grpo_core/rewards/similarity/pixels.py", "class SsimReward", {"score ssim"}),
+        ("grpo_core/rewards/image_statistics/statistics.py", "class JpegReward", {"score jpeg"}),
         ("grpo_core/collect.py", "def collect_rollouts", {"collect rollouts"}),
         ("grpo_core/advantages/compute.py", "def compute_advantages", {"compute advantages"}),
         ("grpo_core/logprobs.py", "def score_hidden", {"collect rollouts", "update policy"}),

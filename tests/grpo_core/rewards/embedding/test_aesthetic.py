@@ -8,12 +8,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.aesthetic import HEAD, LAYERS, AestheticReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.embedding.clip_score import ClipScoreReward
 from grpo_core.rewards.reward import Reward, Score
-from grpo_core.rewards.weights.files import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, save_changed
 
 WIDTH = 12

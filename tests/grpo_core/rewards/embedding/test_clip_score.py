@@ -5,11 +5,11 @@ import open_clip
 import pytest
 import torch
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.embedding.clip_score import ClipScoreReward
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.weights.files import file_sha256
 from tests.grpo_core.rewards.conftest import flat, noise, save_changed
 from tests.grpo_core.rewards.conftest import make_batch as make_image_batch
 

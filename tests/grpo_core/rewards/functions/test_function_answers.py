@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, score_samples
 from tests.grpo_core.rewards.functions.conftest import TEXTS, texts
 

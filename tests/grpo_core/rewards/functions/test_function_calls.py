@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 from tests.grpo_core.rewards.functions.conftest import SPY, TEXTS, TOKENS, spied, texts

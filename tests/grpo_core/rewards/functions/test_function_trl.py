@@ -11,7 +11,7 @@ import trl.rewards
 from trl.trainer import grpo_trainer
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import ScoringBatch
 from tests.grpo_core.rewards.functions.conftest import COLUMNS, texts
 

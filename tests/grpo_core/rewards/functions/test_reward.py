@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.functions.reward import FunctionReward
+from grpo_core.rewards.functions import FunctionReward
 from grpo_core.rewards.reward import Score, ScoringBatch, provenance_of
 from tests.grpo_core.rewards.functions.conftest import texts
 

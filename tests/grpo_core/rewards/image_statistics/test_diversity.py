@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics.diversity import (
     Distance,
@@ -22,7 +23,7 @@ from grpo_core.rewards.image_statistics.diversity import (
 from grpo_core.rewards.reward import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import WeightFile, file_sha256
+from grpo_core.rewards.weights.files import WeightFile
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 

@@ -12,10 +12,16 @@ from skimage.filters import laplace
 from skimage.measure import shannon_entropy
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.image_statistics.colour_entropy import ColourEntropyReward, colour_entropy_bits
-from grpo_core.rewards.image_statistics.edge_density import EdgeDensityReward, edge_share
-from grpo_core.rewards.image_statistics.jpeg import JpegReward, jpeg_bytes
-from grpo_core.rewards.image_statistics.sharpness import SharpnessReward, laplacian_variance
+from grpo_core.rewards.image_statistics.statistics import (
+    ColourEntropyReward,
+    EdgeDensityReward,
+    JpegReward,
+    SharpnessReward,
+    colour_entropy_bits,
+    edge_share,
+    jpeg_bytes,
+    laplacian_variance,
+)
 from grpo_core.rewards.reward import Reward, Score, provenance_of
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.judges.hpsv2 import HPSV2, HpsV2Reward
 from grpo_core.rewards.judges.pickscore import PICKSCORE, PickScoreReward
 from grpo_core.rewards.reward import Reward, Score, ScoringBatch
-from grpo_core.rewards.weights.files import file_sha256
 from grpo_core.rewards.weights.models import ModelSource
 from tests.grpo_core.rewards.conftest import NETWORK, flat, make_clip, noise, save_changed, spread_out
 from tests.grpo_core.rewards.conftest import make_batch as make_image_batch

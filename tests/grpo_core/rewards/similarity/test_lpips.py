@@ -7,11 +7,12 @@ import safetensors.torch
 import torch
 import torchvision
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
-from grpo_core.rewards.weights.files import WeightFile, file_sha256
+from grpo_core.rewards.weights.files import WeightFile
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 

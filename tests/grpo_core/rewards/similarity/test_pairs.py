@@ -16,10 +16,7 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, clamp_unit
-from grpo_core.rewards.similarity.mse import MseReward
-from grpo_core.rewards.similarity.pairs import PairReward
-from grpo_core.rewards.similarity.psnr import PsnrReward
-from grpo_core.rewards.similarity.ssim import SsimReward, structural_similarity
+from grpo_core.rewards.similarity.pixels import MseReward, PairReward, PsnrReward, SsimReward, structural_similarity
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 RED = Image.new("RGB", (32, 32), (255, 0, 0))

@@ -12,10 +12,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.similarity.lpips import LpipsReward
-from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource, file_sha256
-from grpo_core.rewards.weights.hub import HubName, parse_hub_file
+from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
+from grpo_core.rewards.weights.source import HubName
 from grpo_core.rewards.weights.tensors import load_state_dict, load_weights, tensor_shapes
 from tests.grpo_core.rewards.conftest import COMMIT, make_batch, noise, put_into
 
@@ -92,8 +93,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ],
 )
 def test_names_on_the_hub_are_taken_apart(name: str, right: HubName) -> None:
-    assert parse_hub_file(PLACE, name) == right
-    assert parse_hub_file(PLACE, str(right)) == right
+    assert WeightSource(PLACE, name, None, NET)._locate(name) == right
 
 
 def test_offline_the_cache_is_all_there_is(cache: Path) -> None:
@@ -152,6 +152,13 @@ def test_reward_scores_the_same_with_weights_of_the_hub(cache: Path, trunk_file:
     assert named.preflight() == []
     assert named.score(batch) == local.score(batch)
     assert named.weight_digests() == local.weight_digests()
+
+
+def test_a_hub_that_hangs_up_is_one_message(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(FakeHub, "do_GET", lambda handler: setattr(handler, "close_connection", True))
+    with pytest.raises(InputError, match="did not return it"):
+        WeightSource(PLACE, "hf://makers/net/net.pth", None, NET).resolve()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.weights.files import file_sha256
 
-REFERENCE = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*)")
+REFERENCE = re.compile(r".+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:function`` or ``path/to/file.py:function``."""
-
-SAMPLE_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What every reward function may be called with, besides the columns of the prompt file."""
 
 
 @dataclass(frozen=True)
@@ -32,69 +29,81 @@ class UserFunction:
 
     Attributes:
         call: the function itself.
-        file: its source file.
-        line: of its definition.
+        place: file and line of its definition, as a person opens them.
         sha256: of the source file, as it was when the code that runs was imported.
         arguments: a JSON object of keyword arguments that go along with every call.
     """
 
     call: Callable[..., object]
-    file: str
-    line: int
+    place: str
     sha256: str
     arguments: str = "{}"
 
-    @property
-    def place(self) -> str:
-        """File and line, as a person opens them."""
-        return f"{self.file}:{self.line}"
-
-    @property
-    def short_place(self) -> str:
-        """The same without the folder, for stored values."""
-        return f"{Path(self.file).name}:{self.line}"
-
     def raised_at(self, error: BaseException) -> str:
         """Return file and line of the user's statement that caused the error."""
-        return _origin(error, self.file)
+        return _origin(error, self.place.rpartition(":")[0])
 
     @property
     def signature(self) -> inspect.Signature | None:
         """Its parameters, those of `arguments` with a default; None where Python cannot tell."""
-        return _signature(functools.partial(self.call, **json.loads(self.arguments)))
+        return signature_of(functools.partial(self.call, **json.loads(self.arguments)))
 
     def run(self, keywords: Mapping[str, object]) -> object:
         """Call the function with a fresh copy of `arguments`."""
         return self.call(**{**json.loads(self.arguments), **keywords})
 
 
-def load_function(place: str, reference: str, arguments: str, factory: bool | None) -> UserFunction:
+_LOADING = threading.RLock()
+
+
+def load_function(place: str, reference: str, arguments: str = "{}", *, factory: bool = False) -> UserFunction:
     """Import the function, once per process for each state of its file.
 
     Args:
         place: of the setting, for messages.
         reference: as in REFERENCE.
         arguments: a JSON object of keyword arguments.
-        factory: whether what `reference` names gives the reward function when it is called with `arguments`; without
-            it they go along with every call. None: it is a factory when it is a class or takes none of
-            SAMPLE_ARGUMENTS.
+        factory: whether what `reference` names gives the function when it is called with `arguments`; without it they
+            go along with every call.
 
     Raises:
         InputError: no such module or function, an error while importing it, no Python function.
     """
     with _LOADING:
-        named = _find(place, reference)
-        digest = _running_digest(reference, _code_of(place, reference, named).co_filename)
-        return _build(place, reference, arguments, factory, digest)
+        code = _code_of(place, reference, find_function(place, reference))
+        return _build(place, reference, arguments, factory, _running_digest(reference, code.co_filename))
 
 
-_LOADING = threading.RLock()
+def find_function(place: str, reference: str) -> Callable[..., object]:
+    """Import what `reference` names; raises as :func:`load_function`."""
+    module, _, name = reference.rpartition(":")
+    with _LOADING:
+        found: object = _import(place, reference, module)
+    for part in name.split("."):
+        known = [key for key in dir(found) if not key.startswith("_")]
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            close = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
+            listed = f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(known[:20]) or 'nothing'}."
+            raise InputError(place, reference, f"{module} has no {part}. {listed}") from error
+    if not callable(found):
+        raise InputError(place, reference, f"It is {type(found).__name__}, not a function. Name a function.")
+    return found
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
+    """Return the function's parameters; None where Python cannot tell."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 @functools.lru_cache(maxsize=64)
-def _build(place: str, reference: str, arguments: str, factory: bool | None, digest: str) -> UserFunction:
-    function, given = _find(place, reference), arguments
-    if _is_factory(function) if factory is None else factory:
+def _build(place: str, reference: str, arguments: str, factory: bool, digest: str) -> UserFunction:
+    function, given = find_function(place, reference), arguments
+    if factory:
         named = function
         try:
             made: object = named(**json.loads(arguments))
@@ -107,8 +116,8 @@ def _build(place: str, reference: str, arguments: str, factory: bool | None, dig
             raise InputError(place, reference, hint)
         function, given = made, "{}"
     code = _code_of(place, reference, function)
-    running = _running_digest(reference, code.co_filename)
-    return UserFunction(function, code.co_filename, code.co_firstlineno, running, given)
+    file = code.co_filename
+    return UserFunction(function, f"{file}:{code.co_firstlineno}", _running_digest(reference, file), given)
 
 
 def _running_digest(reference: str, file: str) -> str:
@@ -116,9 +125,7 @@ def _running_digest(reference: str, file: str) -> str:
 
     A file given by its path is imported again when it has changed; a module stays what it was at its first import.
     """
-    match = REFERENCE.fullmatch(reference)
-    assert match, reference
-    module = match["module"]
+    module = reference.rpartition(":")[0]
     if module.endswith(".py") and Path(module).expanduser().resolve() == Path(file).resolve():
         return file_sha256(file)
     return _first_digest(file)
@@ -127,40 +134,6 @@ def _running_digest(reference: str, file: str) -> str:
 @functools.cache
 def _first_digest(file: str) -> str:
     return file_sha256(file)
-
-
-def _is_factory(named: Callable[..., object]) -> bool:
-    signature = _signature(named)
-    if inspect.isclass(named) or signature is None:
-        return inspect.isclass(named)
-    parameters = signature.parameters.values()
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return not open_ended and not any(parameter.name in SAMPLE_ARGUMENTS for parameter in parameters)
-
-
-def _signature(function: Callable[..., object]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-
-
-def _find(place: str, reference: str) -> Callable[..., object]:
-    match = REFERENCE.fullmatch(reference)
-    assert match, reference
-    module, name = match["module"], match["name"]
-    found: object = _import(place, reference, module)
-    for part in name.split("."):
-        known = [key for key in dir(found) if not key.startswith("_")]
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            close = difflib.get_close_matches(part, known, n=3, cutoff=0.5)
-            listed = f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(known[:20]) or 'nothing'}."
-            raise InputError(place, reference, f"{module} has no {part}. {listed}") from error
-    if not callable(found):
-        raise InputError(place, reference, f"It is {type(found).__name__}, not a function. Name a function.")
-    return found
 
 
 def _import(place: str, reference: str, module: str) -> ModuleType:
@@ -175,9 +148,8 @@ def _import(place: str, reference: str, module: str) -> ModuleType:
             hint = f"There is no module {missing}. Install it, or give a file by its path, as {module}.py:NAME."
             raise InputError(place, reference, hint) from error
         where = _origin(error, str(file) if file is not None else None)
-        raise InputError(
-            place, reference, f"Importing it raised {_shown(error)} at {where}. Fix that first."
-        ) from error
+        hint = f"Importing it raised {_shown(error)} at {where}. Fix that first."
+        raise InputError(place, reference, hint) from error
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,302 @@
+"""Any reward function written for TRL's trainers, asynchronous or not, unchanged.
+
+It is called and its answer is read as in TRL 1.16's GRPOTrainer (``_calculate_rewards``): everything by keyword, one
+list entry per sample.
+"""
+
+import copy
+import inspect
+import itertools
+import json
+import logging
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from PIL import Image
+from pydantic import AfterValidator, JsonValue
+from pydantic.dataclasses import dataclass
+
+from grpo_core.errors import InputError
+from grpo_core.records import Modality
+from grpo_core.rewards.event_loop import run_awaitable
+from grpo_core.rewards.images import to_rgb
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite
+from grpo_core.user_functions import REFERENCE, UserFunction, find_function, load_function, signature_of
+
+_LOGGER = logging.getLogger(__name__)
+_PLACE = "rewards.function.function"
+_SAMPLES = ("prompts", "completions", "completion_ids")
+"""What every reward function may be called with, besides the columns of the prompt file."""
+
+_HOOKS = ("trainer_state", "log_extra", "log_metric")
+_GIVEN = (*_SAMPLES, *_HOOKS, "images", "targets")
+_LEFT_OUT = ("prompt", "completion", "completion_ids")
+
+
+def _check_reference(reference: str) -> str:
+    if not REFERENCE.fullmatch(reference):
+        raise InputError("", reference, "Set package.module:function, or path/to/file.py:function.")
+    return reference
+
+
+def _check_finite(arguments: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    json.dumps(arguments, allow_nan=False)
+    return arguments
+
+
+@dataclass(frozen=True, config=STRICT)
+class FunctionReward(Reward):
+    """Value and raw are what the function returned, unbounded; None means not applicable.
+
+    Keywords of the call: ``prompts``; ``completions``, texts, or images (RGB copies) where samples are images, and
+    then ``images`` with the same; with `with_targets` ``targets``, None where there is none; ``completion_ids``, None
+    where the tokens are not known; every column of the prompt file; ``trainer_state`` None, since stored samples are
+    scored again without a trainer; ``log_extra`` and ``log_metric``, which write to the log.
+
+    Attributes:
+        function: ``package.module:function`` or ``path/to/file.py:function``; only its own file counts for the version.
+        arguments: keyword arguments, for the factory or, where it is none, for every call.
+        factory: whether `function` gives the reward function when called with `arguments`
+            (``trl.rewards:get_soft_overlong_punishment``). By default it is one when it is a class or takes none of
+            prompts, completions and completion_ids.
+        conversational: whether prompts and completions are lists of messages, as TRL gives them when its data set's
+            are. By default they are when the function annotates ``completions`` with lists of lists.
+        by_group: whether the function compares siblings; it then gets one complete group per call.
+        with_targets: whether the function compares with target images.
+        on_error: ``raise``, or ``null``: a sample whose call raises has a failure instead of a score.
+        revision: any text; change it when a module that the function's file imports has changed.
+    """
+
+    function: Annotated[str, AfterValidator(_check_reference)] = ""
+    arguments: Annotated[Mapping[str, JsonValue], AfterValidator(_check_finite)] | None = None
+    factory: bool | None = None
+    conversational: bool | None = None
+    by_group: bool = False
+    with_targets: bool = False
+    on_error: Literal["raise", "null"] | None = "raise"
+    revision: str | None = None
+
+    name: ClassVar[str] = "function"
+    media: ClassVar[tuple[Modality, ...]] = ("image", "text")
+    needs_tokens: ClassVar[bool] = True
+
+    @property
+    def version(self) -> str:
+        """Includes the function's source file."""
+        return f"1+{self._load().sha256[:16]}"
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the function compares siblings."""
+        return self.by_group
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the function compares with targets."""
+        return self.with_targets
+
+    @property
+    def needs_column(self) -> str | None:
+        """The function's first parameter without a default that no call passes; None while it cannot load."""
+        try:
+            required = _required(self._load())
+        except InputError:
+            return None  # reported by preflight
+        return next((name for name in required if name not in _GIVEN), None)
+
+    def settings(self) -> Mapping[str, object]:
+        """Return all of them; a file by its name, because its content is in the version."""
+        module, _, name = self.function.rpartition(":")
+        return {
+            **super().settings(),
+            "function": f"{Path(module).name if module.endswith('.py') else module}:{name}",
+            "arguments": dict(self.arguments or {}),
+            "on_error": self.on_error or "null",
+        }
+
+    def preflight(self) -> Sequence[str]:
+        """Report a module or function that is missing, cannot be imported or refuses the keywords of a call."""
+        try:
+            function = self._load()
+        except InputError as error:
+            return [str(error)]
+        refused = _refused_keywords(function)
+        if not refused:
+            return []
+        hint = f"It does not take the keyword(s) {', '.join(refused)}. Let it take **kwargs, as TRL asks too."
+        return [str(InputError(f"{_PLACE}, {function.place}", self.function, hint))]
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample, with one call per group or one call for all.
+
+        Raises:
+            InputError: the function cannot be loaded, raised (unless `on_error` is null), or did not return
+                one number or None per sample.
+        """
+        function = self._load()
+        if not self.by_group:
+            return self._score_rows(function, batch)
+        if not batch.group_ids:
+            raise InputError("rewards.function.by_group", True, "These samples come without groups. Set it to false.")
+        groups = itertools.groupby(range(len(batch)), key=lambda row: batch.group_ids[row])
+        return [score for _, rows in groups for score in self._score_rows(function, batch.select(list(rows)))]
+
+    def _load(self) -> UserFunction:
+        factory = _is_factory(find_function(_PLACE, self.function)) if self.factory is None else self.factory
+        return load_function(_PLACE, self.function, json.dumps(dict(self.arguments or {})), factory=factory)
+
+    def _score_rows(self, function: UserFunction, batch: ScoringBatch) -> list[Score]:
+        messages = _takes_messages(function) if self.conversational is None else self.conversational
+        keywords = _call_keywords(function, batch, messages, self.with_targets)
+        try:
+            returned = _call(function, keywords)
+        except (Exception, SystemExit) as error:  # whatever a user's function raises is reported with its place
+            if self.on_error == "raise":
+                hint = (
+                    "Fix the function; or, if it wants messages and got texts, or the other way round, set "
+                    "`conversational` (true or false); or set `on_error: null` to go on without scores for the samples "
+                    "on which it raises. trainer_state is None in every call."
+                )
+                place = f"the reward function {self.function}, {function.raised_at(error)}"
+                raise InputError(place, f"{type(error).__name__}: {error}", hint) from error
+            if len(batch) > 1 and not self.by_group:
+                return [score for row in range(len(batch)) for score in self._score_rows(function, batch.select([row]))]
+            at = Path(function.raised_at(error)).name
+            return [Score.failed(f"the function raised {type(error).__name__}: {error} ({at})")] * len(batch)
+        return _read_scores(function, returned, batch.sample_ids)
+
+
+def _is_factory(named: Callable[..., object]) -> bool:
+    signature = signature_of(named)
+    if inspect.isclass(named) or signature is None:
+        return inspect.isclass(named)
+    parameters = signature.parameters.values()
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return not open_ended and not any(parameter.name in _SAMPLES for parameter in parameters)
+
+
+def _required(function: UserFunction) -> list[str]:
+    """List the parameters that a call must pass."""
+    parameters = function.signature.parameters.values() if function.signature is not None else ()
+    by_name = [entry for entry in parameters if entry.kind in (entry.POSITIONAL_OR_KEYWORD, entry.KEYWORD_ONLY)]
+    return [entry.name for entry in by_name if entry.default is entry.empty]
+
+
+def _refused_keywords(function: UserFunction) -> list[str]:
+    """List the keywords of every call that the function does not take."""
+    parameters = [] if function.signature is None else [*function.signature.parameters.values()]
+    if function.signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return []
+    taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    return [name for name in (*_SAMPLES, *_HOOKS) if name not in taken]
+
+
+def _takes_messages(function: UserFunction) -> bool:
+    """Say whether the function annotates its completions as lists of lists: one list of messages per sample."""
+    parameter = function.signature.parameters.get("completions") if function.signature is not None else None
+    if parameter is None or parameter.annotation is parameter.empty:
+        return False
+    annotation = parameter.annotation
+    written = annotation if isinstance(annotation, str) else str(annotation)
+    inner = written.replace(" ", "").replace("typing.", "").lower().partition("[")[2]
+    return inner.startswith(("list[", "sequence[", "collections.abc.sequence[", "list]"))
+
+
+def _call_keywords(function: UserFunction, batch: ScoringBatch, messages: bool, targets: bool) -> dict[str, object]:
+    """Build the call's arguments: copies, so that a function may change them.
+
+    Raises:
+        InputError: a column with the name of an argument; token ids that the function needs are not known.
+    """
+    for name in ("prompts", "completions"):
+        if name in batch.columns:
+            hint = "The reward function gets another value by this name. Rename the column in the prompt file."
+            raise InputError(f"{function.place}, column of the prompt file", name, hint)
+    if not batch.token_ids and "completion_ids" in _required(function):
+        hint = "The function needs completion_ids, and these samples come without tokens. Let it do without."
+        raise InputError(function.place, None, hint)
+    images = _rgb_copies(batch.sample_ids, batch.images, "sample") if batch.images else []
+    outputs: Sequence[object] = images or batch.completions
+    keywords: dict[str, object] = {
+        key: copy.deepcopy(list(values)) for key, values in batch.columns.items() if key not in _LEFT_OUT
+    }
+    keywords["prompts"] = [_message("user", prompt) if messages else prompt for prompt in batch.prompts]
+    keywords["completions"] = [_message("assistant", output) if messages else output for output in outputs]
+    keywords["completion_ids"] = [list(ids) for ids in batch.token_ids] if batch.token_ids else None
+    if images:
+        keywords["images"] = images
+    if targets:
+        keywords["targets"] = _rgb_copies(batch.sample_ids, batch.targets or [None] * len(batch), "target of sample")
+    return keywords | {"trainer_state": None, "log_extra": _log_extra, "log_metric": _log_metric}
+
+
+def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None], what: str) -> list[Image.Image | None]:
+    found = zip(sample_ids, images, strict=True)
+    return [None if image is None else to_rgb(image, f"rewards.function, {what} {i}").copy() for i, image in found]
+
+
+def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
+    """Call the function, await a coroutine and read an iterator to its end."""
+    answer = function.run(keywords)
+    answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
+    if not isinstance(answer, Iterator):
+        return answer
+    # Here its errors are reported with their place; one item more shows that there are too many.
+    return list(itertools.islice(answer, len(keywords["prompts"]) + 1))  # type: ignore[arg-type]
+
+
+def _read_scores(function: UserFunction, returned: object, sample_ids: Sequence[str]) -> list[Score]:
+    """Read one score per number; None means not applicable, NaN and infinity are failures.
+
+    Raises:
+        InputError: not one number or None per sample.
+    """
+    place = f"the reward function at {function.place}"
+    answers = returned.tolist() if hasattr(returned, "tolist") else returned
+    if isinstance(answers, str | bytes | Mapping | AbstractSet) or not isinstance(answers, Iterable):
+        kind, shown = type(returned).__name__, repr(returned)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        raise InputError(place, f"{kind} {shown}", "Return a list with one number, or None, per sample.")
+    listed = list(answers)
+    if len(listed) != len(sample_ids):
+        hint = f"It got {len(sample_ids)} samples. Return one number, or None, for each, in order."
+        raise InputError(place, f"{len(listed)} rewards", hint)
+    scores = []
+    for answer, sample_id in zip(listed, sample_ids, strict=True):
+        try:
+            # Several numbers have no single item.
+            plain = answer.item() if hasattr(answer, "item") else answer
+        except (ValueError, RuntimeError):
+            plain = answer
+        if plain is not None and not isinstance(plain, numbers.Real):
+            hint = "Return a number, or None where the function does not apply."
+            raise InputError(f"{place}, sample {sample_id}", answer, hint)
+        scores.append(NOT_APPLICABLE if plain is None else _score_of(plain, Path(function.place).name))
+    return scores
+
+
+def _score_of(number: numbers.Real, at: str) -> Score:
+    try:
+        value = float(number)
+    except OverflowError:
+        # Only integers overflow: every other real number has a float.
+        value = math.inf if abs(number) == number else -math.inf
+    return Score.of(value, value, f"{not_finite(value)} (the function at {at})")
+
+
+def _message(role: str, output: object) -> list[dict[str, object]]:
+    if isinstance(output, str):
+        return [{"role": role, "content": output}]
+    return [{"role": role, "content": [{"type": "image", "image": output}]}]
+
+
+def _log_extra(column: str, values: Sequence[object]) -> None:
+    _LOGGER.debug("a reward function's column %s: %s", column, values)
+
+
+def _log_metric(name: str, value: float) -> None:
+    _LOGGER.info("a reward function's metric %s: %s", name, value)

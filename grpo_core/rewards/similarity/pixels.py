@@ -1,0 +1,153 @@
+"""Similarity to the target image, pixel by pixel: mean squared error, peak signal-to-noise ratio, SSIM.
+
+SSIM: Wang, Bovik, Sheikh and Simoncelli, 2004, "Image Quality Assessment: From Error Visibility to Structural
+Similarity", equation 13 with the constants of section III.B.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytorch_msssim
+import torch
+from jaxtyping import Float32, Float64
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from grpo_core.rewards.images import fit_to, to_rgb
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.tensors import check_pair, to_tensor
+
+MIN_MSE = 1e-10
+"""Floor of the mean squared error in PSNR: identical images have 100 dB instead of infinity."""
+
+WINDOW = 11
+"""Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
+
+Images = Float32[Tensor, "batch 3 height width"]
+
+
+class PairReward(Reward):
+    """A reward of an image and its target; a sample without a target has no score.
+
+    The target is resized to its image. Pairs are measured one at a time: a convolution's last bits depend on the batch
+    that it runs in, and a score must not; images may then differ in size, and memory does not grow with the batch.
+    """
+
+    needs_target: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the raw quantities [N] of images and targets, each [N, 3, H, W] fp32 in [0, 1]."""
+
+    @abc.abstractmethod
+    def to_value(self, raw: float) -> float:
+        """Return the value in [0, 1] of a raw quantity."""
+
+    def score(self, batch: ScoringBatch) -> Sequence[Score]:
+        """Score each sample; a raw quantity that is not finite is a failure.
+
+        Raises:
+            InputError: an image is too small, of an unknown mode, or its target has another aspect ratio.
+        """
+        scores = [NOT_APPLICABLE] * len(batch)
+        rows = [row for row, target in enumerate(batch.targets) if target is not None]
+        chosen = batch.select(rows)
+        images = chosen.rgb_images(self.name, self.min_side)
+        for row, sample_id, image, target in zip(rows, chosen.sample_ids, images, chosen.targets, strict=True):
+            assert target is not None, "only samples with a target are chosen"
+            place = f"rewards.{self.name}, sample {sample_id}, target"
+            fitted = fit_to(to_rgb(target, place), image.size, place)
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                raw = self.measure(to_tensor(image), to_tensor(fitted)).item()
+            scores[row] = Score.of(self.to_value(raw), raw)
+        return scores
+
+
+@dataclass(frozen=True, config=STRICT)
+class MseReward(PairReward):
+    """Value 1 - clip(MSE / full_scale, 0, 1); raw the mean squared error over levels in [0, 1].
+
+    Attributes:
+        full_scale: error from which the value is 0. The default, 0.25, is what flat mid-grey has at worst, against a
+            target of pure black and white; independent uniform noise has 1/6, and only black against white has 1.
+    """
+
+    full_scale: Positive = 0.25
+
+    name: ClassVar[str] = "mse"
+    version: ClassVar[str] = "1"
+
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the errors."""
+        return mean_squared_error(images, targets)
+
+    def to_value(self, raw: float) -> float:
+        """Return 1 without error, 0 from `full_scale` on."""
+        return 1.0 - clamp_unit(raw / self.full_scale)
+
+
+@dataclass(frozen=True, config=STRICT)
+class PsnrReward(PairReward):
+    """Value clip(PSNR / full_scale_db, 0, 1); raw PSNR in dB, at most 100.
+
+    Attributes:
+        full_scale_db: PSNR in dB from which the value is 1.
+    """
+
+    full_scale_db: Positive = 50.0
+
+    name: ClassVar[str] = "psnr"
+    version: ClassVar[str] = "1"
+
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the ratios."""
+        return peak_signal_to_noise_ratio(images, targets)
+
+    def to_value(self, raw: float) -> float:
+        """Return the ratio as a share of `full_scale_db`."""
+        return clamp_unit(raw / self.full_scale_db)
+
+
+@dataclass(frozen=True, config=STRICT)
+class SsimReward(PairReward):
+    """Value max(SSIM, 0); raw SSIM in [-1, 1], 1 for identical images."""
+
+    name: ClassVar[str] = "ssim"
+    version: ClassVar[str] = "1"
+    min_side: ClassVar[int] = WINDOW
+
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the similarities."""
+        return structural_similarity(images, targets)
+
+    def to_value(self, raw: float) -> float:
+        """Return the similarity, at least 0."""
+        return clamp_unit(raw)
+
+
+def mean_squared_error(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
+    """Average the squared difference of images in [0, 1] over pixels and channels; ValueError as check_pair."""
+    check_pair(images, targets)
+    return (images.double() - targets.double()).square().flatten(1).mean(1)
+
+
+def peak_signal_to_noise_ratio(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
+    """Compute 10 log10(1 / MSE) in dB, the MSE at least MIN_MSE; ValueError as check_pair."""
+    return -10.0 * mean_squared_error(images, targets).clamp(min=MIN_MSE).log10()
+
+
+def structural_similarity(images: Images, targets: Images) -> Float32[Tensor, " batch"]:
+    """Average SSIM over complete windows and the three channels: Gaussian 11x11, sigma 1.5, K1 0.01, K2 0.03.
+
+    Raises:
+        ValueError: as check_pair, or a side under 11 pixels.
+    """
+    check_pair(images, targets)
+    if min(images.shape[-2:]) < WINDOW:
+        # Without this the blur is left out along the short side, and a number comes back all the same.
+        raise ValueError(f"expected sides of at least {WINDOW} pixels, got {list(images.shape)}")
+    similarity: Tensor = pytorch_msssim.ssim(
+        images, targets, data_range=1.0, size_average=False, win_size=WINDOW, win_sigma=1.5, K=(0.01, 0.03)
+    )
+    return similarity
