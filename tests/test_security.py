@@ -26,8 +26,7 @@ from grpo_core.rewards.images import MAX_PIXELS, decode_stored
 from grpo_core.rewards.remote.http import Service
 from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.files import read_input_file
-from tasks.reports.images import read_images
-from tasks.reports.target_reader import TargetReader
+from tasks.reports.images import TargetReader, read_images
 from tasks.storage.tables.parquet import read_table
 from tasks.storage.tables.schemas import METRICS
 

@@ -160,7 +160,7 @@ def deploy(
     with handle_errors(as_json):
         checked = resolved(config, run, overrides)
         from flows.deployment.deploy import DeployRequest, deploy_run
-        from flows.terminal.deployment import show_deployed
+        from flows.terminal.summaries import show_deployed
 
         requested = DeployRequest(checked, name, pool, cron, timezone, with_evaluation, tuple(rescorings or ()))
         deployed = asyncio.run(deploy_run(requested))

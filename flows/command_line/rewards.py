@@ -49,9 +49,9 @@ def analyse(
         from flows.rewards.analysis import AnalysisRequest, analyse_rewards
         from flows.terminal.rewards import show_analysis, show_notes
 
-        summary, analysis = analyse_rewards(AnalysisRequest(source, root, iterations, rescored, repeats, html))
+        summary = analyse_rewards(AnalysisRequest(source, root, iterations, rescored, repeats, html))
         console = Console(stderr=True)
-        show_analysis(analysis, console)
+        show_analysis(summary.analysis, console)
         show_notes(summary, console)
         if as_json:
             typer.echo(summary.model_dump_json())

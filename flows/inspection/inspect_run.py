@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.run_page import Heldout, pair_heldout, render_run_page
 from tasks.reports.samples import LARGE, Groups, read_groups
-from tasks.reports.target_reader import TargetReader
 from tasks.reports.text import change
 from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
 from tasks.runs.lookup import find_run, spans

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
@@ -20,9 +20,16 @@ from flows.rescoring.plan import RescoredRun, RescorePlan
 from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.pages import write_page
-from tasks.reports.rescoring import HEADINGS, RescoringComparison, compare, moved_most, reward_rows
-from tasks.reports.rescoring_page import render_rescoring_page
-from tasks.reports.rescoring_samples import RescoredIteration, read_outputs, read_rescored
+from tasks.reports.rescoring import (
+    HEADINGS,
+    compare,
+    moved_most,
+    read_outputs,
+    read_rescored,
+    render_rescoring_page,
+    reward_rows,
+)
+from tasks.reports.statistics import Statistics
 from tasks.rewards.stored import failed_scores
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -78,7 +85,7 @@ class Rescoring:
     """
 
     summary: RescoreSummary
-    comparison: RescoringComparison
+    comparison: Statistics
     moved: pl.DataFrame
 
 
@@ -88,7 +95,7 @@ async def rescore(request: RescoreForm) -> Rescoring:
     started = time.perf_counter()
     plan = request.plan
     spent: dict[str, float] = {"scores": 0.0, "advantages": 0.0}
-    done: dict[str, list[RescoredIteration]] = {}
+    done: dict[str, list[StoredIteration]] = {}
     with ExitStack() as stack:
         folder = rescoring_folder(plan.name)
         locks = [stack.enter_context(locked(run.store, folder, setting="--name", value=plan.name)) for run in plan.runs]
@@ -102,10 +109,10 @@ async def rescore(request: RescoreForm) -> Rescoring:
     return Rescoring(summarize(plan, done, spent, pages, comparison), comparison, moved)
 
 
-def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[RescoredIteration]:
+def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[StoredIteration]:
     """Score every iteration of one run, in order: running moments carry over from one to the next."""
     open_folder(name, run)
-    done: list[RescoredIteration] = []
+    done: list[StoredIteration] = []
     for stored in run.iterations:
         begun = time.perf_counter()
         rounds = tuple(score_missing(name, run, stored, index) for index in range(len(stored.rounds)))
@@ -113,7 +120,7 @@ def rescore_run(name: str, run: RescoredRun, spent: dict[str, float]) -> list[Re
         advantages = compute_advantages(name, run, stored, rounds, done[-1].advantages if done else None)
         spent["scores"] += between - begun
         spent["advantages"] += time.perf_counter() - between
-        done.append(RescoredIteration(stored.number, stored.rounds, stored.advantages, rounds, advantages))
+        done.append(replace(stored, rounds=rounds, advantages=advantages))
     log(f"{run.store.run}: {len(done)} iterations scored as {name}")
     return done
 
@@ -161,22 +168,20 @@ def compute_advantages(
     return stage(rounds, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
 
 
-def report(
-    plan: RescorePlan, done: Mapping[str, list[RescoredIteration]]
-) -> tuple[RescoringComparison, pl.DataFrame, list[str]]:
+def report(plan: RescorePlan, done: Mapping[str, list[StoredIteration]]) -> tuple[Statistics, pl.DataFrame, list[str]]:
     """Compare all runs together; store the page in each of them, and in the requested file."""
-    stores = {run.store.run: run.store for run in plan.runs}
-    samples = pl.concat([read_rescored(stores[name], each) for name, each in done.items()], how="diagonal")
+    frames = [read_rescored(run.store, run.iterations, done[run.store.run]) for run in plan.runs]
+    samples = pl.concat(frames, how="diagonal")
     comparison, moved = compare(samples), moved_most(samples)
     outputs: dict[tuple[str, str], Image.Image | str] = {}
-    for name, each in done.items():
-        outputs |= read_outputs(stores[name], each, moved)
+    for run in plan.runs:
+        outputs |= read_outputs(run.store, run.iterations, moved)
     title = f"{', '.join(done)}: scored again as {plan.name}"
     page = render_rescoring_page(comparison, samples, moved, outputs, title)
     pages = []
-    for store in stores.values():
+    for store in [run.store for run in plan.runs]:
         place = rescoring_folder(plan.name)
-        store.write_file(f"{place}/{REPORT_FILE}", json.dumps(comparison.summary(), indent=1).encode())
+        store.write_file(f"{place}/{REPORT_FILE}", json.dumps(comparison, indent=1).encode())
         store.write_file(f"{place}/{REPORT_PAGE}", page.encode())
         pages.append(store.path(f"{place}/{REPORT_PAGE}"))
     if plan.html is not None:
@@ -185,26 +190,26 @@ def report(
     return comparison, moved, pages
 
 
-async def publish(name: str, comparison: RescoringComparison) -> None:
+async def publish(name: str, comparison: Statistics) -> None:
     """Show the comparison in Prefect's UI."""
     rows = [dict(zip(HEADINGS, row, strict=True)) for row in reward_rows(comparison)]
-    description = f"{', '.join(comparison.runs)}: scored again as {name}"
+    description = f"{', '.join(comparison['runs'])}: scored again as {name}"
     await acreate_table_artifact(rows, key=artifact_key(f"rescore-{name}"), description=description)
 
 
 def summarize(
     plan: RescorePlan,
-    done: Mapping[str, list[RescoredIteration]],
+    done: Mapping[str, list[StoredIteration]],
     seconds: dict[str, float],
     pages: list[str],
-    comparison: RescoringComparison,
+    comparison: Statistics,
 ) -> RescoreSummary:
     """Gather the summary."""
     labels = [section.label for section in plan.runs[0].rewards]
     computed, failed = dict.fromkeys(labels, 0), dict.fromkeys(labels, 0)
     for run in plan.runs:
         for each in done[run.store.run]:
-            for sampling_round, needed in zip(each.rounds, run.needed[each.iteration], strict=True):
+            for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True):
                 for one in needed:
                     scores = sampling_round.rewards[one.section.label]
                     reused = max((known.rows - failed_scores(known) for known in one.earlier), default=0)
@@ -214,10 +219,10 @@ def summarize(
         name=plan.name,
         runs=list(done),
         iterations=sum(map(len, done.values())),
-        samples=comparison.samples,
+        samples=comparison["samples"],
         computed=computed,
         failed=failed,
         seconds=seconds,
         report=pages,
-        comparison=comparison.summary(),
+        comparison=comparison,
     )

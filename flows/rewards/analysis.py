@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 from pydantic import BaseModel
@@ -16,11 +15,10 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path, write_page
-from tasks.reports.reward_analysis import RewardAnalysis, analyse
+from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import render_reward_page
-from tasks.reports.reward_plots import plot_rewards
-from tasks.reports.reward_scores import read_scores, score_again
-from tasks.reports.watch_plot import plot_watch
+from tasks.reports.reward_plots import plot_rewards, plot_watch
+from tasks.reports.statistics import Statistics
 from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, WATCH_PLOT, rescoring_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
@@ -69,10 +67,10 @@ class AnalysisSummary(BaseModel):
     folder: str
     watch: list[str]
     not_repeated: dict[str, str]
-    analysis: dict[str, Any]
+    analysis: Statistics
 
 
-def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAnalysis]:
+def analyse_rewards(request: AnalysisRequest) -> AnalysisSummary:
     """Analyse a run's scores and store the results in its `analysis` folder.
 
     Raises:
@@ -86,25 +84,24 @@ def analyse_rewards(request: AnalysisRequest) -> tuple[AnalysisSummary, RewardAn
     config = stored_config(store)
     sections, rounds = _scored_rounds(store, config, request)
     repeats, not_repeated = _score_again(store, sections, rounds, request.repeats)
-    analysis = analyse(read_scores(store, rounds), repeats)
+    scores = read_scores(store, rounds)
+    analysis = analyse(scores, repeats)
     signs, watch = _watch(store, config)
-    plots = {**plot_rewards(analysis), **watch}
+    plots = {**plot_rewards(analysis, scores), **watch}
     title = f"{store.run}: rewards" + (f" of the rescoring {request.rescored}" if request.rescored else "")
     page = render_reward_page(analysis, plots, title)
-    store.write_file(f"{ANALYSIS}/{REPORT_PAGE}", page.encode())
-    store.write_file(f"{ANALYSIS}/{REPORT_FILE}", json.dumps(analysis.summary(), indent=1).encode())
-    for name, content in plots.items():
+    report = json.dumps(analysis, indent=1)
+    for name, content in {REPORT_PAGE: page.encode(), REPORT_FILE: report.encode(), **plots}.items():
         store.write_file(f"{ANALYSIS}/{name}", content)
     if request.html is not None:
         write_page(request.html, page)
-    summary = AnalysisSummary(
+    return AnalysisSummary(
         run=store.run,
         folder=store.path(ANALYSIS),
         watch=[str(sign) for sign in signs],
         not_repeated=not_repeated,
-        analysis=analysis.summary(),
+        analysis=analysis,
     )
-    return summary, analysis
 
 
 def _scored_rounds(

@@ -1,12 +1,12 @@
 """A run in the terminal: tables, sparklines, texts, and small images if the terminal has enough colors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
-from rich import box
 from rich.color import Color
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
+from rich.console import Group as Lines
 from rich.panel import Panel
 from rich.style import Style
 from rich.table import Table
@@ -15,19 +15,10 @@ from rich.text import Text
 from flows.inspection.inspect_run import Inspection, heading
 from flows.terminal.tables import key_values, plain, relative, table_of
 from tasks.reports.images import PRUNED
-from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, reward_means
-from tasks.reports.run_page import progress, stage_shares
-from tasks.reports.samples import GroupView, SampleView
-from tasks.reports.text import (
-    ASCII_BLOCKS,
-    SPARK_WIDTH,
-    UNICODE_BLOCKS,
-    change,
-    number,
-    one_line,
-    signed,
-    sparkline,
-)
+from tasks.reports.metric_titles import metric_rows, metric_title
+from tasks.reports.run_page import plotted_metrics, progress, stage_shares
+from tasks.reports.samples import Group, Row
+from tasks.reports.text import ASCII_BLOCKS, SPARK_WIDTH, UNICODE_BLOCKS, change, number, one_line, signed, sparkline
 
 WIDE = 100
 MAX_ROWS = 24
@@ -60,11 +51,15 @@ def show_inspection(inspection: Inspection, console: Console) -> None:
     if inspection.groups.shown:
         console.print(_groups(inspection, console))
     if run.shown is not None:
-        console.print(_metrics(inspection))
+        metrics = metric_rows(run.shown.metrics, run.noun)
+        rows = [(title, name, f"{value:.6g}") for title, _, name, value in metrics]
+        headings = ("metric", "name in metrics.parquet", "value")
+        console.print(table_of(f"Iteration {run.shown.iteration}: every metric", headings, rows, right=(2,)))
     if run.moved:
         rows = [(moved.reason, ", ".join(moved.paths), moved.place) for moved in run.moved]
         console.print(table_of("Quarantined and previous", ("why", "what", "where"), rows))
-    console.print(_configuration(inspection))
+    if run.config_text is not None:
+        console.print(Panel(plain(run.config_text.rstrip()), title="config.yaml", title_align="left"))
 
 
 def show_warnings(warnings: Sequence[str], console: Console) -> None:
@@ -85,23 +80,19 @@ def show_heading(inspection: Inspection, console: Console) -> None:
 def _curves(inspection: Inspection, console: Console) -> Table:
     run = inspection.run
     wide = console.width >= WIDE
-    table = Table(title="Curves", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("over iterations", overflow="fold", min_width=26)
-    table.add_column("", no_wrap=True)
-    for name in ("first", "last", *(("least", "most") if wide else ())):
-        table.add_column(name, justify="right", no_wrap=True)
-    series = {
-        name: run.series(name) for name in ["reward", *reward_means(view.metrics for view in run.iterations), *PLOTTED]
-    }
+    headings = ("over iterations", "", "first", "last", *(("least", "most") if wide else ()))
+    table = table_of("Curves", headings, (), right=range(2, len(headings)))
+    table.columns[0].min_width, table.columns[1].no_wrap = 26, True
     by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
-    shown = {"reward": series.pop("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **series}
+    plotted = {name: run.series(name) for name in plotted_metrics(run)}
+    shown = {"reward": run.series("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **plotted}
     blocks = UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
     for name, points in shown.items():
         values = [value for _, value in points]
         if values:
             columns = (values[0], values[-1], *((min(values), max(values)) if wide else ()))
             line = sparkline(values, SPARK_WIDTH if wide else SPARK_WIDTH - 8, blocks)
-            table.add_row(plain(metric_title(name, run.noun).title), line, *(f"{value:.4g}" for value in columns))
+            table.add_row(plain(metric_title(name, run.noun)[0]), line, *(f"{value:.4g}" for value in columns))
     return table
 
 
@@ -110,19 +101,16 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
     assert heldout is not None
     seeds = "same seeds" if heldout.same_seeds else "other seeds"
     title = f"Held-out prompts, policy {heldout.first} and policy {heldout.last}, {seeds}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_lines=_has_colours(console))
-    table.add_column("prompt", overflow="fold", ratio=1)
-    table.add_column("reward", no_wrap=True)
     texts, images = inspection.run.noun == "completion", _has_colours(console)
-    if texts or images:
-        table.add_column("before", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
-        table.add_column("after", no_wrap=not texts, overflow="fold", ratio=1 if texts else None)
+    table = table_of(title, ("prompt", "reward", *(("before", "after") if texts or images else ())), ())
+    table.show_lines = images
+    table.columns[0].ratio, table.columns[1].no_wrap = 1, True
+    for column in table.columns[2:]:
+        column.no_wrap, column.ratio = not texts, 1 if texts else None
     for before, after in heldout.pairs[:MAX_ROWS]:
-        requested = plain(one_line(before.prompt, LETTERS)) if texts else plain(before.prompt)
-        cells: list[RenderableType] = [requested, change(before.reward, after.reward)]
-        if texts or images:
-            cells += [_output(before.samples[0]), _output(after.samples[0])]
-        table.add_row(*cells)
+        samples = (before.samples[0], after.samples[0])
+        cells: list[RenderableType] = [_prompt(before), change(before.reward, after.reward)]
+        table.add_row(*cells, *(_output(sample) for sample in samples if texts or images))
     table.caption = _left_out(len(heldout.pairs), heldout.total)
     return table
 
@@ -130,73 +118,55 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
 def _groups(inspection: Inspection, console: Console) -> Table:
     groups, shown = inspection.groups, inspection.run.shown
     assert shown is not None
-    table = Table(
-        title=f"Iteration {shown.iteration}: best and worst {inspection.run.noun} per prompt",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    title = f"Iteration {shown.iteration}: best and worst {inspection.run.noun} per prompt"
+    table = table_of(title, ("prompt", "best", "worst"), ())
     table.show_lines = True
-    table.add_column("prompt", overflow="fold", ratio=2)
-    table.add_column("best", overflow="fold", ratio=3)
-    table.add_column("worst", overflow="fold", ratio=3)
+    for column, ratio in zip(table.columns, (2, 3, 3), strict=True):
+        column.ratio = ratio
     for group in groups.shown[:MAX_ROWS]:
-        table.add_row(_about(group, groups.datasets), *(_cell(sample, console) for sample in _ends(group)))
+        first = group.samples[0]
+        about = _prompt(group)
+        if len(groups.datasets) > 1:
+            about.append_text(Text("\n")).append_text(plain(first["dataset"]))
+        about.append("\nmean " + number(group.reward), "dim")
+        if first["dropped"]:
+            about.append(", left out of the update", "dim")
+        table.add_row(about, *(_cell(sample, console) for sample in (group.best or first, group.worst)))
     replaced = groups.describe() if groups.rounds > 1 or groups.dropped else None
     table.caption = "\n".join(filter(None, (replaced, _left_out(len(groups.shown), groups.total)))) or None
     return table
 
 
-def _ends(group: GroupView) -> Iterator[SampleView | None]:
-    yield group.best or group.samples[0]
-    yield group.worst
+def _prompt(group: Group) -> Text:
+    first = group.samples[0]
+    return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
 
 
-def _about(group: GroupView, datasets: Sequence[str]) -> Text:
-    texts = isinstance(group.samples[0].output, str)
-    about = Text.assemble(plain(one_line(group.prompt, LETTERS) if texts else group.prompt))
-    if len(datasets) > 1:
-        about.append_text(Text("\n")).append_text(plain(group.dataset))
-    about.append("\nmean " + number(group.reward), "dim")
-    return about.append(", left out of the update", "dim") if group.dropped else about
-
-
-def _cell(sample: SampleView | None, console: Console) -> RenderableType:
+def _cell(sample: Row | None, console: Console) -> RenderableType:
     if sample is None:
         return ""
-    lines = [plain(sample.sample_id), Text(f"reward {number(sample.reward)}, advantage {signed(sample.advantage)}")]
-    lines += [plain(f"{label} {number(value)}") for label, value in sample.breakdown.items()]
-    cut = "" if sample.finished else ", truncated"
-    lines.append(Text(f"log-prob {sample.logprob:.1f} over {sample.length} tokens{cut}", style="dim"))
-    if isinstance(sample.output, str):
-        return Group(_output(sample), *lines)
-    return Group(*lines, *((_output(sample),) if _has_colours(console) else ()))
+    rated = f"reward {number(sample['reward'])}, advantage {signed(sample['advantage'])}"
+    lines = [plain(sample["sample_id"]), Text(rated)]
+    lines += [plain(f"{label} {number(value)}") for label, value in sample["breakdown"].items()]
+    cut = "" if sample["finished"] else ", truncated"
+    lines.append(Text(f"log-prob {sample['logprob']:.1f} over {sample['length']} tokens{cut}", style="dim"))
+    if isinstance(sample["output"], str):
+        return Lines(_output(sample), *lines)
+    return Lines(*lines, *((_output(sample),) if _has_colours(console) else ()))
 
 
-def _output(sample: SampleView) -> Text:
-    if isinstance(sample.output, str):
-        shown = plain(one_line(sample.output, LETTERS) or "(empty)")
+def _output(sample: Row) -> Text:
+    output = sample["output"]
+    if isinstance(output, str):
+        shown = plain(one_line(output, LETTERS) or "(empty)")
         shown.stylize("bold")
         return shown
-    return thumbnail(sample.output) if sample.output is not None else Text(PRUNED, style="dim")
+    return thumbnail(output) if output is not None else Text(PRUNED, style="dim")
 
 
 def _left_out(read: int, total: int) -> str | None:
     shown = min(read, MAX_ROWS)
     return f"{shown} of {total} prompts; --html FILE shows more" if shown < total else None
-
-
-def _metrics(inspection: Inspection) -> Table:
-    shown = inspection.run.shown
-    assert shown is not None
-    metrics = metric_rows(shown.metrics, inspection.run.noun)
-    rows = [(title, name, f"{value:.6g}") for title, _, name, value in metrics]
-    headings = ("metric", "name in metrics.parquet", "value")
-    return table_of(f"Iteration {shown.iteration}: every metric", headings, rows, right=(2,))
-
-
-def _configuration(inspection: Inspection) -> RenderableType:
-    text = inspection.run.config_text
-    return Panel(plain(text.rstrip()), title="config.yaml", title_align="left") if text is not None else ""
 
 
 def _has_colours(console: Console) -> bool:

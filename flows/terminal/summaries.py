@@ -1,4 +1,4 @@
-"""What commands print at their end: the summary of a training, a replay, an evaluation, a pruning; findings."""
+"""What commands print at their end: the summary of a training, an evaluation, a pruning, a deployment; findings."""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from flows.terminal.tables import key_values, plain, relative, reward_table, std
 from tasks.reports.text import counted, number
 
 if TYPE_CHECKING:
+    from flows.deployment.deploy import DeployedRun
     from flows.evaluation.evaluate import EvaluateSummary
     from flows.preflight.doctor import Diagnosis
     from flows.pruning.prune import PruneSummary
@@ -87,6 +88,34 @@ def show_pruned(summary: "PruneSummary", console: Console) -> None:
         console.print(plain(message), soft_wrap=True)
     if summary.dry_run:
         console.print("a dry run: nothing was changed", highlight=False)
+
+
+def show_deployed(deployed: "DeployedRun") -> None:
+    """Print each deployment with its page, and how to run it."""
+    console = stderr()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"{deployed.run}: registered for the work pool {deployed.pool}")
+    for each in deployed.deployments:
+        say(f"  {each.name}, {'updated' if each.updated else 'new'}")
+        say(f"    schedule: {each.schedule or 'none'}")
+        if each.url:
+            say(f"    {each.url}")
+    say("A worker, in a checkout of this project:")
+    say(f"  {worker_command(deployed)}")
+    say("A run by hand:")
+    say(f"  prefect deployment run '{deployed.deployments[0].name}'")
+    if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):
+        say(f"Runs are kept in {deployed.root}/ of the worker's checkout.")
+
+
+def worker_command(deployed: "DeployedRun") -> str:
+    """Return the command that starts a worker of the pool."""
+    if deployed.pool_type == "grpo":
+        return f"grpo worker {deployed.pool}"
+    return f"prefect worker start --pool {deployed.pool}"
 
 
 def size(count: int) -> str:

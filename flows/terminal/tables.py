@@ -33,11 +33,9 @@ def relative(path: str) -> str:
 
 def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """Make a table of names and values; both are data."""
-    table = Table(title=plain(title), title_justify="left", show_header=False, box=box.SIMPLE)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(plain(name), plain(value))
+    table = table_of(title, ("", ""), rows)
+    table.show_header, table.box = False, box.SIMPLE
+    table.columns[0].overflow = "ellipsis"
     return table
 
 
@@ -73,18 +71,15 @@ def reward_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[st
     words = [max(len(word) for word in heading.split()) for heading in headings]
     if sum(max(pair) + PADDING for pair in zip(widths, words, strict=True)) > console.width:
         return _reward_lists(title, headings, rows)
-    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for column, (heading, width) in enumerate(zip(headings, widths, strict=True)):
-        table.add_column(heading, justify="right" if column else "left", min_width=width, overflow="fold")
-    for row in rows:
-        table.add_row(*(plain(cell) for cell in row))
+    table = table_of(title, headings, rows)
+    for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
+        column.justify, column.min_width = "right" if index else "left", width
     return table
 
 
 def _reward_lists(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE, show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", overflow="fold")
+    table = key_values(title, ())
+    table.columns[0].overflow, table.columns[1].justify = "fold", "right"
     for name, *cells in rows:
         label = plain(name)
         label.stylize("bold")

@@ -76,7 +76,7 @@ def report_hacking_signs(store: ArtifactStore, version: int, signs: Sequence[Hac
 def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
     """Plot the held-out reward above the guardrails and return the path of the image."""
     # The plotting library takes a second to import, which a run without guardrails does not need.
-    from tasks.reports.watch_plot import plot_watch
+    from tasks.reports.reward_plots import plot_watch
 
     store.write_file(WATCH_PLOT, plot_watch(*held_out_series(heldout, guardrails)))
     return store.path(WATCH_PLOT)

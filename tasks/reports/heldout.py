@@ -2,19 +2,28 @@
 
 import io
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from PIL import Image, ImageDraw, ImageFont
+
 from tasks.prompts.targets import TargetReference, load_target
-from tasks.reports.images import SheetRow, contact_sheet, read_images
-from tasks.reports.samples import Row, SampleTable, read_samples
+from tasks.reports.images import PRUNED, fitted
+from tasks.reports.samples import Row, read_samples, verified
 from tasks.reports.text import change, fenced, number
 from tasks.runs.layout import CONTACT_SHEET, HELDOUT_TEXTS, ROLLOUTS, stage_folder
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
+GAP, LABEL, HEAD = 6, 230, 52
+"""Pixels of the sheet between images, left of them and above them."""
+
 _COLUMNS = ("sample_id", "group_id", "prompt", "target_uri", "target_sha256", "completion")
+
+Sides = tuple[Sequence[Row], Sequence[Row]]
+"""The samples of one prompt before and after training; `image` is None where it was pruned."""
 
 
 def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
@@ -26,27 +35,8 @@ def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: Artifa
         after: advantages of the later evaluation.
         title: title at the top.
     """
-    rows = []
-    with tempfile.TemporaryDirectory() as fetched:
-        earlier, later = (_read_evaluation(store, side, Path(fetched) / side.folder) for side in (before, after))
-        images = [
-            read_images(rollouts, [row["sample_id"] for row in table.rows]) for table, rollouts in (earlier, later)
-        ]
-    for first, last in _pairs(earlier[0], later[0]):
-        row = first[0]
-        target = TargetReference(row["target_uri"], row["target_sha256"]) if row["target_uri"] else None
-        rows.append(
-            SheetRow(
-                prompt=row["prompt"],
-                target=load_target(target) if target else None,
-                before=[images[0].get(each["sample_id"]) for each in first],
-                after=[images[1].get(each["sample_id"]) for each in last],
-                reward_before=_mean(first),
-                reward_after=_mean(last),
-            )
-        )
     buffer = io.BytesIO()
-    contact_sheet(rows, title=title).save(buffer, "PNG")
+    contact_sheet(list(_pairs(store, before, after)), title=title).save(buffer, "PNG")
     store.write_file(CONTACT_SHEET, buffer.getvalue())
     return store.path(CONTACT_SHEET)
 
@@ -60,32 +50,32 @@ def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: Artifa
         after: advantages of the later evaluation.
         title: title at the top, without markup.
     """
-    with tempfile.TemporaryDirectory() as fetched:
-        earlier, later = (_read_evaluation(store, side, Path(fetched) / side.folder)[0] for side in (before, after))
-    lines = [f"# {title}", "", f"Mean reward {_change(earlier.rows, later.rows)}; the same seeds.", ""]
-    for index, (first, last) in enumerate(_pairs(earlier, later), start=1):
-        lines += [f"## Prompt {index}: reward {_change(first, last)}", "", fenced(first[0]["prompt"]), ""]
-        for name, table in (("Before training", first), ("After training", last)):
-            for row in table:
+    pairs = list(_pairs(store, before, after))
+    everything = [[row for pair in pairs for row in pair[side]] for side in (0, 1)]
+    lines = [f"# {title}", "", f"Mean reward {change(*map(_mean, everything))}; the same seeds.", ""]
+    for index, pair in enumerate(pairs, start=1):
+        lines += [f"## Prompt {index}: reward {change(*map(_mean, pair))}", "", fenced(pair[0][0]["prompt"]), ""]
+        for name, rows in zip(("Before training", "After training"), pair, strict=True):
+            for row in rows:
                 lines += [f"{name}, reward {number(row['reward'])}", "", fenced(row["completion"]), ""]
     store.write_file(HELDOUT_TEXTS, "\n".join(lines).encode())
     return store.path(HELDOUT_TEXTS)
 
 
-def _read_evaluation(store: ArtifactStore, advantages: ArtifactRef, fetched: Path) -> tuple[SampleTable, Path]:
-    """Read an evaluation's samples with their rewards; also the folder of its rollouts on this machine."""
-    reference = store.find(f"{stage_folder(advantages.folder)}/{ROLLOUTS}")
-    assert reference is not None, "an evaluation keeps its rollouts"
-    rollouts = store.local_files(reference, fetched / "rollouts")
-    scored = store.local_files(advantages, fetched / "advantages")
-    return read_samples([rollouts], (), [scored], _COLUMNS), rollouts
-
-
-def _pairs(before: SampleTable, after: SampleTable) -> Iterator[tuple[list[Row], list[Row]]]:
-    """Pair the samples of each prompt before and after by their group id."""
-    later = {group[0]["group_id"]: group for group in after.groups}
-    for group in before.groups:
-        yield group, later[group[0]["group_id"]]
+def _pairs(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef) -> Iterator[Sides]:
+    """Read two evaluations, and pair the samples of each prompt by their group id."""
+    groups = []
+    with tempfile.TemporaryDirectory() as fetched:
+        for side in (before, after):
+            rollouts = store.find(f"{stage_folder(side.folder)}/{ROLLOUTS}")
+            assert rollouts is not None, "an evaluation keeps its rollouts"
+            table = read_samples(verified(store, Path(fetched)), [rollouts], (), [side], _COLUMNS)
+            images = {} if table.is_text else table.images([row["sample_id"] for row in table.rows])
+            for row in table.rows:
+                row["image"] = images.get(row["sample_id"])
+            groups.append({group[0]["group_id"]: group for group in table.groups})
+    for group_id, earlier in groups[0].items():
+        yield earlier, groups[1][group_id]
 
 
 def _mean(rows: Sequence[Row]) -> float | None:
@@ -93,5 +83,41 @@ def _mean(rows: Sequence[Row]) -> float | None:
     return fmean(rewards) if rewards else None
 
 
-def _change(before: Sequence[Row], after: Sequence[Row]) -> str:
-    return change(_mean(before), _mean(after))
+def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
+    """Lay out one row per held-out prompt: target, images before and images after, `side` pixels each."""
+    font, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    targets = any(before[0].get("target_uri") for before, _ in pairs)
+    per_side = max(len(before) for before, _ in pairs)
+    before_x = LABEL + (side + 3 * GAP if targets else 0)
+    after_x = before_x + per_side * (side + GAP) + 3 * GAP
+    sheet = Image.new(
+        "RGB", (after_x + per_side * (side + GAP) + GAP, HEAD + len(pairs) * (side + GAP) + GAP), "#eef0f3"
+    )
+    draw = ImageDraw.Draw(sheet)
+    draw.text((10, 8), title, fill="#111111", font=font)
+    for x, heading in ((before_x, "before training"), (after_x, "after training, same seeds")):
+        draw.text((x, 32), heading, fill="#444444", font=small)
+    if targets:
+        draw.text((LABEL, 32), "target", fill="#444444", font=small)
+    for index, pair in enumerate(pairs):
+        top, first = HEAD + index * (side + GAP), pair[0][0]
+        draw.multiline_text((10, top + 4), _label(pair), fill="#111111", font=small, spacing=3)
+        if first.get("target_uri"):
+            target = load_target(TargetReference(first["target_uri"], first["target_sha256"]))
+            sheet.paste(fitted(target, side), (LABEL, top))
+        for start, rows in zip((before_x, after_x), pair, strict=True):
+            for place, row in enumerate(rows):
+                left = start + place * (side + GAP)
+                if row["image"] is None:
+                    draw.text((left + GAP, top + side // 2), PRUNED, fill="#888888", font=small)
+                else:
+                    sheet.paste(fitted(row["image"], side), (left, top))
+    return sheet
+
+
+def _label(pair: Sides) -> str:
+    lines = textwrap.wrap(pair[0][0]["prompt"], 33, max_lines=4, placeholder=" ...")
+    before, after = map(_mean, pair)
+    if before is not None and after is not None:
+        lines.append(f"reward {number(before)} -> {number(after)}")
+    return "\n".join(lines)

@@ -1,17 +1,16 @@
-"""Stored images by sample id, images as data links, and the contact sheet of held-out prompts."""
+"""Images of reports: stored ones by sample id, targets of prompts, and images as data links."""
 
 import base64
 import io
-import textwrap
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from grpo_core.errors import InputError
 from grpo_core.rewards.images import decode_stored
-from tasks.reports.text import number
+from tasks.prompts.targets import TargetReference, load_target
 
 PRUNED = "image removed"
 """Shown in place of an image that `grpo prune` deleted."""
@@ -45,6 +44,31 @@ def read_images(
     return found
 
 
+class TargetReader:
+    """Target images by address, each read once; missing and changed ones are recorded and left out.
+
+    Attributes:
+        missing: addresses and reasons.
+    """
+
+    def __init__(self, side: int) -> None:
+        """Reduce images to at most `side` pixels; nothing is read yet."""
+        self.missing: dict[str, str] = {}
+        self._side = side
+        self._read: dict[str, Image.Image] = {}
+
+    def read(self, uri: str | None, sha256: str | None) -> Image.Image | None:
+        """Read the image, reduced where it is large; None where it cannot be read."""
+        if uri is None or sha256 is None or uri in self.missing:
+            return None
+        if uri not in self._read:
+            try:
+                self._read[uri] = shrunk(load_target(TargetReference(uri, sha256)), self._side)
+            except InputError as error:
+                self.missing[uri] = error.hint
+        return self._read.get(uri)
+
+
 def fitted(image: Image.Image, side: int) -> Image.Image:
     """Scale an image to fit a square of `side` pixels: small ones by an integer factor, large ones by averaging."""
     scale = side / max(image.size)
@@ -73,62 +97,3 @@ def image_uri(image: Image.Image, *, lossless_side: int = LOSSLESS_SIDE, quality
         if jpeg.tell() < png.tell():
             return data_uri(jpeg.getvalue(), "image/jpeg")
     return data_uri(png.getvalue(), "image/png")
-
-
-@dataclass(frozen=True)
-class SheetRow:
-    """One held-out prompt of the contact sheet.
-
-    Attributes:
-        prompt: text of the prompt.
-        target: target image, if known.
-        before: images of the first policy; None for one that was pruned.
-        after: images of the last policy, with the same seeds.
-        reward_before: mean over `before`; None without one.
-        reward_after: mean over `after`.
-    """
-
-    prompt: str
-    target: Image.Image | None
-    before: Sequence[Image.Image | None]
-    after: Sequence[Image.Image | None]
-    reward_before: float | None
-    reward_after: float | None
-
-
-def contact_sheet(rows: Sequence[SheetRow], *, title: str, side: int = 96) -> Image.Image:
-    """Lay out one row per held-out prompt: target, images before and images after, `side` pixels each."""
-    font, small = ImageFont.load_default(15), ImageFont.load_default(12)
-    gap, label, head = 6, 230, 52
-    per_side = max(len(row.before) for row in rows)
-    target_x = label
-    before_x = target_x + (side + 3 * gap if any(row.target for row in rows) else 0)
-    after_x = before_x + per_side * (side + gap) + 3 * gap
-    size = (after_x + per_side * (side + gap) + gap, head + len(rows) * (side + gap) + gap)
-    sheet = Image.new("RGB", size, "#eef0f3")
-    draw = ImageDraw.Draw(sheet)
-    draw.text((10, 8), title, fill="#111111", font=font)
-    if before_x > target_x:
-        draw.text((target_x, 32), "target", fill="#444444", font=small)
-    draw.text((before_x, 32), "before training", fill="#444444", font=small)
-    draw.text((after_x, 32), "after training, same seeds", fill="#444444", font=small)
-    for index, row in enumerate(rows):
-        top = head + index * (side + gap)
-        draw.multiline_text((10, top + 4), _label(row), fill="#111111", font=small, spacing=3)
-        if row.target is not None:
-            sheet.paste(fitted(row.target, side), (target_x, top))
-        for x, images in ((before_x, row.before), (after_x, row.after)):
-            for place, image in enumerate(images):
-                left = x + place * (side + gap)
-                if image is None:
-                    draw.text((left + gap, top + side // 2), PRUNED, fill="#888888", font=small)
-                else:
-                    sheet.paste(fitted(image, side), (left, top))
-    return sheet
-
-
-def _label(row: SheetRow) -> str:
-    lines = textwrap.wrap(row.prompt, 33, max_lines=4, placeholder=" ...")
-    if row.reward_before is not None and row.reward_after is not None:
-        lines.append(f"reward {number(row.reward_before)} -> {number(row.reward_after)}")
-    return "\n".join(lines)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from tasks.reports.images import PRUNED, fitted, image_uri, read_images
-from tasks.reports.metric_titles import metric_title
-from tasks.reports.samples import Row, SampleTable, best_first, read_samples
+from tasks.reports.images import PRUNED, fitted, image_uri
+from tasks.reports.metric_titles import REPORTED, REPORTED_OF_TEXTS, metric_title
+from tasks.reports.samples import Row, Samples, best_first, read_samples, verified
 from tasks.reports.text import change, in_cell, markdown_table, number, one_line, significant, sparkline
 from tasks.runs.records import SamplingRound
 from tasks.runs.run_view import Noun, dataset_of
@@ -20,17 +20,6 @@ MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_METRICS = (
-    "reward",
-    "reward_std_within_groups",
-    "frac_reward_zero_std",
-    "kl",
-    "kl_penalty",
-    "entropy",
-    "clip_ratio/region_mean",
-    "sampling/sampling_logp_difference/max",
-)
-_TEXT_METRICS = ("completions/mean_length", "completions/clipped_ratio")
 _COLUMNS = ("sample_id", "group_id", "dataset", "prompt", "completion")
 
 
@@ -67,26 +56,28 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
         history: all iterations so far, at least one.
     """
     record = history[-1]
+    rollouts = [each.rollouts for each in record.rounds]
+    rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with tempfile.TemporaryDirectory() as fetched:
-        table, folders = _read_table(store, record, Path(fetched))
+        table = read_samples(verified(store, Path(fetched)), rollouts, rewards, [record.advantages], _COLUMNS)
         lines = [f"# {run}: iteration {record.iteration}", ""]
         lines += [*markdown_table(("metric", "value"), list(_metric_rows(record, table))), ""]
         lines += [*markdown_table(("over iterations", "", "first to last"), list(_curves(history))), ""]
-        lines += list(_texts(table) if table.is_text else _images(table, folders))
+        lines += list(_texts(table) if table.is_text else _images(table))
     stored = [reference.uri for each in record.rounds for reference in each.stages] + [record.advantages.uri]
     lines += [f"Stored in {', '.join(f'`{uri}`' for uri in stored)}.", ""]
     return "\n".join(lines)
 
 
-def _metric_rows(record: IterationRecord, table: SampleTable) -> Iterator[tuple[str, str]]:
+def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[tuple[str, str]]:
     noun: Noun = "completion" if table.is_text else "image"
-    names = [*_METRICS, *(_TEXT_METRICS if table.is_text else ())]
+    names = [*REPORTED, *(REPORTED_OF_TEXTS if table.is_text else ())]
     names += [name for name in sorted(record.metrics) if dataset_of(name) is not None]
     names += ["groups_dropped"] if record.metrics.get("groups_dropped") else []
     names += ["rounds"] if len(record.rounds) > 1 else []
     for name in names:
         if name in record.metrics:
-            yield in_cell(metric_title(name, noun).title), significant(record.metrics[name])
+            yield in_cell(metric_title(name, noun)[0]), significant(record.metrics[name])
 
 
 def _curves(history: Sequence[IterationRecord]) -> Iterator[tuple[str, str, str]]:
@@ -95,26 +86,14 @@ def _curves(history: Sequence[IterationRecord]) -> Iterator[tuple[str, str, str]
     series["heldout_reward"] = [past.heldout for past in history if past.heldout is not None]
     for name, values in series.items():
         if values:
-            yield in_cell(metric_title(name).title), f"`{sparkline(values)}`", change(values[0], values[-1])
+            yield in_cell(metric_title(name)[0]), f"`{sparkline(values)}`", change(values[0], values[-1])
 
 
-def _read_table(store: ArtifactStore, record: IterationRecord, fetched: Path) -> tuple[SampleTable, list[Path]]:
-    """Read the samples of all rounds; also the folders of their rollouts on this machine."""
-    rollouts, rewards = [], []
-    for each in record.rounds:
-        rollouts.append(store.local_files(each.rollouts, fetched / each.rollouts.folder))
-        for label, scored in each.rewards.items():
-            rewards.append((label, store.local_files(scored, fetched / scored.folder)))
-    advantages = store.local_files(record.advantages, fetched / "advantages")
-    return read_samples(rollouts, rewards, [advantages], _COLUMNS), rollouts
-
-
-def _images(table: SampleTable, folders: Sequence[Path]) -> Iterator[str]:
+def _images(table: Samples) -> Iterator[str]:
     """Write the iteration's best and worst images with reward, scores and prompt."""
     ranked = best_first(table.rows)
     best, worst = ranked[:MAX_IMAGES], ranked[MAX_IMAGES:][-MAX_IMAGES:][::-1]
-    names = [row["sample_id"] for row in (*best, *worst)]
-    images = {name: image for folder in folders for name, image in read_images(folder, names).items()}
+    images = table.images([row["sample_id"] for row in (*best, *worst)])
     several = ["dataset"] if len(table.datasets) > 1 else []
     for title, chosen in (("Best", best), ("Worst", worst)):
         if chosen:
@@ -122,14 +101,14 @@ def _images(table: SampleTable, folders: Sequence[Path]) -> Iterator[str]:
                 [
                     _thumbnail(row["sample_id"], images),
                     f"**{number(row['reward'])}**",
-                    *(number(values.get(row["sample_id"])) for values in table.scores.values()),
+                    *map(number, row["breakdown"].values()),
                     in_cell(one_line(row["prompt"], PROMPT_LETTERS)),
                     *(in_cell(row[name]) for name in several),
                     f"`{row['sample_id']}`",
                 ]
                 for row in chosen
             ]
-            header = ["image", "reward", *table.scores, "prompt", *several, "sample"]
+            header = ["image", "reward", *chosen[0]["breakdown"], "prompt", *several, "sample"]
             yield from (f"## {title}", "", *markdown_table(header, rows), "")
 
 
@@ -139,30 +118,24 @@ def _thumbnail(sample_id: str, images: Mapping[str, Image.Image]) -> str:
     return f"![{sample_id}]({image_uri(fitted(images[sample_id], THUMBNAIL), lossless_side=0, quality=80)})"
 
 
-def _texts(table: SampleTable) -> Iterator[str]:
+def _texts(table: Samples) -> Iterator[str]:
     """Write each prompt with its best and its worst completion."""
     groups = table.groups
     several = ["dataset"] if len(table.datasets) > 1 else []
     rows = []
     for group in groups[:MAX_GROUPS]:
         first, ranked = group[0], best_first(group)
-        cells = [_completion(table, row) for row in (*ranked[:1], *ranked[1:][-1:])]
-        rows.append(
-            [
-                in_cell(one_line(first["prompt"], PROMPT_LETTERS)),
-                *(in_cell(first[name]) for name in several),
-                *cells,
-                *[""] * (2 - len(cells)),
-                "dropped" if first["dropped"] else "",
-            ]
-        )
+        ends = [_completion(row) for row in (*ranked[:1], *ranked[1:][-1:])]
+        prompt = in_cell(one_line(first["prompt"], PROMPT_LETTERS))
+        dropped = "dropped" if first["dropped"] else ""
+        rows.append([prompt, *(in_cell(first[name]) for name in several), *ends, *[""] * (2 - len(ends)), dropped])
     yield from ("## Best and worst completion of each prompt", "")
     yield from (*markdown_table(["prompt", *several, "best", "worst", ""], rows), "")
     if len(groups) > MAX_GROUPS:
         yield from (f"The first {MAX_GROUPS} of {len(groups)} prompts.", "")
 
 
-def _completion(table: SampleTable, row: Row) -> str:
-    parts = [f"{label} {number(values.get(row['sample_id']))}" for label, values in table.scores.items()]
+def _completion(row: Row) -> str:
+    parts = [f"{label} {number(value)}" for label, value in row["breakdown"].items()]
     text = in_cell(one_line(row["completion"], TEXT_LETTERS)) or "*empty*"
     return f"**{number(row['reward'])}** ({', '.join(parts)}): {text}"

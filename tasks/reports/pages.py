@@ -1,4 +1,4 @@
-"""HTML pages: one environment of templates and one base for all of them; every page is one file that opens offline."""
+"""HTML pages: the environment of all templates; every page is one file that opens offline."""
 
 import functools
 import os
@@ -7,12 +7,11 @@ from pathlib import Path
 
 import fsspec
 import jinja2
-from PIL import Image
 
 from grpo_core.errors import InputError
 from tasks.reports.images import image_uri, shrunk
 from tasks.reports.samples import SMALL
-from tasks.reports.text import excerpt, number, percent, signed, significant
+from tasks.reports.text import excerpt, number, signed
 from tasks.storage.filesystem.files import write_file_atomically
 
 THUMBNAIL = 256
@@ -42,18 +41,11 @@ def _environment() -> jinja2.Environment:
         "excerpt": excerpt,
         "image": image_uri,
         "number": number,
-        "percent": percent,
         "signed": signed,
-        "significant": significant,
         "small_image": lambda image: image_uri(shrunk(image, SMALL)),
-        "thumbnail": thumbnail_uri,
+        "thumbnail": lambda image: image_uri(shrunk(image.convert("RGB"), THUMBNAIL)),
     }
     return environment
-
-
-def thumbnail_uri(image: Image.Image) -> str:
-    """Encode an image of any mode as a data link, reduced where it is large."""
-    return image_uri(shrunk(image if image.mode == "RGB" else image.convert("RGB"), THUMBNAIL))
 
 
 def write_page(path: Path, page: str) -> None:

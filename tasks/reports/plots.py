@@ -1,29 +1,28 @@
-"""The look of all plots: figures without global state, as PNG files, or as SVG that follows the theme of its page.
+"""The look of all plots, and the plots of pages: figures without global state, as SVG that follows a page's theme.
 
-Matplotlib takes a second to import, so this module and those that plot are imported only where something is plotted.
+Matplotlib takes a second to import, so this module and reward_plots are imported only where something is plotted.
 """
 
-import functools
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
+import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup, escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-FONT = "DejaVu Sans"
-"""Ships with matplotlib."""
+from tasks.reports.text import counted
 
 DOTS_PER_INCH = 110
 COLOURS = ("#2563eb", "#c2410c", "#0f766e", "#7c3aed", "#a16207", "#be185d", "#4d7c0f", "#0e7490", "#6b7280", "#111827")
 INK, SOFT, LINE = "#16191d", "#5b6470", "#dfe3e8"
-MAX_LETTERS = 30
 MAX_MARKERS = 60
 """A line of more points than this has a marker at its last point only."""
 
@@ -32,19 +31,18 @@ _THEME = {INK: "--ink", SOFT: "--soft", LINE: "--line", **{COLOURS[index]: f"--s
 
 _TOOLTIP = "tooltip:"
 
+BINS = 40
+"""Of a distribution over rewards."""
+
+FAINTEST = 0.18
+
 Points = Sequence[tuple[float, float]]
+Rewards = npt.NDArray[np.float64]
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure, in inches, whose parts make room for one another."""
     return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
-
-
-def png_of(figure: Figure) -> bytes:
-    """Write a figure as PNG, without the library's version: equal figures give equal bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
-    return buffer.getvalue()
 
 
 def svg_of(figure: Figure, label: str) -> Markup:
@@ -92,57 +90,14 @@ def quiet(axes: Axes, *, grid: str) -> None:
     axes.grid(True, axis=grid, color=LINE, linewidth=0.8)  # type: ignore[arg-type]
 
 
-def headline(figure: Figure, title: str, meaning: str) -> None:
-    """Write a title above everything, and a sentence below in smaller letters."""
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
-    figure.supxlabel(meaning, x=0.012, ha="left", fontsize=9, color=SOFT)
-
-
-def plot_label(label: str, letters: int = MAX_LETTERS) -> str:
-    """Turn a label into plain text for a figure: shortened in the middle, letters without a glyph replaced."""
-    kept = "".join(letter if ord(letter) in _glyphs() else "\N{REPLACEMENT CHARACTER}" for letter in label)
-    if len(kept) > letters:
-        kept = f"{kept[: letters - letters // 3 - 1]}…{kept[-(letters // 3) :]}"
-    return kept.replace("$", r"\$")
-
-
-@functools.cache
-def _glyphs() -> frozenset[int]:
-    return frozenset(get_font(findfont(FONT)).get_charmap()) - {ord("\n"), ord("\t"), ord("\r")}
-
-
 def colour_of(index: int) -> str:
     """Choose the colour of the series of this number."""
     return COLOURS[index % len(COLOURS)]
 
 
-def markers(points: int) -> str:
-    """Choose the marker of a line: a dot at each point of one that has few."""
-    return "o" if points <= 40 else ""
-
-
 def integer_ticks(most: int) -> MaxNLocator:
     """Place ticks at round integers, about `most` of them."""
     return MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10])
-
-
-@dataclass(frozen=True)
-class LinePlot:
-    """Lines over iterations, ready for a page.
-
-    Attributes:
-        title: in plain words.
-        meaning: a sentence.
-        lines: name and last value of each line, in the order of their colours; never empty.
-        svg: the plot.
-        legend: whether the page shows the names of the lines.
-    """
-
-    title: str
-    meaning: str
-    lines: tuple[tuple[str, str], ...]
-    svg: Markup
-    legend: bool
 
 
 def line_plot(
@@ -153,7 +108,7 @@ def line_plot(
     width: int = 360,
     height: int = 170,
     legend: bool = False,
-) -> LinePlot | None:
+) -> dict[str, Any] | None:
     """Plot lines over iterations; None without any point.
 
     Args:
@@ -163,6 +118,10 @@ def line_plot(
         width: pixels.
         height: pixels.
         legend: whether the page writes the names of the lines.
+
+    Returns:
+        The title, meaning and legend, the plot as `svg`, and in `lines` the name and last value of each line, in the
+        order of their colours.
     """
     lines = {name: points for name, points in series.items() if points}
     if not lines:
@@ -183,8 +142,9 @@ def line_plot(
         for x, y in points if len(points) <= MAX_MARKERS else points[-1:]:
             (marker,) = axes.plot(x, y, "o", color=colour, markersize=4.5, markeredgewidth=0)
             set_tooltip(marker, f"{name}, iteration {x:g}: {y:.4g}")
-    last = tuple((name, f"{points[-1][1]:.4g}") for name, points in lines.items())
-    return LinePlot(title, meaning, last, svg_of(figure, f"{title} over iterations"), legend)
+    last = [(name, f"{points[-1][1]:.4g}") for name, points in lines.items()]
+    svg = svg_of(figure, f"{title} over iterations")
+    return {"title": title, "meaning": meaning, "lines": last, "svg": svg, "legend": legend}
 
 
 def _value_ticks(values: Sequence[float]) -> Sequence[float]:
@@ -194,3 +154,42 @@ def _value_ticks(values: Sequence[float]) -> Sequence[float]:
         margin = abs(low) * 0.1 or 1.0
         low, high = low - margin, high + margin
     return [float(tick) for tick in MaxNLocator(nbins=3, steps=[1, 2, 5, 10]).tick_values(low, high)]
+
+
+def plot_joint(before: Rewards, after: Rewards) -> Markup:
+    """Plot previous against later rewards of the same samples, one square per bin, darker where more samples lie."""
+    counts, rows, columns = np.histogram2d(before, after, bins=BINS)
+    figure, axes = _axes(7.8, 6.6, "previous reward", "later reward")
+    for row, column in np.argwhere(counts):
+        strength = np.log1p(counts[row, column]) / np.log1p(counts.max())
+        left, right, low, high = rows[row], rows[row + 1], columns[column], columns[column + 1]
+        alpha = FAINTEST + (1 - FAINTEST) * strength
+        square = axes.add_patch(Rectangle((left, low), right - left, high - low, color=COLOURS[0], alpha=alpha, lw=0))
+        size = counted(int(counts[row, column]), "sample")
+        set_tooltip(square, f"{size}: previous {left:.3f} to {right:.3f}, later {low:.3f} to {high:.3f}")
+    axes.set_xlim(rows[0], rows[-1])
+    axes.set_ylim(columns[0], columns[-1])
+    axes.margins(0.02)
+    return svg_of(figure, "Previous and later reward")
+
+
+def plot_distribution(rewards: Rewards, name: str, *, series: int) -> Markup:
+    """Plot how many samples have which reward, in the colour of this series."""
+    counts, edges = np.histogram(rewards, BINS)
+    figure, axes = _axes(7.8, 2.7, name, "samples")
+    for bar, count in zip(axes.bar(edges[:-1], counts, np.diff(edges), align="edge"), counts, strict=True):
+        bar.set(color=COLOURS[series], edgecolor="none", visible=count > 0)
+        low, high = bar.get_x(), bar.get_x() + bar.get_width()
+        set_tooltip(bar, f"{counted(int(count), 'sample')}: {name} {low:.3f} to {high:.3f}")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    return svg_of(figure, name.capitalize())
+
+
+def _axes(width: float, height: float, across: str, up: str) -> tuple[Figure, Axes]:
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    quiet(axes, grid="y")
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel(across, fontsize=11, color=SOFT)
+    axes.set_ylabel(up, fontsize=11, color=SOFT)
+    return figure, axes

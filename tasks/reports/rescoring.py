@@ -1,31 +1,32 @@
-"""What changed when stored rollouts were scored again: rewards, ranks and advantages, before and after."""
+"""What changed when stored rollouts were scored again: rewards, ranks and advantages before and after, and the page."""
 
-import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import polars as pl
+from PIL import Image
 
+from tasks.reports.pages import render
+from tasks.reports.samples import read_samples, verified
 from tasks.reports.statistics import (
-    GROUP,
     SAMPLE,
-    RankAgreement,
-    Spread,
+    Statistics,
+    finite,
     number_or_none,
     rank_agreement,
-    require_columns,
-    require_unique,
     settled,
     spread_of,
     with_groups,
 )
-from tasks.reports.text import correlation, number, percent
+from tasks.reports.text import correlation, counted, number, percent
+from tasks.runs.records import StoredIteration
+from tasks.storage.artifacts.store import ArtifactStore
 
 BEFORE, AFTER = "before:", "after:"
 """Prefixes of the columns of single rewards, followed by their labels."""
 
-COLUMNS = (*GROUP, "sample_id", "prompt", "dataset")
+COLUMNS = ("sample_id", "group_id", "prompt", "dataset")
 REWARDS = ("reward_before", "reward_after")
 ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
@@ -41,83 +42,67 @@ HEADINGS = (
 )
 """Headings of the columns of :func:`reward_rows`."""
 
+Outputs = Mapping[tuple[str, str], Image.Image | str]
+"""Images, or complete texts, by run and sample id."""
 
-@dataclass(frozen=True)
-class RewardChange:
-    """One reward, or the combined one, on both sides.
 
-    Attributes:
-        label: label of the reward.
-        before: None where it was not part of the previous scoring.
-        after: None where it is not part of the later scoring.
-        own: ranks by its previous values against its later values; None where a side is missing.
-        with_previous: ranks by it (later values, or previous ones where there are no later) against the previous
-            combined reward.
+def read_rescored(
+    store: ArtifactStore, previous: Sequence[StoredIteration], later: Sequence[StoredIteration]
+) -> pl.DataFrame:
+    """Read one row per sample, as :func:`compare` needs them.
+
+    Args:
+        store: the run.
+        previous: iterations with the scores and advantages that the run was trained on.
+        later: the same iterations with the later ones.
+
+    Raises:
+        StaleReferenceError: a table is missing or changed.
     """
+    frames = []
+    with tempfile.TemporaryDirectory() as fetched:
+        for sides in zip(previous, later, strict=True):
+            columns: dict[str, Sequence[object]] = {}
+            for side, prefix, each in zip(("before", "after"), (BEFORE, AFTER), sides, strict=True):
+                rewards = [pair for part in each.rounds for pair in part.rewards.items()]
+                rollouts = [part.rollouts for part in each.rounds]
+                fetch = verified(store, Path(fetched))
+                rows = read_samples(fetch, rollouts, rewards, [each.advantages], COLUMNS).rows
+                columns |= {name: [row[name] for row in rows] for name in COLUMNS}
+                columns |= {f"{name}_{side}": [row[name] for row in rows] for name in ("reward", "advantage")}
+                columns |= {prefix + label: [row["breakdown"][label] for row in rows] for label in rows[0]["breakdown"]}
+            numbers = {name: pl.Float64 for name in columns if name not in COLUMNS}
+            frame = pl.DataFrame(columns, schema_overrides=numbers)
+            frames.append(frame.with_columns(iteration=pl.lit(sides[0].number)))
+    return pl.concat(frames, how="diagonal").with_columns(run=pl.lit(store.run))
 
-    label: str
-    before: Spread | None
-    after: Spread | None
-    own: RankAgreement | None
-    with_previous: RankAgreement
 
+def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], samples: pl.DataFrame) -> Outputs:
+    """Read images or texts of these samples by run and sample id; other iterations are not opened.
 
-@dataclass(frozen=True)
-class AdvantageChange:
-    """The samples' advantages before and after.
-
-    Attributes:
-        compared: samples with an advantage on both sides.
-        gained: samples with an advantage on the later side only.
-        lost: samples with one on the previous side only.
-        non_zero_before: share of the compared that had one other than zero; None without any.
-        non_zero_after: likewise.
-        both_non_zero: compared samples with neither side zero.
-        turned: share of these whose sign is the opposite; None without any.
-        zero_before: compared samples whose advantage was zero.
-        from_zero: share of these whose advantage is not zero afterwards; None without any.
-        to_zero: share of those that were not zero whose advantage became zero; None without any.
+    Args:
+        store: the run; samples of other runs are ignored.
+        iterations: where the samples may be.
+        samples: with the columns run, iteration and sample_id.
     """
-
-    compared: int
-    gained: int
-    lost: int
-    non_zero_before: float | None
-    non_zero_after: float | None
-    both_non_zero: int
-    turned: float | None
-    zero_before: int
-    from_zero: float | None
-    to_zero: float | None
-
-
-@dataclass(frozen=True)
-class RescoringComparison:
-    """Two scorings of the same samples.
-
-    Attributes:
-        runs: names of the samples' runs, sorted.
-        samples: number of all samples, with and without rewards.
-        groups: number of their groups.
-        combined: the combined reward.
-        rewards: each reward alone: those of both sides first, then the added, then the removed.
-        advantages: what changed in the samples' advantages.
-    """
-
-    runs: tuple[str, ...]
-    samples: int
-    groups: int
-    combined: RewardChange
-    rewards: tuple[RewardChange, ...]
-    advantages: AdvantageChange
-
-    def summary(self) -> dict[str, Any]:
-        """Convert every number to what JSON has."""
-        values = dataclasses.asdict(self)
-        return {**values, "runs": list(self.runs), "rewards": list(values["rewards"])}
+    wanted = samples.filter(pl.col("run") == store.run)
+    outputs: dict[tuple[str, str], Image.Image | str] = {}
+    with tempfile.TemporaryDirectory() as fetched:
+        for each in iterations:
+            names = wanted.filter(pl.col("iteration") == each.number)["sample_id"].to_list()
+            if not names:
+                continue
+            rollouts = [part.rollouts for part in each.rounds]
+            table = read_samples(verified(store, Path(fetched)), rollouts, (), (), ("sample_id", "completion"))
+            if table.is_text:
+                texts = {row["sample_id"]: row["completion"] for row in table.rows}
+                outputs |= {(store.run, name): texts[name] for name in names}
+            else:
+                outputs |= {(store.run, name): image for name, image in table.images(names).items()}
+    return outputs
 
 
-def compare(samples: pl.DataFrame) -> RescoringComparison:
+def compare(samples: pl.DataFrame) -> Statistics:
     """Compare two scorings of the same samples.
 
     Args:
@@ -125,36 +110,34 @@ def compare(samples: pl.DataFrame) -> RescoringComparison:
             reward_before, reward_after, advantage_before, advantage_after, and `before:LABEL` and `after:LABEL` of each
             reward. Values that are null or not finite count as missing.
 
+    Returns:
+        runs: names of the samples' runs, sorted.
+        samples, groups: numbers of all of them, with and without rewards.
+        combined: :func:`_compare_reward` of the combined reward.
+        rewards: the same of each reward alone: those of both sides first, then the added, then the removed.
+        advantages: :func:`_compare_advantages`.
+
     Raises:
-        ValueError: a column is missing, a sample occurs twice, or no sample has a reward on both sides.
+        ValueError: no sample has a reward on both sides.
     """
-    frame = prepare(samples)
-    before, after = labels(frame, BEFORE), labels(frame, AFTER)
-    ordered = [label for label in after if label in before]
-    ordered += [label for label in after if label not in before]
-    ordered += [label for label in before if label not in after]
-    sides = {
-        label: (BEFORE + label if label in before else None, AFTER + label if label in after else None)
-        for label in ordered
+    frame = _prepare(samples)
+    before, after = _labels(frame, BEFORE), _labels(frame, AFTER)
+    labels = [label for label in after if label in before]
+    labels += [label for label in after if label not in before]
+    labels += [label for label in before if label not in after]
+    return {
+        "runs": sorted(frame["run"].unique()),
+        "samples": frame.height,
+        "groups": frame["group"].n_unique(),
+        "combined": _compare_reward(frame, "reward", *REWARDS),
+        "rewards": [_compare_reward(frame, label, BEFORE + label, AFTER + label) for label in labels],
+        "advantages": _compare_advantages(frame),
     }
-    return RescoringComparison(
-        runs=tuple(sorted(frame["run"].unique())),
-        samples=frame.height,
-        groups=frame["group"].n_unique(),
-        combined=_change(frame, "reward", *REWARDS),
-        rewards=tuple(_change(frame, label, *columns) for label, columns in sides.items()),
-        advantages=_advantages(frame),
-    )
 
 
-def prepare(samples: pl.DataFrame) -> pl.DataFrame:
-    """Check the samples, settle their numbers and number their groups.
-
-    Raises:
-        ValueError: as :func:`compare` does.
-    """
-    require_columns(samples, (*COLUMNS, *REWARDS, *ADVANTAGES), "samples")
-    require_unique(samples, SAMPLE, "samples")
+def _prepare(samples: pl.DataFrame) -> pl.DataFrame:
+    """Settle the numbers of the samples, and number their groups."""
+    assert samples.select(SAMPLE).is_unique().all(), "a sample is compared once"
     rewards = [column for column in samples.columns if column.startswith((BEFORE, AFTER))]
     frame = with_groups(settled(samples, [*REWARDS, *ADVANTAGES, *rewards]))
     if frame.drop_nulls(REWARDS).is_empty():
@@ -163,40 +146,57 @@ def prepare(samples: pl.DataFrame) -> pl.DataFrame:
     return frame
 
 
-def labels(frame: pl.DataFrame, side: str) -> list[str]:
-    """List the labels of the single rewards of a side, in the order of their columns."""
+def _labels(frame: pl.DataFrame, side: str) -> list[str]:
     return [column.removeprefix(side) for column in frame.columns if column.startswith(side)]
 
 
-def _change(frame: pl.DataFrame, label: str, before: str | None, after: str | None) -> RewardChange:
-    latest = after or before
-    assert latest is not None, "a reward is on one side at least"
-    return RewardChange(
-        label=label,
-        before=None if before is None else spread_of(frame, before),
-        after=None if after is None else spread_of(frame, after),
-        own=None if before is None or after is None else rank_agreement(frame, before, after),
-        with_previous=rank_agreement(frame, REWARDS[0], latest),
-    )
+def _compare_reward(frame: pl.DataFrame, label: str, before: str, after: str) -> Statistics:
+    """Compare one reward, or the combined one, on both sides; one of its columns may be missing.
+
+    Returns:
+        before, after: its spread; None where it was not part of this scoring.
+        own: how far its ranks agree on both sides; None where a side is missing.
+        with_previous: how far its ranks (later ones where there are any) agree with the previous combined reward.
+    """
+    known = [column for column in (before, after) if column in frame.columns]
+    return {
+        "label": label,
+        "before": spread_of(frame, before) if before in known else None,
+        "after": spread_of(frame, after) if after in known else None,
+        "own": rank_agreement(frame, before, after) if len(known) == 2 else None,
+        "with_previous": rank_agreement(frame, REWARDS[0], known[-1]),
+    }
 
 
-def _advantages(frame: pl.DataFrame) -> AdvantageChange:
+def _compare_advantages(frame: pl.DataFrame) -> Statistics:
+    """Compare advantages before and after.
+
+    Returns:
+        compared: samples with an advantage on both sides.
+        gained, lost: samples with one on the later side only, and on the previous side only.
+        non_zero_before, non_zero_after: share of the compared whose advantage is not zero.
+        both_non_zero: compared samples with neither side zero.
+        turned: share of these whose sign is the opposite.
+        zero_before: compared samples whose advantage was zero.
+        from_zero: share of these whose advantage is not zero afterwards.
+        to_zero: share of those that were not zero whose advantage became zero.
+    """
     was, now = (pl.col(column) for column in ADVANTAGES)
     both = frame.drop_nulls(ADVANTAGES)
     non_zero = both.filter((was != 0) & (now != 0))
     zero = both.filter(was == 0)
-    return AdvantageChange(
-        compared=both.height,
-        gained=frame.filter(was.is_null() & now.is_not_null()).height,
-        lost=frame.filter(was.is_not_null() & now.is_null()).height,
-        non_zero_before=_share(both, was != 0),
-        non_zero_after=_share(both, now != 0),
-        both_non_zero=non_zero.height,
-        turned=_share(non_zero, was.sign() != now.sign()),
-        zero_before=zero.height,
-        from_zero=_share(zero, now != 0),
-        to_zero=_share(both.filter(was != 0), now == 0),
-    )
+    return {
+        "compared": both.height,
+        "gained": frame.filter(was.is_null() & now.is_not_null()).height,
+        "lost": frame.filter(was.is_not_null() & now.is_null()).height,
+        "non_zero_before": _share(both, was != 0),
+        "non_zero_after": _share(both, now != 0),
+        "both_non_zero": non_zero.height,
+        "turned": _share(non_zero, was.sign() != now.sign()),
+        "zero_before": zero.height,
+        "from_zero": _share(zero, now != 0),
+        "to_zero": _share(both.filter(was != 0), now == 0),
+    }
 
 
 def _share(frame: pl.DataFrame, condition: pl.Expr) -> float | None:
@@ -210,10 +210,6 @@ def moved_most(samples: pl.DataFrame, count: int = MAX_MOVED) -> pl.DataFrame:
     the mean of their ranks. Samples are ordered by the places that they moved within their group, then by the points
     that they moved among all samples, then by run and sample id.
 
-    Args:
-        samples: as for :func:`compare`.
-        count: maximum number of rows.
-
     Returns:
         The rows of `samples` with siblings, rank_before, rank_after, places (positive if it rose), percentile_before,
         percentile_after (100 is the highest reward of all samples, 0 the lowest, 50 with a single sample) and points.
@@ -221,7 +217,7 @@ def moved_most(samples: pl.DataFrame, count: int = MAX_MOVED) -> pl.DataFrame:
     Raises:
         ValueError: as :func:`compare` does.
     """
-    rated = prepare(samples).drop_nulls(REWARDS)
+    rated = _prepare(samples).drop_nulls(REWARDS)
     before, after = (pl.col(side) for side in REWARDS)
     ranked = rated.with_columns(
         siblings=pl.len().over("group"),
@@ -242,33 +238,69 @@ def _percentile(reward: pl.Expr, count: int) -> pl.Expr:
     return (reward.rank() - 1) / (count - 1) * 100 if count > 1 else pl.lit(50.0)
 
 
-def reward_rows(comparison: RescoringComparison) -> Iterator[tuple[str, ...]]:
+def reward_rows(comparison: Statistics) -> Iterator[tuple[str, ...]]:
     """List the combined reward, then each one alone: one cell per heading, both sides with an arrow between them."""
-    yield _row(comparison.combined, "combined")
-    for change in comparison.rewards:
-        note = "" if change.before and change.after else " (added)" if change.after else " (removed)"
-        yield _row(change, change.label + note)
+    for change in (comparison["combined"], *comparison["rewards"]):
+        note = "" if change["before"] and change["after"] else " (added)" if change["after"] else " (removed)"
+        sides = [side for side in (change["before"], change["after"]) if side]
+        yield (
+            "combined" if change is comparison["combined"] else change["label"] + note,
+            " → ".join(number(side["mean"]) for side in sides),
+            " → ".join(number(side["within_groups"]) for side in sides),
+            " → ".join(percent(side["groups_without_spread"]) for side in sides),
+            " → ".join(percent(side["null_share"]) for side in sides),
+            _order(change["own"]),
+            _order(change["with_previous"]),
+        )
 
 
-def advantage_rows(advantages: AdvantageChange) -> Iterator[tuple[str, str]]:
+def _order(ranks: Statistics | None) -> str:
+    return f"{correlation(ranks['overall'], 3)} / {correlation(ranks['within_groups'], 3)}" if ranks else ""
+
+
+def advantage_rows(advantages: Statistics) -> Iterator[tuple[str, str]]:
     """List what changed in advantages, and how much of it there is."""
-    both, zero = advantages.both_non_zero, advantages.zero_before
-    yield "advantages on both sides", f"{advantages.compared:,}"
-    yield "sign turned", f"{percent(advantages.turned)} of {both:,} that are not zero on either side"
-    yield "not zero", f"{percent(advantages.non_zero_before)} → {percent(advantages.non_zero_after)}"
-    yield "zero only before", f"{percent(advantages.from_zero)} of {zero:,} that were zero"
-    yield "zero only after", f"{percent(advantages.to_zero)} of {advantages.compared - zero:,} that were not"
-    yield "on one side only", f"{advantages.lost:,} before, {advantages.gained:,} after"
+    shares = {name: percent(advantages[name]) for name in ("turned", "non_zero_before", "non_zero_after")}
+    compared, zero = advantages["compared"], advantages["zero_before"]
+    yield "advantages on both sides", f"{compared:,}"
+    yield "sign turned", f"{shares['turned']} of {advantages['both_non_zero']:,} that are not zero on either side"
+    yield "not zero", f"{shares['non_zero_before']} → {shares['non_zero_after']}"
+    yield "zero only before", f"{percent(advantages['from_zero'])} of {zero:,} that were zero"
+    yield "zero only after", f"{percent(advantages['to_zero'])} of {compared - zero:,} that were not"
+    yield "on one side only", f"{advantages['lost']:,} before, {advantages['gained']:,} after"
 
 
-def _row(change: RewardChange, name: str) -> tuple[str, ...]:
-    sides, own, previous = (change.before, change.after), change.own, change.with_previous
-    return (
-        name,
-        " → ".join(number(side.mean) for side in sides if side),
-        " → ".join(number(side.within_groups) for side in sides if side),
-        " → ".join(percent(side.groups_without_spread) for side in sides if side),
-        " → ".join(percent(side.null_share) for side in sides if side),
-        "" if own is None else f"{correlation(own.overall, 3)} / {correlation(own.within_groups, 3)}",
-        f"{correlation(previous.overall, 3)} / {correlation(previous.within_groups, 3)}",
+def render_rescoring_page(
+    comparison: Statistics, samples: pl.DataFrame, moved: pl.DataFrame, outputs: Outputs, title: str
+) -> str:
+    """Write the page of a rescoring.
+
+    Args:
+        comparison: comparison of all samples.
+        samples: the compared samples.
+        moved: the samples whose rank moved most, in the order to be shown.
+        outputs: outputs of these samples; others are ignored, and the page says which are missing.
+        title: title of the page.
+    """
+    # Matplotlib takes a second to import.
+    from tasks.reports.plots import plot_distribution, plot_joint
+
+    runs = comparison["runs"]
+    size = f"{counted(comparison['samples'], 'sample')} in {counted(comparison['groups'], 'group')}"
+    before, after = (column.to_numpy() for column in finite(samples, REWARDS).select(REWARDS).drop_nulls())
+    return render(
+        "rescoring.html.jinja",
+        title=title,
+        subtitle=f"{size} of {', '.join(runs) if len(runs) <= 3 else f'{len(runs)} runs'}",
+        headings=HEADINGS,
+        rewards=list(reward_rows(comparison)),
+        advantages=list(advantage_rows(comparison["advantages"])),
+        pairs=comparison["combined"]["with_previous"]["pairs"],
+        joint=plot_joint(before, after),
+        previous=plot_distribution(before, "previous reward", series=0),
+        later=plot_distribution(after, "later reward", series=1),
+        moved=[(row, outputs.get((row["run"], row["sample_id"]))) for row in moved.iter_rows(named=True)],
+        labels=list(dict.fromkeys([*_labels(moved, AFTER), *_labels(moved, BEFORE)])),
+        several_runs=len(runs) > 1,
+        several_datasets=moved["dataset"].n_unique() > 1,
     )

@@ -1,34 +1,33 @@
 """Analyse rewards from stored scores: spread, saturation, noise, cost, agreement."""
 
-import dataclasses
 import itertools
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import polars as pl
 
+from configs.scoring import RewardSection
+from grpo_core.rewards.registry import build_reward
 from tasks.reports.statistics import (
     GROUP,
     SAMPLE,
-    Histogram,
-    Quantiles,
-    RankAgreement,
-    Spread,
+    Statistics,
     finite,
-    histogram_of,
     number_or_none,
     quantiles_of,
     rank_agreement,
-    require_columns,
-    require_unique,
     settled,
     spread_of,
     with_groups,
 )
+from tasks.rewards.rows import batches_of, score_rows
+from tasks.runs.layout import SCORES_FILE
+from tasks.runs.records import SamplingRound
+from tasks.storage.artifacts.store import ArtifactStore
 
-COLUMNS = (*GROUP, "sample_id", "dataset", "label", "value", "raw", "seconds", "failure")
 NUMBERS = ("value", "raw", "seconds")
+COLUMNS = (*GROUP, "sample_id", "dataset", "label", *NUMBERS, "failure")
 
 EDGE = 1e-6
 """A value within this distance of a bound, or of the highest one, is at it."""
@@ -36,162 +35,72 @@ EDGE = 1e-6
 MAX_REASONS = 5
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Differences between two scorings of the same samples, to the last bit.
+def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRound]]) -> pl.DataFrame:
+    """Read one row per sample and reward, as :func:`analyse` needs them.
 
-    Attributes:
-        pairs: samples with a value in both scorings.
-        mean_difference: mean absolute difference.
-        max_difference: largest absolute difference.
-        share_differing: share of the pairs that differ at all.
-        one_sided: samples with a value in only one scoring.
+    Args:
+        store: the run.
+        rounds: rollouts with the scores to analyse, by iteration.
+
+    Raises:
+        StaleReferenceError: a table is missing or changed.
     """
+    frames = []
+    with tempfile.TemporaryDirectory() as fetched:
+        for iteration, parts in rounds.items():
+            for part in parts:
+                samples = _samples(store, part, Path(fetched))
+                for label, reference in part.rewards.items():
+                    folder = store.local_files(reference, Path(fetched) / reference.folder)
+                    scores = pl.read_parquet(folder / SCORES_FILE, columns=["sample_id", *NUMBERS, "failure"])
+                    frames.append(_joined(samples, scores, label, iteration))
+    return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
-    pairs: int
-    mean_difference: float | None
-    max_difference: float | None
-    share_differing: float | None
-    one_sided: int
 
+def score_again(
+    store: ArtifactStore, iteration: int, part: SamplingRound, sections: Sequence[RewardSection], samples: int
+) -> pl.DataFrame:
+    """Score the first samples of a sampling round again by each reward, in the form of :func:`read_scores`.
 
-@dataclass(frozen=True)
-class Saturation:
-    """Shares of values at a bound.
-
-    Attributes:
-        at_floor: at 0.
-        at_ceiling: at 1.
-        at_highest: at the highest value, whatever it is; 1 / values where no two share it.
+    Args:
+        store: the run.
+        iteration: number of the iteration that the round belongs to.
+        part: the sampling round.
+        sections: the rewards.
+        samples: complete groups are scored until there are at least this many samples.
     """
-
-    at_floor: float
-    at_ceiling: float
-    at_highest: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds per sample, as they were stored.
-
-    Attributes:
-        total: over all samples.
-        mean: over samples.
-        median: over samples.
-        p95: 95th percentile.
-    """
-
-    total: float
-    mean: float
-    median: float
-    p95: float
+    frames = []
+    with tempfile.TemporaryDirectory() as fetched:
+        table = _samples(store, part, Path(fetched))
+        groups = table.group_by("group_id", maintain_order=True).len().with_columns(sum=pl.col("len").cum_sum())
+        chosen = groups.filter(pl.col("sum") - pl.col("len") < samples)["group_id"].to_list()
+        wanted = table.filter(pl.col("group_id").is_in(chosen))
+        source = store.local_files(part.rollouts, Path(fetched) / part.rollouts.folder)
+        for section in sections:
+            reward = build_reward(section.reward, section.settings)
+            names = frozenset(wanted["sample_id"])
+            batches = batches_of(source, section.batch_size, names, with_tokens=reward.needs_tokens)
+            rows = [
+                (row.sample_id, row.score.value, row.score.raw, row.seconds, row.score.failure)
+                for batch in batches
+                for row in score_rows(reward, section, batch)
+            ]
+            kinds = {"sample_id": pl.String, **dict.fromkeys(NUMBERS, pl.Float64), "failure": pl.String}
+            frames.append(_joined(wanted, pl.DataFrame(rows, kinds, orient="row"), section.label, iteration))
+    return pl.concat(frames).with_columns(run=pl.lit(store.run))
 
 
-@dataclass(frozen=True)
-class IterationMean:
-    """One reward over the samples of one iteration of all runs.
-
-    Attributes:
-        iteration: number, from 1.
-        mean: None where no sample has a value.
-        values: samples that have one.
-    """
-
-    iteration: int
-    mean: float | None
-    values: int
+def _samples(store: ArtifactStore, part: SamplingRound, fetched: Path) -> pl.DataFrame:
+    folder = store.local_files(part.rollouts, fetched / part.rollouts.folder)
+    return pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
 
 
-@dataclass(frozen=True)
-class RewardMetrics:
-    """Metrics of one reward.
-
-    Attributes:
-        label: label of the reward.
-        spread: spread of its values in groups. It does not apply to samples without a value, or failed for them.
-        not_applicable: samples that it does not apply to.
-        failures: samples that it failed for.
-        failure_reasons: failures by reason, the most frequent first.
-        values: quantiles of the values; None without any.
-        raw: the same before scaling, in the reward's own unit.
-        saturation: None without values.
-        signal_ratio: spread within groups over the standard deviation of all values: near 0 it
-            distinguishes prompts, but not their samples. None without either, or where all values are equal.
-        noise: None where nothing was scored twice.
-        noise_to_spread: mean difference between two scorings over the spread within groups; None without either, or
-            without spread.
-        cost: None where no seconds were stored.
-        trend: mean by iteration.
-        histogram: histogram of the values; None without any.
-    """
-
-    label: str
-    spread: Spread
-    not_applicable: int
-    failures: int
-    failure_reasons: Mapping[str, int]
-    values: Quantiles | None
-    raw: Quantiles | None
-    saturation: Saturation | None
-    signal_ratio: float | None
-    noise: Noise | None
-    noise_to_spread: float | None
-    cost: Cost | None
-    trend: tuple[IterationMean, ...]
-    histogram: Histogram | None
+def _joined(samples: pl.DataFrame, scores: pl.DataFrame, label: str, iteration: int) -> pl.DataFrame:
+    frame = samples.join(scores, on="sample_id", validate="1:1", maintain_order="left")
+    return frame.with_columns(label=pl.lit(label), iteration=pl.lit(iteration))
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Two rewards over the samples that have both.
-
-    Attributes:
-        first: label of one reward.
-        second: label of the other.
-        ranks: Spearman's rank correlation, over all samples and within groups.
-        centred: samples that lie off their group's mean by both rewards.
-        same_sign: share of these that lie on the same side of it; None without any.
-    """
-
-    first: str
-    second: str
-    ranks: RankAgreement
-    centred: int
-    same_sign: float | None
-
-
-@dataclass(frozen=True)
-class RewardAnalysis:
-    """Rewards over the same samples.
-
-    Attributes:
-        runs: names of the samples' runs, sorted.
-        samples: number of samples.
-        groups: number of their groups.
-        rewards: each reward alone, in the order of the scores.
-        agreements: every pair of rewards once.
-    """
-
-    runs: tuple[str, ...]
-    samples: int
-    groups: int
-    rewards: tuple[RewardMetrics, ...]
-    agreements: tuple[Agreement, ...]
-
-    def agreement(self, first: str, second: str) -> Agreement:
-        """Find the agreement of two different rewards, in either order."""
-        return next(pair for pair in self.agreements if {pair.first, pair.second} == {first, second})
-
-    def summary(self) -> dict[str, Any]:
-        """Convert every number to what JSON has; histograms are left out."""
-        values = dataclasses.asdict(self)
-        for reward in values["rewards"]:
-            del reward["histogram"]
-            reward["trend"] = list(reward["trend"])
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> RewardAnalysis:
+def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> Statistics:
     """Analyse each reward, and each pair of them.
 
     Args:
@@ -200,112 +109,137 @@ def analyse(scores: pl.DataFrame, repeats: pl.DataFrame | None = None) -> Reward
             where nothing failed.
         repeats: some of the same samples scored a second time.
 
+    Returns:
+        runs: names of the samples' runs, sorted.
+        samples, groups: their numbers.
+        rewards: :func:`_analyse_reward` of each reward, in the order of the scores.
+        agreements: :func:`_agreement` of every pair of rewards once.
+
     Raises:
-        ValueError: a column is missing, there is no score, or a sample has two scores by one reward.
+        ValueError: there is no score.
     """
-    frame = _prepare(scores, "scores")
+    frame = _prepare(scores)
     if frame.is_empty():
         raise ValueError("scores are empty: there is nothing to analyse")
-    again = None if repeats is None else _prepare(repeats, "repeats")
+    again = None if repeats is None else _prepare(repeats)
     labels = list(frame["label"].unique(maintain_order=True))
-    return RewardAnalysis(
-        runs=tuple(sorted(frame["run"].unique())),
-        samples=frame.select(SAMPLE).n_unique(),
-        groups=frame["group"].n_unique(),
-        rewards=tuple(_metrics(label, frame.filter(pl.col("label") == label), again) for label in labels),
-        agreements=agreements_of(*_wide(frame, labels)),
-    )
+    # Columns have numbers, because a label may be any text.
+    columns = {label: f"reward_{index}" for index, label in enumerate(labels)}
+    numbered = frame.with_columns(pl.col("label").replace_strict(columns, return_dtype=pl.String))
+    wide = numbered.pivot(on="label", index=[*SAMPLE, "group"], values="value")
+    return {
+        "runs": sorted(frame["run"].unique()),
+        "samples": frame.select(SAMPLE).n_unique(),
+        "groups": frame["group"].n_unique(),
+        "rewards": [_analyse_reward(label, frame.filter(pl.col("label") == label), again) for label in labels],
+        "agreements": [_agreement(wide, columns, first, second) for first, second in itertools.combinations(labels, 2)],
+    }
 
 
-def _prepare(scores: pl.DataFrame, what: str) -> pl.DataFrame:
-    require_columns(scores, COLUMNS, what)
-    require_unique(scores, (*SAMPLE, "label"), what)
+def _prepare(scores: pl.DataFrame) -> pl.DataFrame:
+    """Settle the numbers of each reward, and keep each value to the last bit in the column `exact`."""
+    assert scores.select(*SAMPLE, "label").is_unique().all(), "a sample has one score by each reward"
     frame = finite(scores.select(*COLUMNS, exact="value").with_columns(pl.col("failure").cast(pl.String)), ["exact"])
     parts = [settled(part, NUMBERS) for part in frame.partition_by("label", maintain_order=True)]
     return with_groups(pl.concat(parts) if parts else settled(frame, NUMBERS))
 
 
-def _wide(frame: pl.DataFrame, labels: list[str]) -> tuple[pl.DataFrame, list[tuple[str, str]]]:
-    """Pivot to a row per sample and a column per reward; columns have numbers, because a label may be any text."""
-    columns = [(label, f"reward_{index}") for index, label in enumerate(labels)]
-    numbered = frame.with_columns(pl.col("label").replace_strict(dict(columns), return_dtype=pl.String))
-    return numbered.pivot(on="label", index=[*SAMPLE, "group"], values="value"), columns
+def _analyse_reward(label: str, frame: pl.DataFrame, again: pl.DataFrame | None) -> Statistics:
+    """Analyse one reward.
 
-
-def _metrics(label: str, frame: pl.DataFrame, again: pl.DataFrame | None) -> RewardMetrics:
+    Returns:
+        spread: of its values in groups. It does not apply to samples without a value, or failed for them.
+        not_applicable, failures: numbers of these samples.
+        failure_reasons: failures by reason, the most frequent first.
+        values, raw: quantiles of the values, and of those before scaling, in the reward's own unit.
+        saturation: shares of the values at 0, at 1, and at the highest one, whatever it is.
+        signal_ratio: spread within groups over the standard deviation of all values: near 0 it
+            distinguishes prompts, but not their samples.
+        noise: :func:`_noise`; None where nothing was scored twice.
+        noise_to_spread: mean difference between two scorings over the spread within groups.
+        cost: seconds per sample; None where no seconds were stored.
+        trend: mean and number of values by iteration.
+    """
     spread, noise = spread_of(frame, "value"), None
     if again is not None:
         second = again.filter(pl.col("label") == label).select(*SAMPLE, again="exact")
         noise = _noise(frame.select(*SAMPLE, value="exact").join(second, on=SAMPLE, how="inner"))
     failed = frame.drop_nulls("failure")
     reasons = failed.group_by("failure").len().sort(["len", "failure"], descending=[True, False]).head(MAX_REASONS)
-    trend = frame.group_by("iteration").agg(pl.col("value").mean(), pl.col("value").count().alias("values"))
-    return RewardMetrics(
-        label=label,
-        spread=spread,
-        not_applicable=spread.samples - spread.values - failed["value"].null_count(),
-        failures=failed.height,
-        failure_reasons=dict(reasons.iter_rows()),
-        values=quantiles_of(frame["value"]),
-        raw=quantiles_of(frame["raw"]),
-        saturation=_saturation(frame["value"].drop_nulls()),
-        signal_ratio=_ratio(spread.within_groups, spread.std),
-        noise=noise,
-        noise_to_spread=_ratio(noise.mean_difference if noise else None, spread.within_groups),
-        cost=_cost(frame["seconds"].drop_nulls()),
-        trend=tuple(IterationMean(*row) for row in trend.sort("iteration").iter_rows()),
-        histogram=histogram_of(frame["value"]),
-    )
+    trend = frame.group_by("iteration").agg(mean=pl.col("value").mean(), values=pl.col("value").count())
+    return {
+        "label": label,
+        "spread": spread,
+        "not_applicable": spread["samples"] - spread["values"] - failed["value"].null_count(),
+        "failures": failed.height,
+        "failure_reasons": dict(reasons.iter_rows()),
+        "values": quantiles_of(frame["value"]),
+        "raw": quantiles_of(frame["raw"]),
+        "saturation": _saturation(frame["value"].drop_nulls()),
+        "signal_ratio": _ratio(spread["within_groups"], spread["std"]),
+        "noise": noise,
+        "noise_to_spread": _ratio(noise["mean_difference"] if noise else None, spread["within_groups"]),
+        "cost": _cost(frame["seconds"].drop_nulls()),
+        "trend": trend.sort("iteration").to_dicts(),
+    }
 
 
-def _noise(pairs: pl.DataFrame) -> Noise | None:
-    """Compare the columns `value` and `again`; None where no sample has either."""
+def _noise(pairs: pl.DataFrame) -> Statistics | None:
+    """Compare the columns `value` and `again`, to the last bit; None where no sample has either."""
     both = pairs.drop_nulls(["value", "again"])
     difference = (both["value"] - both["again"]).abs()
     one_sided = pairs.filter(pl.col("value").is_null() != pl.col("again").is_null()).height
     if not both.height and not one_sided:
         return None
-    return Noise(
-        pairs=both.height,
-        mean_difference=number_or_none(difference.mean()),
-        max_difference=number_or_none(difference.max()),
-        share_differing=number_or_none((difference > 0).mean()),
-        one_sided=one_sided,
-    )
+    return {
+        "pairs": both.height,
+        "mean_difference": number_or_none(difference.mean()),
+        "max_difference": number_or_none(difference.max()),
+        "share_differing": number_or_none((difference > 0).mean()),
+        "one_sided": one_sided,
+    }
 
 
-def _saturation(values: pl.Series) -> Saturation | None:
+def _saturation(values: pl.Series) -> Statistics | None:
     highest = number_or_none(values.max())
     if highest is None:
         return None
-    shares = (float(((values - bound).abs() <= EDGE).sum()) / len(values) for bound in (0.0, 1.0, highest))
-    return Saturation(*shares)
+    bounds = {"at_floor": 0.0, "at_ceiling": 1.0, "at_highest": highest}
+    return {name: float(((values - bound).abs() <= EDGE).sum()) / len(values) for name, bound in bounds.items()}
 
 
-def _cost(seconds: pl.Series) -> Cost | None:
+def _cost(seconds: pl.Series) -> Statistics | None:
     found = quantiles_of(seconds)
-    mean = number_or_none(seconds.mean())
-    if found is None or mean is None:
+    if found is None:
         return None
-    return Cost(total=float(seconds.sum()), mean=mean, median=found.median, p95=found.p95)
+    return {
+        "total": float(seconds.sum()),
+        "mean": number_or_none(seconds.mean()),
+        "median": found["median"],
+        "p95": found["p95"],
+    }
 
 
 def _ratio(part: float | None, total: float | None) -> float | None:
     return None if part is None or not total else part / total
 
 
-def agreements_of(wide: pl.DataFrame, columns: Sequence[tuple[str, str]]) -> tuple[Agreement, ...]:
-    """Compare every pair of rewards once, in the order given.
+def _agreement(wide: pl.DataFrame, columns: Mapping[str, str], first: str, second: str) -> Statistics:
+    """Compare two rewards over the samples that have both.
 
     Args:
-        wide: one row per sample, settled columns, and the groups numbered by `group`.
-        columns: label and column of each reward.
+        wide: one row per sample, a settled column per reward, and the groups numbered by `group`.
+        columns: column of each reward by its label.
+        first: label of one reward.
+        second: label of the other.
+
+    Returns:
+        first, second: the labels.
+        ranks: Spearman's rank correlation, over all samples and within groups.
+        centred: samples that lie off their group's mean by both rewards.
+        same_sign: share of these that lie on the same side of it.
     """
-    return tuple(_agreement(wide, first, second) for first, second in itertools.combinations(columns, 2))
-
-
-def _agreement(wide: pl.DataFrame, first: tuple[str, str], second: tuple[str, str]) -> Agreement:
-    both = wide.select("group", first=first[1], second=second[1]).drop_nulls(["first", "second"])
+    both = wide.select("group", first=columns[first], second=columns[second]).drop_nulls(["first", "second"])
     sides = (pl.col("first"), pl.col("second"))
     centred = both.with_columns((side - side.mean().over("group")).name.prefix("off_") for side in sides)
     if centred.height:
@@ -313,10 +247,10 @@ def _agreement(wide: pl.DataFrame, first: tuple[str, str], second: tuple[str, st
     centred = settled(centred, ["off_first", "off_second"])
     off = centred.filter((pl.col("off_first") != 0) & (pl.col("off_second") != 0))
     same = off.select((pl.col("off_first").sign() == pl.col("off_second").sign()).mean()).item()
-    return Agreement(
-        first=first[0],
-        second=second[0],
-        ranks=rank_agreement(wide, first[1], second[1]),
-        centred=off.height,
-        same_sign=number_or_none(same),
-    )
+    return {
+        "first": first,
+        "second": second,
+        "ranks": rank_agreement(wide, columns[first], columns[second]),
+        "centred": off.height,
+        "same_sign": number_or_none(same),
+    }

@@ -1,107 +1,116 @@
-"""Plots of an analysis of rewards, as PNG files: values, agreement, trend and cost of each reward."""
+"""Plots of rewards as PNG files: the analysis of each reward, and the held-out reward against its guardrails."""
 
+import functools
+import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+from scipy.optimize import isotonic_regression
 
-from tasks.reports.plots import (
-    COLOURS,
-    INK,
-    SOFT,
-    headline,
-    integer_ticks,
-    markers,
-    new_figure,
-    plot_label,
-    png_of,
-    quiet,
-)
-from tasks.reports.reward_analysis import Agreement, RewardAnalysis, RewardMetrics
+from tasks.reports.plots import COLOURS, DOTS_PER_INCH, INK, SOFT, colour_of, integer_ticks, new_figure, quiet
+from tasks.reports.statistics import Statistics, histogram_of, settled
 from tasks.reports.text import correlation, percent
 
+FONT = "DejaVu Sans"
+"""Ships with matplotlib."""
+
+MAX_LETTERS = 30
 PANELS_PER_ROW = 4
 
 LOG_SCALE_RATIO = 50
 """Ratio of the highest to the lowest cost, beyond which the axis is logarithmic."""
 
 
-def plot_rewards(analysis: RewardAnalysis) -> dict[str, bytes]:
-    """Plot everything as PNG by file name, in the order of the page; empty plots are left out."""
-    plots: Mapping[str, Callable[[RewardAnalysis], Figure | None]] = {
-        "histograms.png": plot_histograms,
-        "agreement.png": plot_agreement,
-        "trend.png": plot_trend,
-        "cost.png": plot_cost,
+Series = Sequence[float | None]
+
+UPPER, LOWER = 1.9, 3.4
+"""Heights of the two panels in inches."""
+
+
+def plot_rewards(analysis: Statistics, scores: pl.DataFrame) -> dict[str, bytes]:
+    """Plot everything as PNG by file name, in the order of the page; empty plots are left out.
+
+    Args:
+        analysis: analysis of the scores.
+        scores: as :func:`tasks.reports.reward_analysis.analyse` reads them.
+    """
+    figures = {
+        "histograms.png": plot_histograms(analysis, scores),
+        "agreement.png": plot_agreement(analysis),
+        "trend.png": plot_trend(analysis),
+        "cost.png": plot_cost(analysis),
     }
-    figures = {name: plot(analysis) for name, plot in plots.items()}
-    return {name: png_of(figure) for name, figure in figures.items() if figure is not None}
+    return {name: _png_of(figure) for name, figure in figures.items() if figure is not None}
 
 
-def _panels(analysis: RewardAnalysis, fill: Callable[[Axes, RewardMetrics], bool]) -> Figure:
+def _panels(analysis: Statistics, fill: Callable[[Axes, Statistics], bool]) -> Figure:
     """Plot one panel per reward with its name above; `fill` returns False for a panel without values."""
-    columns = min(PANELS_PER_ROW, len(analysis.rewards))
-    rows = math.ceil(len(analysis.rewards) / columns)
+    rewards = analysis["rewards"]
+    columns = min(PANELS_PER_ROW, len(rewards))
+    rows = math.ceil(len(rewards) / columns)
     figure = new_figure(max(6.5, 3.1 * columns), 0.9 + 2.35 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for panel, reward in zip(panels, analysis.rewards, strict=False):
+    for panel, reward in zip(panels, rewards, strict=False):
         quiet(panel, grid="y")
-        panel.set_title(plot_label(reward.label), fontsize=10, color=INK, loc="left")
+        panel.set_title(plot_label(reward["label"]), fontsize=10, color=INK, loc="left")
         if not fill(panel, reward):
             panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", va="center", color=SOFT)
             panel.set(xticks=[], yticks=[])
-    for panel in panels[len(analysis.rewards) :]:
+    for panel in panels[len(rewards) :]:
         panel.set_visible(False)
     return figure
 
 
-def plot_histograms(analysis: RewardAnalysis) -> Figure:
+def plot_histograms(analysis: Statistics, scores: pl.DataFrame) -> Figure:
     """Plot how the values of each reward are distributed, one panel per reward, its mean as a line."""
-    figure = _panels(analysis, _histogram)
+    figure = _panels(analysis, lambda panel, reward: _histogram(panel, reward, scores))
     figure.supylabel("samples", fontsize=9, color=SOFT)
     meaning = "from 0 to 1 where all values are, else from the minimum to the maximum; dashed: mean"
-    headline(figure, "Values of each reward", meaning)
+    _headline(figure, "Values of each reward", meaning)
     return figure
 
 
-def _histogram(panel: Axes, reward: RewardMetrics) -> bool:
-    histogram, mean, saturation = reward.histogram, reward.spread.mean, reward.saturation
-    if histogram is None or mean is None or saturation is None:
+def _histogram(panel: Axes, reward: Statistics, scores: pl.DataFrame) -> bool:
+    histogram = histogram_of(settled(scores.filter(pl.col("label") == reward["label"]), ["value"])["value"])
+    if histogram is None:
         return False
-    edges = np.linspace(histogram.low, histogram.high, len(histogram.counts) + 1)
-    panel.stairs(histogram.counts, edges, fill=True, color=COLOURS[0], alpha=0.85)
+    (counts, edges), mean, saturation = histogram, reward["spread"]["mean"], reward["saturation"]
+    panel.stairs(counts, edges, fill=True, color=COLOURS[0], alpha=0.85)
     panel.axvline(mean, ymax=0.86, color=COLOURS[1], linewidth=1.4, linestyle="--")
-    panel.set_xlim(histogram.low, histogram.high)
-    panel.set_ylim(0, max(histogram.counts) * 1.28)
+    panel.set_xlim(edges[0], edges[-1])
+    panel.set_ylim(0, max(counts) * 1.28)
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     panel.xaxis.set_major_locator(MaxNLocator(nbins=5))
     note = f"mean {mean:.3g}"
-    if (histogram.low, histogram.high) == (0.0, 1.0):
-        note += f"   at 0: {percent(saturation.at_floor)}   at 1: {percent(saturation.at_ceiling)}"
+    if (edges[0], edges[-1]) == (0.0, 1.0):
+        note += f"   at 0: {percent(saturation['at_floor'])}   at 1: {percent(saturation['at_ceiling'])}"
     panel.text(0.03, 0.98, note, transform=panel.transAxes, va="top", fontsize=8, color=SOFT)
     return True
 
 
-def plot_trend(analysis: RewardAnalysis) -> Figure | None:
+def plot_trend(analysis: Statistics) -> Figure | None:
     """Plot the mean of each reward over iterations, one panel per reward; None with fewer than two iterations."""
-    if len({point.iteration for reward in analysis.rewards for point in reward.trend}) < 2:
+    if len({point["iteration"] for reward in analysis["rewards"] for point in reward["trend"]}) < 2:
         return None
     figure = _panels(analysis, _trend)
     figure.supylabel("mean reward", fontsize=9, color=SOFT)
-    headline(figure, "Mean of each reward over iterations", "iteration; each panel has its own scale")
+    _headline(figure, "Mean of each reward over iterations", "iteration; each panel has its own scale")
     return figure
 
 
-def _trend(panel: Axes, reward: RewardMetrics) -> bool:
-    points = [(point.iteration, point.mean) for point in reward.trend if point.mean is not None]
+def _trend(panel: Axes, reward: Statistics) -> bool:
+    points = [(point["iteration"], point["mean"]) for point in reward["trend"] if point["mean"] is not None]
     if not points:
         return False
     iterations, means = zip(*points, strict=True)
-    panel.plot(iterations, means, color=COLOURS[0], linewidth=1.8, marker=markers(len(points)), markersize=3.5)
+    panel.plot(iterations, means, color=COLOURS[0], linewidth=1.8, marker=_markers(len(points)), markersize=3.5)
     low, high = min(means), max(means)
     room = (high - low) or abs(high) * 0.1 or 1.0
     panel.set_ylim(low - 0.08 * room, high + 0.3 * room)
@@ -112,32 +121,32 @@ def _trend(panel: Axes, reward: RewardMetrics) -> bool:
     return True
 
 
-def plot_agreement(analysis: RewardAnalysis) -> Figure | None:
+def plot_agreement(analysis: Statistics) -> Figure | None:
     """Plot the rank correlations of all pairs, over all samples and within groups; None with fewer than two rewards."""
-    count = len(analysis.rewards)
+    count = len(analysis["rewards"])
     if count < 2:
         return None
     side = 1.3 + 0.62 * count
     figure = new_figure(2 * side + 3.6, side + 2.25)
     overall, within = figure.subplots(1, 2, sharey=True)
-    _matrix(overall, analysis, "over all samples", lambda pair: pair.ranks.overall)
+    _matrix(overall, analysis, "over all samples", lambda pair: pair["ranks"]["overall"])
     title = "within groups, mean: what a policy learns from"
-    _matrix(within, analysis, title, lambda pair: pair.ranks.within_groups)
+    _matrix(within, analysis, title, lambda pair: pair["ranks"]["within_groups"])
     within.tick_params(left=False)
     bar = figure.colorbar(within.images[0], ax=[overall, within], shrink=0.7, aspect=30, pad=0.01)
     bar.set_label("Spearman's rank correlation", fontsize=9, color=SOFT)
     bar.ax.tick_params(labelsize=8, colors=SOFT)
     bar.outline.set_visible(False)
-    headline(figure, "Agreement between rewards", "1: the same order; 0: unrelated; -1: the reverse; –: not defined")
+    _headline(figure, "Agreement between rewards", "1: the same order; 0: unrelated; -1: the reverse; –: not defined")
     return figure
 
 
-def _matrix(panel: Axes, analysis: RewardAnalysis, title: str, measure: Callable[[Agreement], float | None]) -> None:
-    labels = [reward.label for reward in analysis.rewards]
+def _matrix(panel: Axes, analysis: Statistics, title: str, measure: Callable[[Statistics], float | None]) -> None:
+    labels = [reward["label"] for reward in analysis["rewards"]]
     matrix = np.full((len(labels), len(labels)), np.nan)
-    for pair in analysis.agreements:
+    for pair in analysis["agreements"]:
         value = measure(pair)
-        row, column = labels.index(pair.first), labels.index(pair.second)
+        row, column = labels.index(pair["first"]), labels.index(pair["second"])
         matrix[row, column] = matrix[column, row] = np.nan if value is None else value
     panel.imshow(np.ma.masked_invalid(matrix), cmap="RdBu", vmin=-1, vmax=1)
     panel.set_facecolor("#e5e7eb")
@@ -156,28 +165,174 @@ def _matrix(panel: Axes, analysis: RewardAnalysis, title: str, measure: Callable
     panel.set_title(title, fontsize=10, color=INK, loc="left")
 
 
-def plot_cost(analysis: RewardAnalysis) -> Figure | None:
+def plot_cost(analysis: Statistics) -> Figure | None:
     """Plot the seconds per sample, the slowest reward on top, with marks at the median and the 95th percentile."""
-    costs = [(reward.label, reward.cost) for reward in analysis.rewards if reward.cost is not None]
+    costs = [(reward["label"], reward["cost"]) for reward in analysis["rewards"] if reward["cost"]]
     if not costs:
         return None
-    costs.sort(key=lambda entry: entry[1].mean)
+    costs.sort(key=lambda entry: entry[1]["mean"])
     figure = new_figure(9.0, 1.5 + 0.36 * len(costs))
     axes = figure.add_subplot()
     quiet(axes, grid="x")
-    means = [cost.mean for _, cost in costs]
+    means = [cost["mean"] for _, cost in costs]
     rows = range(len(costs))
     axes.barh(rows, means, height=0.62, color=COLOURS[0], alpha=0.85)
-    axes.scatter([cost.median for _, cost in costs], rows, marker="|", s=130, color=INK, linewidth=1.6, zorder=3)
-    axes.scatter([cost.p95 for _, cost in costs], rows, marker="|", s=130, color=COLOURS[1], linewidth=1.6, zorder=3)
+    axes.scatter([cost["median"] for _, cost in costs], rows, marker="|", s=130, color=INK, linewidth=1.6, zorder=3)
+    axes.scatter([cost["p95"] for _, cost in costs], rows, marker="|", s=130, color=COLOURS[1], linewidth=1.6, zorder=3)
     if min(means) > 0 and max(means) > LOG_SCALE_RATIO * min(means):
         axes.set_xscale("log")
     for row, (_, cost) in zip(rows, costs, strict=True):
-        end = (max(cost.mean, cost.median, cost.p95), row)
-        text = f"{cost.mean:.3g} s"
+        end = (max(cost["mean"], cost["median"], cost["p95"]), row)
+        text = f"{cost['mean']:.3g} s"
         axes.annotate(text, end, (7, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
     axes.set_yticks(rows, [plot_label(label) for label, _ in costs], fontsize=9, color=INK)
     axes.margins(x=0.12)
     axes.set_xlabel("seconds per sample", fontsize=9, color=SOFT)
-    headline(figure, "Cost of each reward", "bar and number: mean; dark mark: median; orange mark: 95th percentile")
+    _headline(figure, "Cost of each reward", "bar and number: mean; dark mark: median; orange mark: 95th percentile")
     return figure
+
+
+def plot_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series]) -> bytes:
+    """Plot the reward above, and below it each guardrail as a multiple of its first value, as PNG.
+
+    A guardrail without values, or whose first value is zero, has no multiple and is named below the plot.
+
+    Args:
+        versions: policy versions, ascending.
+        rewards: held-out reward of each version; None where there is none.
+        guardrails: values of each version by name, higher being better.
+
+    Raises:
+        ValueError: there are no versions, or a series has another number of values.
+    """
+    for name, series in {"rewards": rewards, **guardrails}.items():
+        if len(series) != len(versions) or not versions:
+            raise ValueError(f"{name}: expected a value for each of {len(versions)} versions, got {len(series)}")
+    multiples = {name: normalised(series) for name, series in guardrails.items()}
+    plotted = {name: series for name, series in multiples.items() if series is not None}
+    left_out = [plot_label(name) for name in guardrails if name not in plotted]
+    lower = LOWER + 0.2 * max(0, len(plotted) - 14)
+    figure = new_figure(10.5, UPPER + lower + 0.9)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[UPPER, lower])
+    _plot_reward(above, versions, rewards)
+    _plot_guardrails(below, versions, plotted, lower)
+    if len(versions) > 1:
+        above.xaxis.set_major_locator(integer_ticks(10))
+    else:
+        above.set_xticks(versions)
+    note = f"; begin at zero or have no values: {', '.join(left_out)}" if left_out else ""
+    _headline(figure, "Held-out reward and guardrails", f"guardrails as multiples of their first value{note}")
+    return _png_of(figure)
+
+
+def normalised(series: Series) -> list[float | None] | None:
+    """Divide a series by its first value; None where that is zero, or where there is none."""
+    first = next((value for value in series if value is not None), None)
+    if not first:
+        return None
+    return [None if value is None else value / first for value in series]
+
+
+def _plot_reward(axes: Axes, versions: Sequence[int], rewards: Series) -> None:
+    quiet(axes, grid="y")
+    last = _line(axes, versions, rewards, INK, width=2.4)
+    axes.margins(x=0.02, y=0.15)
+    axes.set_ylabel("held-out reward", fontsize=9, color=SOFT)
+    if last is not None:
+        label_ends(axes, [(last, f"reward  {last:.3f}", INK)], inches=UPPER)
+
+
+def _plot_guardrails(axes: Axes, versions: Sequence[int], guardrails: Mapping[str, Series], inches: float) -> None:
+    quiet(axes, grid="y")
+    axes.axhline(1.0, color=SOFT, linewidth=1, linestyle="--")
+    ends = []
+    for index, (name, series) in enumerate(guardrails.items()):
+        last = _line(axes, versions, series, colour_of(index), width=1.8)
+        if last is not None:
+            ends.append((last, f"{plot_label(name)}  ×{last:.2f}", colour_of(index)))
+    axes.margins(x=0.02, y=0.06)
+    axes.set_ylabel("guardrail / its first value", fontsize=9, color=SOFT)
+    axes.set_xlabel("policy version", fontsize=9, color=SOFT)
+    label_ends(axes, ends, inches=inches - 0.4)
+
+
+def _line(axes: Axes, versions: Sequence[int], series: Series, colour: str, *, width: float) -> float | None:
+    """Plot the values that there are, and return the last one."""
+    points = [(version, value) for version, value in zip(versions, series, strict=True) if value is not None]
+    if not points:
+        return None
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, color=colour, linewidth=width, marker=_markers(len(points)), markersize=3.5)
+    return points[-1][1]
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, inches: float) -> None:
+    """Write each line's name to the right of the axes, as close to the height of its end as the other names allow.
+
+    Args:
+        axes: with their final vertical limits.
+        ends: value of the line's end, name and colour.
+        inches: height of the axes, about.
+    """
+    low, high = axes.get_ylim()
+    shares = [(value - low) / (high - low) for value, _, _ in ends]
+    arrow = {"arrowstyle": "-", "linewidth": 0.7, "alpha": 0.6, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 0}
+    for share, height, (_, name, colour) in zip(shares, spread_apart(shares, gap=0.17 / inches), ends, strict=True):
+        axes.annotate(
+            name,
+            xy=(1.0, share),
+            xytext=(1.05, height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=colour,
+            arrowprops={**arrow, "color": colour},
+            annotation_clip=False,
+        )
+
+
+def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
+    """Move positions as little as needed to be at least `gap` apart, in the same order.
+
+    Those that collide share the room around their mean: isotonic regression of the positions minus their gaps.
+    """
+    if not positions:
+        return []
+    order = sorted(range(len(positions)), key=lambda index: (positions[index], index))
+    bases = isotonic_regression([positions[index] - rank * gap for rank, index in enumerate(order)]).x
+    placed = [0.0] * len(positions)
+    for rank, (index, base) in enumerate(zip(order, bases, strict=True)):
+        placed[index] = float(base) + rank * gap
+    return placed
+
+
+def _png_of(figure: Figure) -> bytes:
+    """Write a figure as PNG, without the library's version: equal figures give equal bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _headline(figure: Figure, title: str, meaning: str) -> None:
+    """Write a title above everything, and a sentence below in smaller letters."""
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.supxlabel(meaning, x=0.012, ha="left", fontsize=9, color=SOFT)
+
+
+def plot_label(label: str, letters: int = MAX_LETTERS) -> str:
+    """Turn a label into plain text for a figure: shortened in the middle, letters without a glyph replaced."""
+    kept = "".join(letter if ord(letter) in _glyphs() else "\N{REPLACEMENT CHARACTER}" for letter in label)
+    if len(kept) > letters:
+        kept = f"{kept[: letters - letters // 3 - 1]}…{kept[-(letters // 3) :]}"
+    return kept.replace("$", r"\$")
+
+
+@functools.cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont(FONT)).get_charmap()) - {ord("\n"), ord("\t"), ord("\r")}
+
+
+def _markers(points: int) -> str:
+    """Choose the marker of a line: a dot at each point of one that has few."""
+    return "o" if points <= 40 else ""

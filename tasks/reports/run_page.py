@@ -1,12 +1,11 @@
 """A run as one HTML file: plots and images embedded, no script, no request to any server."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, reward_means
+from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
 from tasks.reports.pages import render
-from tasks.reports.samples import Groups, GroupView
+from tasks.reports.samples import Group, Groups
 from tasks.runs.run_view import RunView
 
 
@@ -24,24 +23,21 @@ class Heldout:
 
     first: int
     last: int
-    pairs: tuple[tuple[GroupView, GroupView], ...]
+    pairs: Sequence[tuple[Group, Group]]
     total: int
     same_seeds: bool
 
 
 def pair_heldout(first: int, before: Groups, last: int, after: Groups) -> Heldout:
     """Pair the groups of two evaluations by their ids, each with its samples ordered by id."""
-    later = {group.group_id: _by_sample_id(group) for group in after.shown}
-    pairs = tuple((_by_sample_id(group), later[group.group_id]) for group in before.shown if group.group_id in later)
-    same = all(
-        [sample.seed for sample in earlier.samples] == [sample.seed for sample in final.samples]
-        for earlier, final in pairs
-    )
-    return Heldout(first, last, pairs, before.total, same)
+    sides = [{group.samples[0]["group_id"]: _by_sample_id(group) for group in side.shown} for side in (before, after)]
+    pairs = [(group, sides[1][name]) for name, group in sides[0].items() if name in sides[1]]
+    seeds = [[[row["seed"] for row in group.samples] for group in pair] for pair in pairs]
+    return Heldout(first, last, pairs, before.total, all(earlier == later for earlier, later in seeds))
 
 
-def _by_sample_id(group: GroupView) -> GroupView:
-    return dataclasses.replace(group, samples=tuple(sorted(group.samples, key=lambda sample: sample.sample_id)))
+def _by_sample_id(group: Group) -> Group:
+    return replace(group, samples=sorted(group.samples, key=lambda row: row["sample_id"]))
 
 
 def render_run_page(
@@ -60,8 +56,8 @@ def render_run_page(
     from tasks.reports.plots import line_plot
 
     reward = {"reward": run.series("reward"), "held-out reward": run.heldout_series()}
-    title = ("Reward", metric_title("reward", run.noun).meaning)
-    paired = {pair[0].dataset for pair in heldout.pairs} if heldout else set()
+    title = ("Reward", metric_title("reward", run.noun)[1])
+    paired = {pair[0].samples[0]["dataset"] for pair in heldout.pairs} if heldout else set()
     return render(
         "run.html.jinja",
         title=run.name,
@@ -100,17 +96,20 @@ def stage_shares(run: RunView) -> list[tuple[str, float, float]]:
     return [(stage, spent, spent / total) for stage, spent in seconds.items()]
 
 
-_Plot = tuple[str, str, Mapping[str, Sequence[tuple[float, float]]], bool]
-"""Title, meaning, series, and whether the lines need a legend."""
+def plotted_metrics(run: RunView) -> list[str]:
+    """List the metrics with a plot of their own: the mean of each reward, then PLOTTED."""
+    names = {name for view in run.iterations for name in view.metrics}
+    return [*sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean")), *PLOTTED]
 
 
-def _plots(run: RunView) -> Iterator[_Plot]:
+def _plots(run: RunView) -> Iterator[tuple[str, str, Mapping[str, Sequence[tuple[float, float]]], bool]]:
+    """Yield title, meaning, series, and whether the lines need a legend."""
     meaning = "mean of the weighted rewards of each dataset alone"
     rewards = run.dataset_rewards.items()
     yield "Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards}, True
     yield "Held-out reward by dataset", meaning, {name: run.heldout_series(metric) for name, metric in rewards}, True
     meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
     yield "Guardrails", meaning, run.guardrail_series, True
-    for name in [*reward_means(view.metrics for view in run.iterations), *PLOTTED]:
+    for name in plotted_metrics(run):
         title, meaning = metric_title(name, run.noun)
         yield title, meaning, {title: run.series(name)}, False

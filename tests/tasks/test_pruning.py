@@ -12,7 +12,6 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from configs.scoring import RewardSection
 from grpo_core.errors import InputError
@@ -20,7 +19,6 @@ from grpo_core.rewards.registry import build_reward
 from tasks.execution.pool import CALLS
 from tasks.pruning.artifacts import delete_images, find_prunable, image_bytes, strip_images
 from tasks.pruning.leftovers import abandoned_writes, delete_moved, moved_folders, old_calls
-from tasks.reports.images import SheetRow, contact_sheet
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.checked_json import dump_checked
@@ -126,16 +124,6 @@ def commit(store: ArtifactStore):  # type: ignore[no-untyped-def]
 
 def total(store: ArtifactStore) -> int:
     return sum(store.filesystem.size(path) for path in store.filesystem.find(store.path(FOLDER)))
-
-
-def test_a_contact_sheet_marks_a_deleted_image() -> None:
-    red = Image.new("RGB", (64, 64), "#ff0000")
-    row = SheetRow("a circle", None, [None], [red], 0.1, 0.2)
-    sheet = contact_sheet([row], title="held-out")
-    colours = {colour for _, colour in sheet.getcolors(1 << 20)}
-    assert (255, 0, 0) in colours
-    left = next(x for x in range(sheet.width) if sheet.getpixel((x, 60)) == (255, 0, 0))
-    assert sheet.crop((230, 52, left - 20, sheet.height)).getcolors(1 << 20)[1:]
 
 
 class TestMovedFolders:

@@ -63,9 +63,9 @@ class TestReaders:
         assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
 
     def test_the_analysis_scores_nothing_again(self, gone: Runs) -> None:
-        summary, analysis = analyse_rewards(AnalysisRequest(RUN, root=str(gone.root)))
+        summary = analyse_rewards(AnalysisRequest(RUN, root=str(gone.root)))
         assert set(summary.not_repeated) == {"ssim", "psnr"}
-        assert [reward.noise for reward in analysis.rewards] == [None, None]
+        assert [reward["noise"] for reward in summary.analysis["rewards"]] == [None, None]
 
     def test_rescoring_needs_images_for_scores_that_are_not_stored(self, gone: Runs) -> None:
         (error,) = refused(lambda: scored_again(gone, SSIM, {"reward": "jpeg"}, sources=(RUN,)))

@@ -211,18 +211,17 @@ def test_the_command_reports_a_missing_file_and_an_unreachable_server(
 
 def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished: Runs) -> None:
     before = content(finished)
-    summary, analysis = analyse_rewards(AnalysisRequest("run", root=str(finished.root)))
+    summary = analyse_rewards(AnalysisRequest("run", root=str(finished.root)))
     assert content(finished) == before
-    assert {reward.label for reward in analysis.rewards} == {"ssim", "psnr"}
-    assert analysis.samples == 8
-    noises = [reward.noise for reward in analysis.rewards]
-    assert [noise and noise.max_difference for noise in noises] == [0.0, 0.0]
+    assert {reward["label"] for reward in summary.analysis["rewards"]} == {"ssim", "psnr"}
+    assert summary.analysis["samples"] == 8
+    assert [reward["noise"]["max_difference"] for reward in summary.analysis["rewards"]] == [0.0, 0.0]
     assert summary.not_repeated == {}
     names = {path.name for path in finished.path("analysis").iterdir()}
     assert {"report.html", "report.json", "histograms.png", "agreement.png", "trend.png", "cost.png"} <= names
     scored_again(finished, JPEG, name="jpeg")
-    _, analysis = analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpeg", repeats=0))
-    assert [(reward.label, reward.noise) for reward in analysis.rewards] == [("jpeg", None)]
+    analysis = analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpeg", repeats=0)).analysis
+    assert [(reward["label"], reward["noise"]) for reward in analysis["rewards"]] == [("jpeg", None)]
     (error,) = refused(lambda: analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpg")))
     assert error.value == "jpg"
 

@@ -9,8 +9,7 @@ from rich.console import Console
 from flows.terminal.rewards import show_analysis, show_comparison
 from tasks.reports.rescoring import compare, moved_most
 from tasks.reports.reward_analysis import analyse
-from tests.tasks.reports.made_samples import made as made_samples
-from tests.tasks.reports.made_scores import made as made_scores
+from tests.tasks.reports.made_frames import made_samples, made_scores
 
 HOSTILE = "[red]x[/red] \x1b[2J [/nothing]"
 SHOWN = "[red]x[/red] \N{REPLACEMENT CHARACTER}[2J [/nothing]"

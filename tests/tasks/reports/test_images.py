@@ -1,12 +1,13 @@
 import base64
+import hashlib
 import io
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tasks.reports.images import SheetRow, contact_sheet, data_uri, fitted, image_uri, read_images, shrunk
-from tests.tasks.reports.made_runs import RunMaker, colour
+from tasks.reports.images import TargetReader, data_uri, fitted, image_uri, read_images, shrunk
+from tests.tasks.reports.made_runs import RunMaker, colour, png
 
 
 def plain(rgb: tuple[int, int, int], width: int = 8, height: int = 8) -> Image.Image:
@@ -65,33 +66,29 @@ def test_small_images_are_lossless_and_photographs_are_not(image: Image.Image, l
         assert (embedded.format, embedded.size) == (kind, image.size)
 
 
-def colours(image: Image.Image) -> list[tuple[int, int, int]]:
-    """Solid colours from left to right, halfway down the first row of images."""
-    line = [image.getpixel((x, 52 + 48)) for x in range(230, image.width)]
-    background = image.getpixel((image.width - 1, image.height - 1))
-    seen = [
-        pixel for index, pixel in enumerate(line) if pixel != background and (not index or line[index - 1] != pixel)
-    ]
-    return [pixel for pixel in seen if isinstance(pixel, tuple)]
+def test_targets_are_verified(tmp_path: Path) -> None:
+    kept, gone, changed, broken = (tmp_path / name for name in ("kept.png", "gone.png", "changed.png", "broken.png"))
+    for path in (kept, gone, changed):
+        path.write_bytes(png((1, 2, 3)))
+    broken.write_bytes(b"no image")
+    known = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in (kept, gone, changed, broken)}
+    gone.unlink()
+    changed.write_bytes(png((9, 9, 9)))
+    targets = TargetReader(320)
+    found = {path.name: targets.read(str(path), sha256) for path, sha256 in known.items()}
+    target = found.pop("kept.png")
+    assert target is not None
+    assert target.getpixel((0, 0)) == (1, 2, 3)
+    assert set(found.values()) == {None}
+    assert set(targets.missing) == {str(gone), str(changed), str(broken)}
+    assert known[changed] in targets.missing[str(changed)]
+    assert targets.read(None, None) is None
+    assert len(targets.missing) == 3
 
 
-def test_the_sheet_has_target_before_and_after_in_this_order() -> None:
-    red, green, blue, grey, white = (250, 1, 1), (1, 250, 1), (1, 1, 250), (90, 90, 90), (255, 255, 255)
-    row = SheetRow("a prompt", plain(red), [plain(green), plain(blue)], [plain(grey), plain(white)], 0.25, 0.5)
-    assert colours(contact_sheet([row], title="t")) == [red, green, blue, grey, white]
-
-
-def test_without_targets_there_is_no_column_for_them() -> None:
-    row = SheetRow("a prompt", None, [plain((1, 2, 3))], [plain((4, 5, 6))], None, None)
-    narrow = contact_sheet([row], title="t")
-    wide = contact_sheet([SheetRow("p", plain((7, 8, 9)), row.before, row.after, None, None)], title="t")
-    assert colours(narrow) == [(1, 2, 3), (4, 5, 6)]
-    assert colours(wide) == [(7, 8, 9), (1, 2, 3), (4, 5, 6)]
-    assert wide.width > narrow.width
-
-
-def test_every_prompt_has_a_row_of_the_sheet() -> None:
-    row = SheetRow("word " * 100, None, [plain((1, 2, 3))], [plain((4, 5, 6))], 0.1, 0.2)
-    one, three = (contact_sheet([row] * count, title="t", side=50) for count in (1, 3))
-    assert three.height - one.height == 2 * 56
-    assert three.getpixel((231, 52 + 2 * 56 + 25)) == (1, 2, 3)
+def test_a_large_transparent_target_lies_over_white_and_is_made_smaller(tmp_path: Path) -> None:
+    place = tmp_path / "large.png"
+    Image.new("RGBA", (64, 64), (0, 0, 0, 0)).save(place)
+    read = TargetReader(16).read(str(place), hashlib.sha256(place.read_bytes()).hexdigest())
+    assert read is not None
+    assert (read.size, read.mode, read.getpixel((0, 0))) == ((16, 16), "RGB", (255, 255, 255))

@@ -1,26 +1,43 @@
 import io
+import itertools
 
 import numpy as np
+import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.text import Annotation
 from PIL import Image
 
-from tasks.reports.plots import plot_label
-from tasks.reports.reward_analysis import RewardAnalysis, analyse
-from tasks.reports.reward_plots import plot_agreement, plot_cost, plot_histograms, plot_rewards, plot_trend
-from tests.tasks.reports.made_scores import made
+from tasks.reports.reward_analysis import analyse
+from tasks.reports.reward_plots import (
+    normalised,
+    plot_agreement,
+    plot_cost,
+    plot_histograms,
+    plot_label,
+    plot_rewards,
+    plot_trend,
+    plot_watch,
+    spread_apart,
+)
+from tests.tasks.reports.made_frames import made_scores
 
 GROUPS, ITERATIONS = "aabb", [1, 1, 2, 2]
 HARD = "_hidden $x^2$ \\frac{a}{b} 报酬 \n" + "long " * 20
 
 
-def analysed(seconds: float = 0.5) -> RewardAnalysis:
+def scored(seconds: float = 0.5) -> pl.DataFrame:
     rewards = {"x": [0.1, 0.4, 0.2, 0.3], "y": [0.4, 0.1, 0.3, 0.2], "null": [None] * 4}
-    return analyse(made(GROUPS, rewards, iterations=ITERATIONS, seconds=seconds))
+    return made_scores(GROUPS, rewards, iterations=ITERATIONS, seconds=seconds)
+
+
+def plotted(scores: pl.DataFrame) -> dict[str, bytes]:
+    return plot_rewards(analyse(scores), scores)
 
 
 def test_the_same_scores_give_the_same_bytes() -> None:
-    first, second = plot_rewards(analysed()), plot_rewards(analysed())
+    first, second = plotted(scored()), plotted(scored())
     assert list(first) == ["histograms.png", "agreement.png", "trend.png", "cost.png"]
     assert first == second
     for content in first.values():
@@ -29,12 +46,12 @@ def test_the_same_scores_give_the_same_bytes() -> None:
 
 
 def test_what_has_nothing_to_show_is_left_out() -> None:
-    alone = analyse(made("aa", {"x": [0.1, 0.2]}, seconds=[None, None]))
-    assert list(plot_rewards(alone)) == ["histograms.png"]
+    alone = made_scores("aa", {"x": [0.1, 0.2]}, seconds=[None, None])
+    assert list(plotted(alone)) == ["histograms.png"]
 
 
 def test_histograms_show_the_counts_and_the_mean() -> None:
-    x, _, null = plot_histograms(analysed()).axes[:3]
+    x, _, null = plot_histograms(analyse(scored()), scored()).axes[:3]
     edges = x.patches[0].get_data()  # type: ignore[attr-defined]
     assert edges.values.sum() == 4
     assert edges.edges[np.flatnonzero(edges.values)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
@@ -43,7 +60,7 @@ def test_histograms_show_the_counts_and_the_mean() -> None:
 
 
 def test_agreement_is_symmetric_and_names_what_is_not_defined() -> None:
-    figure = plot_agreement(analysed())
+    figure = plot_agreement(analyse(scored()))
     assert figure is not None
     overall = figure.axes[0].images[0].get_array()
     assert overall is not None
@@ -53,7 +70,7 @@ def test_agreement_is_symmetric_and_names_what_is_not_defined() -> None:
 
 
 def test_trend_and_cost_show_their_values() -> None:
-    trend, cost = plot_trend(analysed()), plot_cost(analysed(seconds=0.25))
+    trend, cost = plot_trend(analyse(scored())), plot_cost(analyse(scored(seconds=0.25)))
     assert trend is not None
     assert cost is not None
     assert list(trend.axes[0].lines[0].get_ydata()) == pytest.approx([0.25, 0.25])  # type: ignore[arg-type]
@@ -65,5 +82,49 @@ def test_labels_are_text_and_nothing_else() -> None:
     assert plot_label("a$b$") == r"a\$b\$"
     assert plot_label("报\n") == "\N{REPLACEMENT CHARACTER}" * 2
     assert plot_label("a" * 40 + "z", 10) == "aaaaaa…aaz"
-    scores = made(GROUPS, {HARD: [0.1, 0.4, 0.2, 0.3], "$": [0.4, 0.1, 0.3, 0.2]}, iterations=ITERATIONS)
-    assert len(plot_rewards(analyse(scores))) == 4
+    scores = made_scores(GROUPS, {HARD: [0.1, 0.4, 0.2, 0.3], "$": [0.4, 0.1, 0.3, 0.2]}, iterations=ITERATIONS)
+    assert len(plotted(scores)) == 4
+
+
+def test_guardrails_are_multiples_of_their_first_value() -> None:
+    assert normalised([None, 4.0, None, 2.0, 8.0]) == [None, 1.0, None, 0.5, 2.0]
+    assert normalised([-2.0, -1.0]) == [1.0, 0.5]
+    assert normalised([0.0, 1.0]) is None
+    assert normalised([None, None]) is None
+
+
+def test_the_image_depends_on_what_was_measured() -> None:
+    contents = []
+    for last in (0.5, 0.5, 2.0):
+        guardrails = {"sharpness": [1.0, None, last], "$zero": [0.0, 0.0, 1.0], "_none": [None] * 3}
+        contents.append(plot_watch([0, 1, 2], [0.1, 0.2, None], guardrails))
+    assert contents[0] == contents[1] != contents[2]
+
+
+@pytest.mark.parametrize("rewards", [[0.5], [None]])
+def test_a_single_version_without_guardrails(rewards: list[float | None]) -> None:
+    with Image.open(io.BytesIO(plot_watch([3], rewards, {}))) as image:
+        assert image.width > 600
+
+
+def test_series_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="sharpness: expected a value for each of 2 versions, got 1"):
+        plot_watch([0, 1], [0.1, 0.2], {"sharpness": [1.0]})
+    with pytest.raises(ValueError, match="rewards: expected a value for each of 0 versions"):
+        plot_watch([], [], {})
+
+
+def test_labels_that_collide_share_the_room() -> None:
+    assert spread_apart([0.5, 0.5, 0.9], gap=0.1) == pytest.approx([0.45, 0.55, 0.9])
+    assert spread_apart([0.9, 0.1], gap=0.1) == pytest.approx([0.9, 0.1])
+    assert spread_apart([], gap=0.1) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.2))
+def test_labels_keep_their_order_and_their_distance(positions: list[float], gap: float) -> None:
+    placed = spread_apart(positions, gap)
+    order = sorted(range(len(positions)), key=lambda index: (positions[index], index))
+    for previous, later in itertools.pairwise(order):
+        assert placed[later] - placed[previous] >= gap - 1e-9
+    # The least squares keep the mean.
+    assert sum(placed) == pytest.approx(sum(positions))

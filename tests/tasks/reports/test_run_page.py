@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tasks.reports.images import TargetReader
 from tasks.reports.run_page import pair_heldout, progress, render_run_page
 from tasks.reports.samples import LARGE, read_groups
-from tasks.reports.target_reader import TargetReader
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run

@@ -1,10 +1,9 @@
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from tasks.reports.samples import LARGE, Groups, GroupView, read_groups
-from tasks.reports.target_reader import TargetReader
+from tasks.reports.images import TargetReader
+from tasks.reports.samples import LARGE, Group, Groups, read_groups
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour, completion, whole_run
@@ -17,8 +16,8 @@ def read(maker: RunMaker, targets: TargetReader | None = None, limit: int = 10) 
     return read_groups(reader, shown.stages, maker.folder, targets or TargetReader(LARGE), limit=limit)
 
 
-def sizes(group: GroupView) -> list[tuple[int, int]]:
-    return [sample.output.size for sample in group.samples if isinstance(sample.output, Image.Image)]
+def sizes(group: Group) -> list[tuple[int, int]]:
+    return [row["output"].size for row in group.samples]
 
 
 def test_best_and_worst_with_their_rewards(tmp_path: Path) -> None:
@@ -26,18 +25,17 @@ def test_best_and_worst_with_their_rewards(tmp_path: Path) -> None:
     assert group.best is not None
     assert group.worst is not None
     # Rewards 0.4, 0.1, 0.9 and none, all 0.1 higher in the second iteration.
-    assert [sample.sample_id[-3:] for sample in group.samples] == ["s02", "s00", "s01", "s03"]
-    assert group.best.reward == pytest.approx(1.0)
-    assert group.best.advantage == pytest.approx(1.0)
-    assert group.best.breakdown == {"ssim": pytest.approx(1.0), "psnr": pytest.approx(1.0)}
-    assert group.worst.reward == pytest.approx(0.2)
-    assert group.samples[-1].reward is None
-    assert group.samples[-1].breakdown == {"ssim": None, "psnr": None}
+    assert [sample["sample_id"][-3:] for sample in group.samples] == ["s02", "s00", "s01", "s03"]
+    assert group.best["reward"] == pytest.approx(1.0)
+    assert group.best["advantage"] == pytest.approx(1.0)
+    assert group.best["breakdown"] == {"ssim": pytest.approx(1.0), "psnr": pytest.approx(1.0)}
+    assert group.worst["reward"] == pytest.approx(0.2)
+    assert group.samples[-1]["reward"] is None
+    assert group.samples[-1]["breakdown"] == {"ssim": None, "psnr": None}
     assert group.spread == pytest.approx(0.8)
     assert group.reward == pytest.approx((0.5 + 0.2 + 1.0) / 3)
-    assert (group.best.logprob, group.best.length) == (-0.75, 2)  # the masked token's -8 does not count
-    assert isinstance(group.best.output, Image.Image)
-    assert group.best.output.getpixel((0, 0)) == colour(0, 2)
+    assert (group.best["logprob"], group.best["length"]) == (-0.75, 2)  # the masked token's -8 does not count
+    assert group.best["output"].getpixel((0, 0)) == colour(0, 2)
     assert same.spread == 0
 
 
@@ -46,7 +44,7 @@ def test_images_without_rewards_are_shown_in_their_order(tmp_path: Path) -> None
     maker.rollouts("iteration_000001", "i000001")
     group = read(maker).shown[0]
     assert (group.best, group.worst, group.reward, group.spread) == (None, None, None, None)
-    assert [sample.sample_id[-3:] for sample in group.samples] == ["s00", "s01", "s02", "s03"]
+    assert [sample["sample_id"][-3:] for sample in group.samples] == ["s00", "s01", "s02", "s03"]
 
 
 def test_large_images_are_made_smaller_and_small_ones_left_alone(tmp_path: Path) -> None:
@@ -62,9 +60,9 @@ def test_best_and_worst_texts_are_complete(tmp_path: Path) -> None:
     group, _ = read(maker).shown
     assert group.best is not None
     assert group.worst is not None
-    assert group.best.output == maker.written[0, 2]
-    assert group.worst.output == completion(0, 1)
-    assert (group.best.finished, group.worst.finished) == (True, False)
+    assert group.best["output"] == maker.written[0, 2]
+    assert group.worst["output"] == completion(0, 1)
+    assert (group.best["finished"], group.worst["finished"]) == (True, False)
     assert group.target is None
 
 
@@ -72,15 +70,15 @@ def test_the_groups_of_all_rounds_and_which_were_dropped(tmp_path: Path) -> None
     maker = RunMaker(tmp_path, datasets=("sums", "poems"))
     maker.iteration(1, rounds=2)
     groups = read(maker)
-    assert [(group.group_id, group.dataset, group.dropped) for group in groups.shown] == [
+    assert [tuple(group.samples[0][name] for name in ("group_id", "dataset", "dropped")) for group in groups.shown] == [
         ("i000001.p0000", "sums", False),
         ("i000001.p0001", "poems", True),
         ("i000001.d02.p0000", "sums", False),
         ("i000001.d02.p0001", "poems", True),
     ]
-    assert (groups.total, groups.rounds, groups.dropped, groups.datasets) == (4, 2, 2, ("poems", "sums"))
+    assert (groups.total, groups.rounds, groups.dropped, groups.datasets) == (4, 2, 2, ["poems", "sums"])
     # Scores of a later draw stand in that draw's own folder.
-    assert [group.samples[0].breakdown["ssim"] for group in groups.shown] == [0.9, 0.5, 0.9, 0.5]
-    assert groups.shown[1].samples[0].advantage is None
+    assert [group.samples[0]["breakdown"]["ssim"] for group in groups.shown] == [0.9, 0.5, 0.9, 0.5]
+    assert groups.shown[1].samples[0]["advantage"] is None
     limited = read(maker, limit=1)
     assert (len(limited.shown), limited.total, limited.dropped) == (1, 4, 2)

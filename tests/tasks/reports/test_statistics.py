@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import numpy as np
@@ -10,13 +9,10 @@ from scipy.stats import spearmanr
 
 from tasks.reports.statistics import (
     BINS,
-    Histogram,
-    Spread,
+    Statistics,
     histogram_of,
     quantiles_of,
     rank_agreement,
-    require_columns,
-    require_unique,
     settled,
     spread_of,
     with_groups,
@@ -51,39 +47,34 @@ def test_groups_of_two_runs_are_not_one() -> None:
     assert first == third != second
 
 
-def test_missing_columns_and_repeated_rows_are_named() -> None:
-    frame = pl.DataFrame({"run": ["a", "a"], "sample_id": ["s", "s"]})
-    with pytest.raises(ValueError, match=r"scores .*value, raw"):
-        require_columns(frame, ["run", "value", "raw"], "scores")
-    with pytest.raises(ValueError, match=r"scores .*'a', sample_id 's'"):
-        require_unique(frame, ["run", "sample_id"], "scores")
-
-
-def spread(groups: list[int], values: list[float | None]) -> Spread:
+def spread(groups: list[int], values: list[float | None]) -> Statistics:
     return spread_of(pl.DataFrame({"group": groups, "a": pl.Series(values, dtype=pl.Float64)}), "a")
 
 
-def test_spread_by_hand() -> None:
-    # Deviations: of group 0 sqrt(2), of group 1 zero; group 2 has one value, group 3 none.
-    found = spread([0, 0, 1, 1, 2, 2, 3], [1, 3, 5, 5, 7, None, None])
-    assert found.mean == pytest.approx(21 / 5)
-    assert found.std == pytest.approx(math.sqrt(5.2))
-    assert found.within_groups == pytest.approx(math.sqrt(2) / 2)
-    assert (found.groups, found.groups_without_spread) == (3, pytest.approx(2 / 3))
-    assert (found.samples, found.values, found.null_share) == (7, 5, pytest.approx(2 / 7))
+NAMES = ("samples", "values", "null_share", "mean", "std", "within_groups", "groups", "groups_without_spread")
+
+
+@pytest.mark.parametrize(
+    ("groups", "values", "expected"),
+    [
+        # Deviations: of group 0 sqrt(2), of group 1 zero; group 2 has one value, group 3 none.
+        (
+            [0, 0, 1, 1, 2, 2, 3],
+            [1, 3, 5, 5, 7, None, None],
+            (7, 5, 2 / 7, 21 / 5, math.sqrt(5.2), math.sqrt(2) / 2, 3, 2 / 3),
+        ),
+        ([0, 1], [1, 2], (2, 2, 0.0, 1.5, math.sqrt(0.5), None, 2, 1.0)),
+        ([0, 0], [None, None], (2, 0, 1.0, None, None, None, 0, None)),
+        ([], [], (0, 0, None, None, None, None, 0, None)),
+    ],
+)
+def test_spread_by_hand(groups: list[int], values: list[float | None], expected: tuple[float | None, ...]) -> None:
+    assert spread(groups, values) == pytest.approx(dict(zip(NAMES, expected, strict=True)))
 
 
 def test_equal_values_have_no_spread_to_the_last_bit() -> None:
     found = spread([0] * 7, [0.1] * 7)
-    assert (found.std, found.within_groups, found.groups_without_spread) == (0.0, 0.0, 1.0)
-
-
-def test_groups_of_one_and_of_none_have_no_spread() -> None:
-    found = spread([0, 1], [1, 2])
-    assert (found.within_groups, found.groups_without_spread) == (None, 1.0)
-    assert found.std == pytest.approx(math.sqrt(0.5))
-    assert spread([0, 0], [None, None]) == Spread(2, 0, 1.0, None, None, None, 0, None)
-    assert spread([], []) == Spread(0, 0, None, None, None, None, 0, None)
+    assert (found["std"], found["within_groups"], found["groups_without_spread"]) == (0.0, 0.0, 1.0)
 
 
 def pairs(groups: list[int], first: list[float | None], second: list[float | None]) -> pl.DataFrame:
@@ -97,10 +88,10 @@ def test_scipy_agrees_over_all_and_within_groups() -> None:
     first = np.round(random.normal(size=320) + groups / 20, 1)  # rounded, so that there are ties
     second = np.round(first + random.normal(size=320), 1)
     found = rank_agreement(pairs(groups.tolist(), first.tolist(), second.tolist()), "a", "b")
-    assert found.overall == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
+    assert found["overall"] == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
     within = [spearmanr(first[groups == group], second[groups == group]).statistic for group in range(40)]
-    assert found.within_groups == pytest.approx(np.mean(within), abs=1e-12)
-    assert (found.pairs, found.groups, found.groups_undefined) == (320, 40, 0)
+    assert found["within_groups"] == pytest.approx(np.mean(within), abs=1e-12)
+    assert (found["pairs"], found["groups"], found["groups_undefined"]) == (320, 40, 0)
 
 
 def test_ranks_by_hand() -> None:
@@ -108,8 +99,8 @@ def test_ranks_by_hand() -> None:
     found = rank_agreement(
         pairs([0, 0, 0, 1, 1, 2, 2, 3, 3], [1, 2, 3, 1, 2, 5, 5, 9, None], [10, 20, 30, 2, 1, 1, 2, 4, 7]), "a", "b"
     )
-    assert found.within_groups == pytest.approx(0.0)
-    assert (found.pairs, found.groups, found.groups_undefined) == (8, 2, 2)
+    assert found["within_groups"] == pytest.approx(0.0)
+    assert (found["pairs"], found["groups"], found["groups_undefined"]) == (8, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +109,7 @@ def test_ranks_by_hand() -> None:
 )
 def test_without_spread_there_is_no_correlation(first: list[float | None], second: list[float | None]) -> None:
     found = rank_agreement(pairs([0] * len(first), first, second), "a", "b")
-    assert (found.overall, found.within_groups) == (None, None)
+    assert (found["overall"], found["within_groups"]) == (None, None)
 
 
 triples = st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=40)
@@ -131,7 +122,7 @@ def test_only_the_order_counts(rows: list[tuple[int, int, int]]) -> None:
     bent = rank_agreement(pairs(groups, [float(np.exp(x)) for x in first], [x**3 + 7.0 for x in second]), "a", "b")
     assert plain == bent
     turned = rank_agreement(pairs(groups, [-x for x in first], second), "a", "b")
-    for here, there in ((plain.overall, turned.overall), (plain.within_groups, turned.within_groups)):
+    for here, there in ((plain["overall"], turned["overall"]), (plain["within_groups"], turned["within_groups"])):
         assert (here is None) == (there is None)
         assert here is None or here == pytest.approx(-(there or 0.0), abs=1e-12)
 
@@ -141,21 +132,22 @@ def test_numpy_agrees_on_quantiles_and_bins() -> None:
     found = quantiles_of(pl.Series([*values, None]))
     assert found is not None
     expected = np.quantile(values, [0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1])
-    assert dataclasses.astuple(found) == pytest.approx(tuple(expected))
+    assert list(found.values()) == pytest.approx(expected.tolist())
     histogram = histogram_of(pl.Series(values))
     assert histogram is not None
-    assert histogram.counts == tuple(np.histogram(values, BINS)[0])
+    assert histogram[0].tolist() == np.histogram(values, BINS)[0].tolist()
 
 
-def test_values_between_0_and_1_keep_that_scale() -> None:
-    histogram = histogram_of(pl.Series([0.3, 0.6, 1.0, None]))
+@pytest.mark.parametrize(
+    ("values", "ends", "bins"),
+    [([0.3, 0.6, 1.0, None], (0.0, 1.0), [12, 24, BINS - 1]), ([7.0, 7.0], (6.5, 7.5), [20])],
+)
+def test_the_scale_of_a_histogram(values: list[float | None], ends: tuple[float, float], bins: list[int]) -> None:
+    histogram = histogram_of(pl.Series(values))
     assert histogram is not None
-    assert (histogram.low, histogram.high) == (0.0, 1.0)
-    assert [index for index, count in enumerate(histogram.counts) if count] == [12, 24, BINS - 1]
-
-
-def test_equal_values_have_a_scale_of_their_own() -> None:
-    assert histogram_of(pl.Series([7.0, 7.0])) == Histogram(6.5, 7.5, (0,) * 20 + (2,) + (0,) * 19)
+    counts, edges = histogram
+    assert (edges[0], edges[-1], len(edges)) == (*ends, BINS + 1)
+    assert np.flatnonzero(counts).tolist() == bins
 
 
 def test_nothing_has_no_quantiles() -> None:
