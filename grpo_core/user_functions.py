@@ -60,8 +60,6 @@ def load_function(place: str, reference: str, arguments: str = "{}", *, factory:
     """Import the function, once per process for each state of its file.
 
     Args:
-        place: of the setting, for messages.
-        reference: as in REFERENCE.
         arguments: a JSON object of keyword arguments.
         factory: whether what `reference` names gives the function when it is called with `arguments`; without it they
             go along with every call.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import anyio
 import anyio.to_thread
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
@@ -32,33 +32,8 @@ MAX_REQUESTS = 16
 _LOGGER = logging.getLogger(__name__)
 
 
-class _Refused(Exception):
-    """A request that the server refuses.
-
-    Args:
-        status: HTTP status of the answer.
-        reason: text of its body.
-    """
-
-    def __init__(self, status: int, reason: str) -> None:
-        self.status, self.reason = status, reason
-        super().__init__(reason)
-
-
 class RewardService:
-    """Answers the requests of a server.
-
-    Args:
-        rewards: the rewards by their names in requests.
-        token: the bearer token of every request; None to require none.
-        concurrency: batches scored at a time, each in a thread.
-        max_requests: requests that are processed at a time.
-        max_body_bytes: largest body of a request.
-        max_pixels: pixels of all images of a request together, which its bytes do not bound.
-
-    Raises:
-        InputError: a weight file is missing or not the right one.
-    """
+    """Answers the requests of a server; its arguments are those of :func:`create_app`."""
 
     def __init__(
         self,
@@ -78,17 +53,14 @@ class RewardService:
 
     async def describe(self, request: Request) -> JSONResponse:
         """Answer GET /v1/describe."""
-        try:
-            self._check_token(request)
-        except _Refused as refused:
-            return _refusal(refused)
+        self._check_token(request)
         rewards = [reward.model_dump() for reward in self._described.values()]
         return JSONResponse({"protocol": wire.PROTOCOL, "rewards": rewards})
 
     async def score(self, request: Request) -> JSONResponse:
         """Answer POST /v1/score."""
         if self._pending >= self._max_requests:
-            return _refusal(_Refused(429, f"{self._pending} requests are waiting already"), {"Retry-After": "1"})
+            raise HTTPException(429, f"{self._pending} requests are waiting already", {"Retry-After": "1"})
         self._pending += 1
         try:
             self._check_token(request)
@@ -96,11 +68,11 @@ class RewardService:
             # An answer that no client waits for must not occupy a thread.
             content = await anyio.to_thread.run_sync(self._answer, body, limiter=self._threads, abandon_on_cancel=True)
             return JSONResponse(content)
-        except _Refused as refused:
-            return _refusal(refused)
+        except HTTPException:
+            raise
         except Exception as error:
             _LOGGER.exception("a batch could not be scored")
-            return _refusal(_Refused(500, f"the reward raised {type(error).__name__}; the server's log says more"))
+            raise HTTPException(500, f"the reward raised {type(error).__name__}; the server's log says more") from error
         finally:
             self._pending -= 1
 
@@ -109,15 +81,15 @@ class RewardService:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
-            raise _Refused(401, "this server requires a bearer token, and the request has none or another")
+            raise HTTPException(401, "this server requires a bearer token, and the request has none or another")
 
     async def _body(self, request: Request) -> bytes:
         # A page in a browser can post plain text to any address, but JSON only with the server's consent.
         if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
-            raise _Refused(415, "send Content-Type: application/json")
+            raise HTTPException(415, "send Content-Type: application/json")
         declared = request.headers.get("Content-Length", "0")
         content = bytearray()
-        too_large = _Refused(413, f"the request is larger than {self._max_body_bytes} bytes")
+        too_large = HTTPException(413, f"the request is larger than {self._max_body_bytes} bytes")
         if not declared.isdigit() or int(declared) > self._max_body_bytes:
             raise too_large
         async for part in request.stream():
@@ -130,19 +102,21 @@ class RewardService:
         try:
             requested = wire.ScoreRequest.model_validate_json(body)
         except ValidationError as error:
-            raise _Refused(422, wire.first_error(error)) from error
+            raise HTTPException(422, wire.first_error(error)) from error
         if requested.reward not in self._rewards:
-            raise _Refused(404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self._rewards))}")
+            raise HTTPException(
+                404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self._rewards))}"
+            )
         reward, described = self._rewards[requested.reward], self._described[requested.reward]
         try:
             pixels = wire.declared_pixels(requested)
             if pixels > self._max_pixels:
-                raise _Refused(413, f"the images have {pixels} pixels together, more than {self._max_pixels}")
+                raise HTTPException(413, f"the images have {pixels} pixels together, more than {self._max_pixels}")
             batch = wire.read_batch(requested)
             _refuse_unfit(reward, batch)
             scores = score_samples(reward, batch)
         except InputError as error:
-            raise _Refused(422, str(error)) from error
+            raise HTTPException(422, str(error)) from error
         return wire.write_answer(described, batch.sample_ids, scores)
 
 
@@ -176,13 +150,21 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     max_pixels: int = MAX_REQUEST_PIXELS,
 ) -> FastAPI:
-    """Make the application; its arguments are those of :class:`RewardService`.
+    """Make the application.
+
+    Args:
+        rewards: the rewards by their names in requests.
+        token: the bearer token of every request; None to require none.
+        concurrency: batches scored at a time, each in a thread.
+        max_requests: requests that are processed at a time.
+        max_body_bytes: largest body of a request.
+        max_pixels: pixels of all images of a request together, which its bytes do not bound.
 
     Raises:
         InputError: a weight file is missing or not the right one.
     """
     service = RewardService(rewards, token, concurrency, max_requests, max_body_bytes, max_pixels)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers={HTTPException: _refuse})
     app.add_route(wire.DESCRIBE_PATH, service.describe, methods=["GET"])
     app.add_route(wire.SCORE_PATH, service.score, methods=["POST"])
     return app
@@ -200,11 +182,9 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; batches that are being scored are finished, for up to ten seconds.
 
     Args:
-        rewards: the rewards by their names in requests.
         host: address to listen on; one that other machines can reach requires a token.
         port: 0 for any that is free.
         token_env: environment variable with the token; None to require none.
-        concurrency: batches scored at a time.
         report_progress: called with one line, the server's address, when requests are accepted.
 
     Raises:
@@ -254,14 +234,16 @@ def _run(server: uvicorn.Server, listener: socket.socket) -> None:
 def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
     kind = "text" if batch.completions else "image"
     if kind not in reward.media:
-        raise _Refused(422, f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s")
+        raise HTTPException(422, f"this reward scores {' and '.join(reward.media)}s, and these samples are {kind}s")
     if reward.needs_group and not batch.group_ids:
-        raise _Refused(422, "this reward compares siblings, and these samples come without group_id")
+        raise HTTPException(422, "this reward compares siblings, and these samples come without group_id")
     for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
         if not fits_reward(image, reward.min_side, reward.max_aspect):
             needs = shown_bounds(reward.min_side, reward.max_aspect)
-            raise _Refused(422, f"sample {sample_id} has {shown_size(image)} pixels; this reward needs {needs}")
+            raise HTTPException(422, f"sample {sample_id} has {shown_size(image)} pixels; this reward needs {needs}")
 
 
-def _refusal(refused: _Refused, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": refused.reason}, refused.status, headers)
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that is refused, in the protocol's form."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)

@@ -131,12 +131,7 @@ class FunctionReward(Reward):
         return [str(InputError(f"{_PLACE}, {function.place}", self.function, hint))]
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample, with one call per group or one call for all.
-
-        Raises:
-            InputError: the function cannot be loaded, raised (unless `on_error` is null), or did not return
-                one number or None per sample.
-        """
+        """Score each sample, with one call per group or one call for all."""
         function = self._load()
         if not self.by_group:
             return self._score_rows(function, batch)

@@ -26,11 +26,6 @@ def open_image(content: bytes, place: str, formats: tuple[str, ...] = _READABLE_
     Pillow warns of large images and refuses none below twice its own limit, and it would try each of some forty
     formats, one of which starts another program.
 
-    Args:
-        content: of the file.
-        place: where the image comes from, for the message.
-        formats: Pillow's names of the accepted formats.
-
     Raises:
         InputError: more than MAX_PIXELS.
         OSError, ValueError, SyntaxError: not an image of these formats.
@@ -66,9 +61,7 @@ def decode_stored(content: bytes, sample_id: str) -> Image.Image:
 def to_rgb(image: Image.Image, place: str) -> Image.Image:
     """Convert to 8-bit RGB, upright by the EXIF orientation, transparency over white.
 
-    Args:
-        image: bilevel, greyscale, palette, RGB, CMYK or YCbCr in 8 bits, or greyscale in 16 (divided by 257).
-        place: where the image comes from, for the message.
+    Modes are bilevel, greyscale, palette, RGB, CMYK and YCbCr in 8 bits, and greyscale in 16 (divided by 257).
 
     Raises:
         InputError: another mode (32-bit integers and floats have no known range); an empty image; a truncated file, or

@@ -76,16 +76,7 @@ class ScoringBatch:
         return ScoringBatch(**chosen, columns=columns)
 
     def rgb_images(self, reward: str, min_side: int = 1, max_aspect: float = math.inf) -> Iterator[Image.Image]:
-        """Yield each image in RGB.
-
-        Args:
-            reward: the name of the reward that looks at them, for messages.
-            min_side: smallest side that the reward can score, in pixels.
-            max_aspect: largest ratio of the long side to the short one.
-
-        Raises:
-            InputError: an image of an unknown mode, too small or too long.
-        """
+        """Yield each image in RGB; InputError, with the reward's name, for an unknown mode, too small or too long."""
         for sample_id, image in zip(self.sample_ids, self.images, strict=True):
             place = f"rewards.{reward}, sample {sample_id}"
             rgb = to_rgb(image, place)
@@ -204,7 +195,14 @@ class Reward(abc.ABC):
 
     @abc.abstractmethod
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Return one score per sample, in order; a sample's depends on no other sample except its siblings."""
+        """Return one score per sample, in order; a sample's depends on no other sample except its siblings.
+
+        The first call of a process loads what the reward needs.
+
+        Raises:
+            InputError: weights, packages, columns, tokens or groups that it needs are missing or wrong; an image of an
+                unknown mode, or of a size that it cannot score; a service or function that breaks its contract.
+        """
 
 
 def score_samples(reward: Reward, batch: ScoringBatch) -> list[Score]:

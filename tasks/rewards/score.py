@@ -19,10 +19,9 @@ from tasks.execution.caching import stage_task
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
-from tasks.rewards.lost import refuse_lost_scores
 from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
-from tasks.rewards.stored import provenance_json
+from tasks.rewards.stored import provenance_json, refuse_lost_scores
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -110,11 +109,7 @@ def score_reward_task(
     """Score every stored sample that the reward is meant for.
 
     Args:
-        rollouts: the samples.
-        section: the reward.
-        folder: its table is kept in a folder of the reward's label below this one.
-        title: name of the iteration or evaluation.
-        placement: threads of this process.
+        folder: the reward's table is kept in a folder of the reward's label below this one.
         earlier: tables with scores of the same provenance; a sample that one of them has scored is not scored again.
         part: which shard of the groups, from 0, and of how many; None: all groups.
 

@@ -81,21 +81,3 @@ def test_the_run_stops_by_name_keeps_what_it_has_and_goes_on_when_the_service_is
     assert again.stages[0] == "iteration 2: score remote"
     assert not {"iteration 2: collect rollouts", "iteration 2: score answer"} & set(again.stages)
     assert again.summary.policy_digest == undisturbed.summary.policy_digest
-
-
-def test_within_the_limit_the_siblings_stand_in_and_the_report_counts_them(empty: Runs) -> None:
-    with service(answers=7) as (url, _):
-        run = start(empty, url, max_failures=0.3, iterations=2)
-    assert run.summary.iterations == 2
-    table = scores(empty, 2, "remote")
-    assert table["failure"].is_null().to_list() == [True] * 12 + [False] * 4
-    assert table["value"].null_count() == 4
-    metrics = pl.read_parquet(empty.path("iteration_000002", "metrics.parquet", run="text"))
-    counts = dict(zip(metrics["metric"], metrics["value"], strict=True))
-    assert (counts["rewards/remote/failed"], counts["rewards/remote/null"], counts["rewards_imputed"]) == (4, 4, 4)
-    known = table["value"].to_list()[:12]
-    # The second group: four samples scored, four with the mean of these in place of the missing score.
-    filled = [*known, *[sum(known[8:]) / 4] * 4]
-    expected = [remote + own for remote, own in zip(filled, scores(empty, 2, "answer")["value"], strict=True)]
-    advantages = pl.read_parquet(empty.path("iteration_000002", "advantages", "advantages.parquet", run="text"))
-    assert advantages["reward"].to_list() == pytest.approx(expected)

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.rewards.lost import refuse_lost_scores
+from tasks.rewards.stored import refuse_lost_scores
 from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.storage.made_artifacts import FOLDER, commit

@@ -107,19 +107,3 @@ def test_samples_without_a_reward_are_left_out_and_none_at_all_is_refused(
     with pytest.raises(ValueError, match="every reward of every sample is null"):
         update(base(), rollouts, nothing)
     assert store.find("policies/000001") == policy.checkpoint
-
-
-def test_a_reward_of_another_dataset_is_null_and_leaves_the_weights(store: ArtifactStore) -> None:
-    mix = (
-        RewardSection(reward="jpeg", name="a", datasets=("shapes",)),
-        RewardSection(reward="jpeg", name="b", datasets=("signs",), weight=3.0),
-    )
-    rollouts = collect(base(), plan(datasets=("shapes", "signs")))
-    draw = score(rollouts, mix=mix)
-    values = {label: scores_of(store, draw, label)["value"] for label in "ab"}
-    assert [value is None for value in values["a"]] == [False, False, True, True]
-    assert [value is None for value in values["b"]] == [True, True, False, False]
-    advantages = compare_draws((draw,), mix=mix)
-    expected = [*values["a"][:2], *(3.0 * value for value in values["b"][2:])]
-    assert table_of(store, advantages)["reward"].to_list() == pytest.approx(expected)
-    assert {"datasets/shapes/reward", "datasets/signs/reward"} <= set(advantages.metrics)

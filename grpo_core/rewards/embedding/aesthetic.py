@@ -5,7 +5,6 @@ fitted to the ratings of SAC, Logos and AVA on embeddings of length 1 of OpenAI'
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar
 
 import torch
@@ -14,12 +13,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.clip import DEFAULT_MODEL, ClipSource, library_version
+from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
-from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference, load_once
-from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text, clamp_unit
+from grpo_core.rewards.model_reward import Sha256, Weights, exact_inference, load_once
+from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
-from grpo_core.rewards.weights.tensors import load_state_dict, tensor_shapes
+from grpo_core.rewards.weights.tensors import load_state_dict
 
 FULL_SCALE = 10.0
 _PLACE = "rewards.aesthetic.head"
@@ -38,41 +37,23 @@ LAYERS = (("layers.0", 1024), ("layers.2", 128), ("layers.4", 64), ("layers.6", 
 
 
 @dataclass(frozen=True, config=STRICT)
-class AestheticReward(ModelReward):
+class AestheticReward(ClipReward):
     """Value clip(rating / 10, 0, 1); raw the rating, mostly between 1 and 10, unbounded.
 
     Attributes:
-        model: open_clip's tag of the network, or the path of an open_clip_config.json.
-        pretrained: open_clip's name of the release of the weights; by default ``openai``.
-        weights: open_clip's state dict: its path (.safetensors, or .pt of named tensors), or ``hf://owner/repo/file``.
-        weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         head: the state dict of the head: its path, or ``hf://owner/repo/file``.
         head_sha256: digest that this file must have.
-        device: where CLIP computes: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
-    model: Text = DEFAULT_MODEL
-    pretrained: Text | None = None
-    weights: str | None = None
-    weights_sha256: Sha256 | None = None
     head: str | None = None
     head_sha256: Sha256 | None = None
-    device: Device = "cpu"
 
     name: ClassVar[str] = "aesthetic"
-
-    @property
-    def version(self) -> str:
-        """Includes the library that prepares images."""
-        return f"1+{library_version()}"
-
-    def settings(self) -> Mapping[str, object]:
-        """Return network and release."""
-        return self._clip().settings()
+    free_settings: ClassVar[frozenset[str]] = ClipReward.free_settings | {"head", "head_sha256"}
 
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return CLIP's and the head's."""
-        return {"clip": self._clip(), "head": self._head()}
+        return {"clip": self.clip(), "head": self._head()}
 
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights, a head for another network, a missing device."""
@@ -80,19 +61,15 @@ class AestheticReward(ModelReward):
         if self.head is None or self.head.startswith("hf://") or self._head().find_problem() is not None:
             return problems
         try:
-            check_head(self.head, tensor_shapes(_PLACE, self.head), self._clip().architecture().width)
+            load_head(self._head().resolve(), self.clip().architecture().width)
         except InputError as error:
             # The check of CLIP has reported an unknown network already.
             return [*problems, str(error)] if error.place == _PLACE else problems
         return problems
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample; the first call of a process loads the weights.
-
-        Raises:
-            InputError: missing or wrong weights, a head for another network, an image of an unknown mode.
-        """
-        clip = self._clip()
+        """Score each sample; the first call of a process loads the weights."""
+        clip = self.clip()
         head = load_head(self._head().resolve(), clip.architecture().width)
         model = load_clip(clip, self.device)
         ratings = [aesthetic_rating(head, model.image_embedding(image)) for image in batch.rgb_images(self.name)]
@@ -101,36 +78,32 @@ class AestheticReward(ModelReward):
     def _head(self) -> WeightSource:
         return WeightSource(_PLACE, self.head, self.head_sha256, HEAD)
 
-    def _clip(self) -> ClipSource:
-        return ClipSource(self.name, self.model, self.pretrained, self.weights, self.weights_sha256)
+
+Layers = tuple[tuple[Tensor, Tensor], ...]
+"""The layers of a head in order, each a matrix [out, in] and a vector [out], in fp32 on the CPU."""
 
 
-@plain_dataclass(frozen=True)
-class AestheticHead:
-    """The layers in order, each a matrix [out, in] and a vector [out], in fp32 on the CPU."""
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-
-
-def aesthetic_rating(head: AestheticHead, embedding: Float32[Tensor, " width"]) -> float:
+def aesthetic_rating(head: Layers, embedding: Float32[Tensor, " width"]) -> float:
     """Rate an image by its embedding of length 1; NaN for an embedding of NaN."""
     with exact_inference("cpu"):
         hidden = embedding
-        for matrix, offset in head.layers:
+        for matrix, offset in head:
             hidden = torch.nn.functional.linear(hidden, matrix, offset)
         return hidden.item()
 
 
-def check_head(path: str, shapes: Mapping[str, tuple[int, ...]], width: int) -> None:
-    """Refuse tensors that are not a head for embeddings of that width.
+@load_once
+def load_head(file: WeightFile, width: int) -> Layers:
+    """Load the head for embeddings of that width.
 
     Raises:
-        InputError: one is missing or of another shape.
+        InputError: the file cannot be read, or is not a head for such embeddings.
     """
+    tensors = load_state_dict(file)
     inputs = width
     for layer, outputs in LAYERS:
         for name, shape in ((f"{layer}.weight", (outputs, inputs)), (f"{layer}.bias", (outputs,))):
-            found = shapes.get(name)
+            found = tuple(tensors[name].shape) if name in tensors else None
             if found == shape:
                 continue
             if layer == LAYERS[0][0] and found is not None and found[:1] == shape[:1]:
@@ -138,25 +111,8 @@ def check_head(path: str, shapes: Mapping[str, tuple[int, ...]], width: int) -> 
                     f"This head needs embeddings of {found[1]} numbers, this CLIP has {width}. Set `model` "
                     "to the network that the head was fitted to (ViT-L-14-quickgelu for the published one)."
                 )
-                raise InputError(_PLACE, path, hint)
+                raise InputError(_PLACE, file.path, hint)
             seen = "is missing" if found is None else f"has shape {list(found)}, not {list(shape)}"
-            raise InputError(_PLACE, path, f"In this file {name} {seen}. Set {HEAD.file}.")
+            raise InputError(_PLACE, file.path, f"In this file {name} {seen}. Set {HEAD.file}.")
         inputs = outputs
-
-
-@load_once
-def load_head(file: WeightFile, width: int) -> AestheticHead:
-    """Load the head.
-
-    Args:
-        file: its weights.
-        width: of the embeddings that it rates.
-
-    Raises:
-        InputError: the file cannot be read, or is not a head for such embeddings.
-    """
-    tensors = load_state_dict(file)
-    check_head(file.path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, width)
-    return AestheticHead(
-        tuple((tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()) for layer, _ in LAYERS)
-    )
+    return tuple((tensors[f"{layer}.weight"].float(), tensors[f"{layer}.bias"].float()) for layer, _ in LAYERS)

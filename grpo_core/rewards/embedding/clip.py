@@ -16,8 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass as settings_dataclass
+
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import ScoringBatch
+from grpo_core.rewards.model_reward import Device, ModelReward, Sha256
+from grpo_core.rewards.reward import STRICT, ScoringBatch, Text
 from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
 
 DEFAULT_MODEL = "ViT-L-14-quickgelu"
@@ -75,14 +78,7 @@ class ClipArchitecture:
 
 @dataclass(frozen=True)
 class ClipSource:
-    """The settings of a reward that name a CLIP network and its weights.
-
-    Attributes:
-        reward: the reward's name, for the places in messages.
-        model: open_clip's tag of the network, or the path of an open_clip_config.json.
-        pretrained: open_clip's name of the release of the weights; None means ``openai`` with a tag.
-        weights: open_clip's state dict: a path or ``hf://owner/repo/file``.
-        weights_sha256: the digest that the file must have.
+    """The settings of a reward that name a CLIP network and its weights, as in :class:`ClipReward`.
 
     Raises:
         InputError: a tag that open_clip does not know; malformed weights.
@@ -107,19 +103,11 @@ class ClipSource:
             return error
 
     def architecture(self) -> ClipArchitecture:
-        """Return the network.
-
-        Raises:
-            InputError: there is none of that name, or the weights were trained for another.
-        """
+        """Return the network; raises as :func:`find_architecture`."""
         return find_architecture(self._place("model"), self.model, self.pretrained)
 
     def weight_file(self) -> WeightFile:
-        """Return the weights.
-
-        Raises:
-            InputError: they are missing or have another digest.
-        """
+        """Return the weights; raises as :meth:`WeightSource.resolve`."""
         return self._source(self._published(self.architecture())).resolve()
 
     def digest(self) -> str:
@@ -127,11 +115,7 @@ class ClipSource:
         return self.weight_file().sha256
 
     def settings(self) -> Mapping[str, object]:
-        """Return network and release; a configuration file by its content.
-
-        Raises:
-            InputError: as :meth:`architecture`.
-        """
+        """Return network and release; a configuration file by its content. Raises as :meth:`architecture`."""
         if not is_config_file(self.model):
             # Without open_clip, whose import takes longer than everything else that a configuration needs.
             return {"model": self.model, "pretrained": self.pretrained or DEFAULT_RELEASE}
@@ -163,6 +147,39 @@ def library_version() -> str:
     return f"open-clip-{metadata.version('open-clip-torch')}"
 
 
+@settings_dataclass(frozen=True, config=STRICT)
+class ClipReward(ModelReward):
+    """A reward that looks at CLIP's embeddings.
+
+    Attributes:
+        model: open_clip's tag of the network, or the path of an open_clip_config.json.
+        pretrained: open_clip's name of the release of the weights; None: ``openai`` with a tag. It determines how
+            images are prepared, and must have been trained with the network's activation.
+        weights: open_clip's state dict: its path (.safetensors, or .pt of named tensors), or ``hf://owner/repo/file``.
+        weights_sha256: digest that the file must have, complete or its first 8 digits or more.
+        device: where CLIP computes: ``cpu``, ``cuda`` or ``cuda:N``.
+    """
+
+    model: Text = DEFAULT_MODEL
+    pretrained: Text | None = None
+    weights: str | None = None
+    weights_sha256: Sha256 | None = None
+    device: Device = "cpu"
+
+    @property
+    def version(self) -> str:
+        """Includes the library that prepares images and texts."""
+        return f"1+{library_version()}"
+
+    def settings(self) -> Mapping[str, object]:
+        """Return what determines the scores; a network by its content."""
+        return {**super().settings(), **self.clip().settings()}
+
+    def clip(self) -> ClipSource:
+        """Return the network and its weights."""
+        return ClipSource(self.name, self.model, self.pretrained, self.weights, self.weights_sha256)
+
+
 def check_prompts(
     reward: str,
     batch: ScoringBatch,
@@ -173,11 +190,8 @@ def check_prompts(
     """Log, or refuse, prompts that are longer than what the model reads; once per batch.
 
     Args:
-        reward: its name, for messages.
-        batch: the samples.
         count_tokens: of a prompt, including the start and end marks.
         context_length: how many tokens the model reads.
-        long_prompts: what to do with them.
 
     Raises:
         InputError: there is one, and `long_prompts` is ``refuse``.
@@ -206,12 +220,7 @@ def is_config_file(model: str) -> bool:
 
 
 def find_architecture(place: str, model: str, release: str | None) -> ClipArchitecture:
-    """Find the network that the settings mean.
-
-    Args:
-        place: of the setting `model`, for messages; the setting of the release is next to it, ``pretrained``.
-        model: a tag of open_clip or the path of a configuration file as open_clip writes it next to the weights.
-        release: open_clip's name of the pretrained weights; None means ``openai`` with a tag.
+    """Find the network that the settings `model` (at `place`) and ``pretrained`` (next to it) mean.
 
     Raises:
         InputError: no such configuration, release, or a release that was trained with another activation.

@@ -16,11 +16,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.embedding.clip import DEFAULT_MODEL, ClipSource, library_version
+from grpo_core.rewards.embedding.clip import ClipReward, ClipSource
 from grpo_core.rewards.embedding.clip_model import ClipModel, load_clip
 from grpo_core.rewards.images import fit_to
-from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference
-from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, Text, clamp_unit
+from grpo_core.rewards.model_reward import Weights, exact_inference
+from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import PackagedFile, WeightSource
@@ -55,7 +55,7 @@ class Distance(Generic[_T]):
 
 
 @dataclass(frozen=True, config=STRICT)
-class DiversityReward(ModelReward):
+class DiversityReward(ClipReward):
     """Value clip(raw, 0, 1); raw the mean distance of the image to each of its siblings.
 
     An image without siblings, and one of a batch that names no groups, has no score.
@@ -65,27 +65,18 @@ class DiversityReward(ModelReward):
             for a difference; ``lpips``, which does less so; ``clip``, 1 - the cosine of the embeddings, which sees what
             the images show and hardly how.
         weights: for ``lpips`` the trunk's state dict, for ``clip`` open_clip's: a path or ``hf://owner/repo/file``.
-        weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         net: the trunk of ``lpips``: ``alex``, ``vgg`` or ``squeeze``.
-        model: the network of ``clip``: open_clip's tag, or the path of an open_clip_config.json.
-        pretrained: open_clip's name of the release of the weights of ``clip``; by default ``openai``.
-        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``; pixels are compared on the CPU.
     """
 
     measure: Literal["pixels", "lpips", "clip"] = "pixels"
-    weights: str | None = None
-    weights_sha256: Sha256 | None = None
     net: Trunk = "alex"
-    model: Text = DEFAULT_MODEL
-    pretrained: Text | None = None
-    device: Device = "cpu"
 
     name: ClassVar[str] = "diversity"
     needs_group: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._clip()
+        self.clip()
         if self.measure == "pixels" and self.weights is not None:
             hint = "The measure pixels needs no weights: set measure to lpips or clip, or leave them out."
             raise InputError(f"{_PLACE}.weights", self.weights, hint)
@@ -93,7 +84,7 @@ class DiversityReward(ModelReward):
     @property
     def version(self) -> str:
         """Includes, for ``clip``, the library that prepares the images."""
-        return f"1+{library_version()}" if self.measure == "clip" else "1"
+        return super().version if self.measure == "clip" else "1"
 
     @property
     def min_side(self) -> int:
@@ -102,7 +93,7 @@ class DiversityReward(ModelReward):
 
     def settings(self) -> Mapping[str, object]:
         """Return the measure and its network."""
-        network: Mapping[str, object] = self._clip().settings() if self.measure == "clip" else {}
+        network: Mapping[str, object] = self.clip().settings() if self.measure == "clip" else {}
         return {"measure": self.measure, **network, **({"net": self.net} if self.measure == "lpips" else {})}
 
     def weight_sources(self) -> Mapping[str, Weights]:
@@ -110,7 +101,7 @@ class DiversityReward(ModelReward):
         if self.measure == "pixels":
             return {}
         if self.measure == "clip":
-            return {"clip": self._clip()}
+            return {"clip": self.clip()}
         return {"trunk": self._trunk(), "heads": PackagedFile(heads_file(self.net))}
 
     def preflight(self) -> Sequence[str]:
@@ -118,19 +109,16 @@ class DiversityReward(ModelReward):
         return [] if self.measure == "pixels" else super().preflight()
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample; a distance that is not finite is a failure.
-
-        Raises:
-            InputError: missing or wrong weights, an image that is too small, siblings of another aspect ratio.
-        """
+        """Score each sample; a distance that is not finite is a failure."""
         groups: dict[str, list[int]] = defaultdict(list)
         for row, group_id in enumerate(batch.group_ids):
             groups[group_id].append(row)
         with_siblings = [rows for rows in groups.values() if len(rows) > 1]
         scores = [NOT_APPLICABLE] * len(batch)
-        distance = self._distance() if with_siblings else None
+        if not with_siblings:
+            return scores
+        distance = self._distance()
         for rows in with_siblings:
-            assert distance is not None, "built where there are siblings"
             for row, mean in zip(rows, distance.means(self._images(batch.select(rows))), strict=True):
                 scores[row] = Score.of(clamp_unit(mean), mean)
         return scores
@@ -145,13 +133,14 @@ class DiversityReward(ModelReward):
         if self.measure == "pixels":
             return pixel_distance()
         if self.measure == "clip":
-            return clip_distance(load_clip(self._clip(), self.device))
+            return clip_distance(load_clip(self.clip(), self.device))
         return lpips_distance(load_network(self.net, self._trunk().resolve(), self.device), self.device)
 
     def _trunk(self) -> WeightSource:
         return WeightSource(f"{_PLACE}.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
 
-    def _clip(self) -> ClipSource:
+    def clip(self) -> ClipSource:
+        """Return the network of ``clip`` and its weights."""
         # Weights of another measure's network are not CLIP's.
         weights = self.weights if self.measure == "clip" else None
         return ClipSource(self.name, self.model, self.pretrained, weights, self.weights_sha256)
@@ -171,10 +160,6 @@ def lpips_distance(network: nn.Module, device: str) -> Distance[list[Tensor]]:
     """Compute LPIPS, bitwise equal to ``perceptual_distance`` of the pair.
 
     An image's features stay in memory while its group is compared: some 11 MB for 512x512 pixels with alex.
-
-    Args:
-        network: from ``load_network``, on `device`.
-        device: the device of the network.
     """
     import lpips
 

@@ -40,11 +40,7 @@ class StatisticReward(Reward):
         """Score an RGB image; `place` names the sample in messages."""
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample.
-
-        Raises:
-            InputError: an image of an unknown mode, or of a size that cannot be scored.
-        """
+        """Score each sample."""
         named = zip(batch.sample_ids, batch.rgb_images(self.name), strict=True)
         return [self.score_image(image, f"rewards.{self.name}, sample {sample_id}") for sample_id, image in named]
 

@@ -71,11 +71,6 @@ class JudgeReward(ServiceReward):
         high: best score.
         max_tokens: of an answer; more where the model reasons first.
         seed: for the judge's sampler.
-        timeout_s: of one attempt, in seconds.
-        attempts: for each request, the first included.
-        backoff_s: pause before the second attempt, doubled with each further one.
-        concurrency: requests at a time.
-        token_env: environment variable with the bearer token.
     """
 
     timeout_s: Positive = 120.0
@@ -120,12 +115,7 @@ class JudgeReward(ServiceReward):
         return [str(InputError("rewards.judge.model", self.model, hint))]
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample with a request of its own.
-
-        Raises:
-            InputError: the endpoint refuses the request or speaks another protocol; a column of the rubric is missing;
-                an image of an unknown mode.
-        """
+        """Score each sample with a request of its own."""
         for column in self._columns():
             if column not in batch.columns:
                 hint = f"The prompts have no column {column}; they have {', '.join(batch.columns) or 'none'}."

@@ -59,11 +59,7 @@ class RewardModelReward(ModelReward):
         return {"model": self._source()}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample; the first call of a process loads the model.
-
-        Raises:
-            InputError: a missing, wrong or broken model; a chat template that refuses a conversation of two messages.
-        """
+        """Score each sample; the first call of a process loads the model."""
         source = self._source()
         scorer = load_scorer(source, source.digest(), self.device)
         # One at a time: padding and the batch that a matrix product runs in change its last bits.
@@ -131,12 +127,7 @@ class RewardModelScorer:
 
 @load_once
 def load_scorer(source: ModelSource, digest: str, device: str) -> RewardModelScorer:
-    """Load the model in fp32, and its tokenizer.
-
-    Args:
-        source: the model.
-        digest: of its files, so that a changed model is loaded again.
-        device: where it goes.
+    """Load the model in fp32, and its tokenizer; `digest` is that of its files, so that changed ones are loaded again.
 
     Raises:
         InputError: it is not a sequence classification model with one label, or has no tokenizer.

@@ -104,12 +104,7 @@ class TextAccuracyReward(Reward):
         return self._build_engine().find_problems()
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample; the first call of a process loads the engine.
-
-        Raises:
-            InputError: an image of an unknown mode or too long for its width, a column without text; the engine
-                is not installed.
-        """
+        """Score each sample; the first call of a process loads the engine."""
         engine = self._build_engine()
         wanted = [self._find_texts(batch, row) for row in range(len(batch))]
         rows = [row for row, texts in enumerate(wanted) if texts]

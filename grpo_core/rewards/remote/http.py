@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import anyio
 from pydantic import AfterValidator, Field
@@ -40,17 +40,12 @@ _JITTER = random.Random()
 class ServiceFailure(Exception):
     """A service did not answer in any attempt; the message contains no address.
 
-    Args:
-        reason: what went wrong the last time.
-        retry_after_s: waiting time that the service requested; None without a request.
+    `retry_after_s` is the waiting time that it requested.
     """
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         self.reason, self.retry_after_s = reason, retry_after_s
         super().__init__(reason)
-
-    def __reduce__(self) -> tuple[type["ServiceFailure"], tuple[str, float | None]]:
-        return type(self), (self.reason, self.retry_after_s)
 
 
 @dataclass(frozen=True)
@@ -111,12 +106,13 @@ class Service:
     async def _attempt(self, method: str, url: str, body: bytes | None) -> object:
         import httpx
 
+        token = self._token()
         # httpx's time limit restarts with every byte.
         client = httpx.AsyncClient(
             timeout=None,
             # A proxy of the environment cannot reach this machine's loopback.
             trust_env=urlsplit(self.url).hostname not in LOOPBACK,
-            headers=self._headers(),
+            headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {}),
             verify=_certificates(),
         )
         try:
@@ -128,7 +124,7 @@ class Service:
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise ServiceFailure(f"the service could not be reached ({type(error).__name__})") from error
         if response.status_code == 429 or response.status_code >= 500:
-            wait_s = _retry_after(response.headers.get("Retry-After"))
+            wait_s = _retry_after(response.headers.get("Retry-After", ""))
             raise ServiceFailure(f"the service answered with status {response.status_code}", wait_s)
         if response.status_code != 200:
             raise self._refused(url, response.status_code, content)
@@ -145,10 +141,6 @@ class Service:
             if len(content) > MAX_ANSWER_BYTES:
                 raise InputError(url, f"over {MAX_ANSWER_BYTES} bytes", "No answer is that long. Correct `url`.")
         return bytes(content)
-
-    def _headers(self) -> dict[str, str]:
-        token = self._token()
-        return {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
 
     def _token(self) -> str | None:
         return read_token(f"rewards.{self.reward}.token_env", self.token_env)
@@ -171,8 +163,13 @@ class Service:
 
 
 def _check_url(url: str) -> str:
-    parts = _split(url)
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        # What httpx refuses: port 0, a host that is no name, white space and control characters.
+        sound = parts.port != 0 and (parts.hostname or "").encode("idna") and not re.search(r"[\s\x00-\x1f\x7f]", url)
+    except ValueError:
+        sound = False
+    if not sound or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
         raise InputError("", url, "Set an address such as http://127.0.0.1:8600.")
     if parts.username is not None or parts.password is not None:
         hint = "Put the secret into an environment variable and set `token_env` to its name."
@@ -190,7 +187,7 @@ def _check_token_env(name: str) -> str:
 
 @settings_dataclass(frozen=True, config=STRICT)
 class ServiceReward(Reward):
-    """A reward that a service computes; the attributes are those of :class:`Service`."""
+    """A reward that a service computes; the attributes are those of :class:`Service`, and requests at a time."""
 
     url: Annotated[str, AfterValidator(_check_url)] = ""
     timeout_s: Positive = 60.0
@@ -249,20 +246,8 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def _split(url: str) -> SplitResult | None:
-    """Split an address that httpx accepts; None for another."""
-    try:
-        parts = urlsplit(url)
-        sound = parts.port != 0 and (parts.hostname or "").encode("idna") and not re.search(r"[\s\x00-\x1f\x7f]", url)
-    except ValueError:
-        return None
-    return parts if sound else None
-
-
-def _retry_after(value: str | None) -> float | None:
+def _retry_after(value: str) -> float | None:
     """Return the seconds of a Retry-After header, a number or a date (RFC 9110, section 10.2.3)."""
-    if value is None:
-        return None
     if re.fullmatch(r"[0-9]{1,9}", value.strip()):
         return float(value)
     try:

@@ -28,14 +28,9 @@ class RemoteReward(ServiceReward):
         reward: name of the reward there.
         reward_version: that the reward must have there. Without it the server is queried once per process, and must
             answer whenever the run is started.
-        timeout_s: of one attempt, in seconds.
-        attempts: for each request, the first included.
-        backoff_s: pause before the second attempt, doubled with each further one.
         batch_size: samples per request.
-        concurrency: requests at a time.
         by_group: whether each request is one complete group; for rewards that compare siblings.
         with_targets: whether target images are sent along; for rewards that compare with them.
-        token_env: environment variable with the bearer token.
     """
 
     reward: Text = ""
@@ -88,12 +83,7 @@ class RemoteReward(ServiceReward):
         return []
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample.
-
-        Raises:
-            InputError: the server refuses the request or breaks the protocol; another
-                version of the reward; samples of another kind or size than it scores.
-        """
+        """Score each sample."""
         if self.by_group and not batch.group_ids:
             raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
         try:
@@ -116,10 +106,9 @@ class RemoteReward(ServiceReward):
         return [list(rows[start : start + self.batch_size]) for start in rows[:: self.batch_size]]
 
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
-        service = self.service()
         body = wire.write_request(self.reward, batch, self.with_targets)
         try:
-            answer = wire.ScoreAnswer.model_validate(service.post(wire.SCORE_PATH, body))
+            answer = wire.ScoreAnswer.model_validate(self.service().post(wire.SCORE_PATH, body))
             if answer.reward != self.reward:
                 raise ValueError(f"scores of the reward {answer.reward!r}")
             self._check_version(answer.version, described.version)

@@ -41,18 +41,10 @@ class _Answer(BaseModel):
 
 
 class RewardDescription(_Answer):
-    """A reward of a server.
+    """A reward of a server, by the properties of a Reward.
 
-    Attributes:
-        name: for requests.
-        version: changes whenever the same sample would score otherwise, by code, settings or weights.
-        media: what it scores.
-        needs_target: whether it has no score for a sample without a target image; targets are sent only then.
-        needs_group: whether all siblings must be in one request.
-        needs_column: column of the prompt file that it needs.
-        min_side: smallest side of an image in pixels.
-        max_aspect: largest ratio of an image's long side to its short one; None for any.
-        provenance: anything about the origin of its scores.
+    `version` changes whenever the same sample would score otherwise, by code, settings or weights; `max_aspect` is None
+    for any; `provenance` is anything about the origin of its scores.
     """
 
     name: _Name
@@ -217,8 +209,8 @@ def _read_score(given: WireScore) -> Score:
     broken = [x for x in (given.value, given.raw) if x is not None and not math.isfinite(x)]
     if broken:
         return Score.failed(not_finite(broken[0]))
-    raw = given.value if given.raw is None else given.raw
-    return Score(None, None) if given.value is None else Score(given.value, raw)
+    raw = given.value if given.raw is None or given.value is None else given.raw
+    return Score(given.value, raw)
 
 
 def write_answer(described: RewardDescription, sample_ids: Sequence[str], scores: Sequence[Score]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, clamp_unit
-from grpo_core.rewards.similarity.pixels import PairReward
+from grpo_core.rewards.similarity.pixels import Images, PairReward
 from grpo_core.rewards.tensors import check_pair
 from grpo_core.rewards.weights.files import PackagedFile, PublishedWeights, WeightFile, WeightSource
 from grpo_core.rewards.weights.tensors import load_state_dict
@@ -84,20 +84,11 @@ class LpipsReward(ModelReward, PairReward):
         return WeightSource("rewards.lpips.weights", self.weights, self.weights_sha256, TRUNKS[self.net])
 
 
-def perceptual_distance(
-    network: nn.Module,
-    images: Float32[Tensor, "batch 3 height width"],
-    targets: Float32[Tensor, "batch 3 height width"],
-) -> Float32[Tensor, " batch"]:
-    """Compute LPIPS of each pair, in full fp32.
-
-    Args:
-        network: from :func:`load_network`.
-        images: in [0, 1], on the network's device; scaled here to the network's own range, [-1, 1].
-        targets: in [0, 1], of the same shape.
+def perceptual_distance(network: nn.Module, images: Images, targets: Images) -> Float32[Tensor, " batch"]:
+    """Compute LPIPS of each pair in [0, 1], in full fp32; scaled here to the network's own range, [-1, 1].
 
     Raises:
-        ValueError: another dtype, shape or range.
+        ValueError: as check_pair.
     """
     check_pair(images, targets)
     with exact_inference(str(images.device)):
@@ -109,8 +100,8 @@ def heads_file(net: str) -> Path:
     """Return the file of a trunk's linear heads in the lpips package."""
     # Found without the import, which takes longer than reading a configuration.
     found = importlib.util.find_spec("lpips")
-    assert found is not None, "lpips is a dependency"
-    assert found.origin is not None, "lpips is a package with a file"
+    assert found is not None
+    assert found.origin is not None
     return Path(found.origin).parent / "weights" / "v0.1" / f"{net}.pth"
 
 
@@ -119,9 +110,7 @@ def load_network(net: str, trunk: WeightFile, device: str) -> nn.Module:
     """Load the LPIPS network with this trunk, frozen, in fp32.
 
     Args:
-        net: a key of TRUNKS.
         trunk: a state dict with torchvision's names (``features.*``; the classifier is ignored).
-        device: where the network goes.
 
     Raises:
         InputError: the file is not of this trunk.

@@ -45,11 +45,7 @@ class PairReward(Reward):
         """Return the value in [0, 1] of a raw quantity."""
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample; a raw quantity that is not finite is a failure.
-
-        Raises:
-            InputError: an image is too small, of an unknown mode, or its target has another aspect ratio.
-        """
+        """Score each sample; a raw quantity that is not finite is a failure."""
         scores = [NOT_APPLICABLE] * len(batch)
         rows = [row for row, target in enumerate(batch.targets) if target is not None]
         chosen = batch.select(rows)

@@ -35,11 +35,7 @@ class AnswerReward(Reward):
         return self.column
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample; raw is the number of edits.
-
-        Raises:
-            InputError: an answer that is not text.
-        """
+        """Score each sample; raw is the number of edits."""
         answers = batch.columns.get(self.column, [None] * len(batch))
         samples = zip(batch.sample_ids, batch.completions, answers, strict=True)
         return [self._score_text(sample_id, completion, answer) for sample_id, completion, answer in samples]

@@ -75,11 +75,7 @@ class BoxIouReward(Reward):
         return {name: value for name, value in settings.items() if name not in sides}
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
-        """Score each sample.
-
-        Raises:
-            InputError: a column with other content than boxes or, where they are read, sides in pixels.
-        """
+        """Score each sample."""
         wanted = batch.columns.get(self.column, [None] * len(batch))
         return [NOT_APPLICABLE if wanted[row] is None else self._score_row(batch, row) for row in range(len(batch))]
 
@@ -112,10 +108,6 @@ def read_boxes(completion: str) -> list[Box | None]:
 
 def wanted_boxes(value: object, place: str) -> list[Box]:
     """Read the boxes of a prompt's column: four numbers, a list of such, or either as JSON text.
-
-    Args:
-        value: the column's value.
-        place: of the sample and column, for messages.
 
     Raises:
         InputError: anything else, or a box without area.

@@ -67,12 +67,8 @@ class ModelSource(Source):
     def load(self, model_class: Any, **settings: object) -> nn.Module:
         """Load the model in fp32 on the CPU, frozen and in evaluation mode; .safetensors, or weights without code.
 
-        Args:
-            model_class: a class of transformers with ``from_pretrained``.
-            **settings: further arguments of ``from_pretrained``.
-
         Raises:
-            InputError: as :meth:`folder`; the files are broken, contain code, or are of another kind of model.
+                InputError: as :meth:`folder`; the files are broken, contain code, or are of another kind of model.
         """
         folder, kind = self.folder(), model_class.__name__
         try:

@@ -2,10 +2,9 @@
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -30,57 +29,27 @@ def load_state_dict(weights: WeightFile) -> dict[str, Tensor]:
         InputError: another kind of file, or one with other content than named tensors.
     """
     file = Path(weights.path).expanduser()
-
-    def read() -> object:
+    try:
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
-
-    return _named_tensors(weights.place, weights.path, read)
-
-
-def tensor_shapes(place: str, path: str) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes of a weight file's tensors, without loading the tensors.
-
-    Raises:
-        InputError: as :func:`load_state_dict`.
-    """
-    file = Path(path).expanduser()
-
-    def read() -> object:
-        if file.suffix == ".safetensors":
-            with safetensors.safe_open(file, framework="pt") as stream:
-                names = tuple(stream.keys())
-                return {name: torch.empty(stream.get_slice(name).get_shape(), device="meta") for name in names}
-        return torch.load(file, map_location="meta", weights_only=True)
-
-    return {name: tuple(tensor.shape) for name, tensor in _named_tensors(place, path, read).items()}
-
-
-def _named_tensors(place: str, path: str, read: Callable[[], object]) -> dict[str, Tensor]:
-    try:
-        loaded = read()
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         hint = f"It cannot be read as a state dict ({reason}). Set a complete .safetensors file or torch.save file."
-        raise InputError(place, path, hint) from error
+        raise InputError(weights.place, weights.path, hint) from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise InputError(place, path, "It does not contain named tensors. Set a file with the state dict.")
+        hint = "It does not contain named tensors. Set a file with the state dict."
+        raise InputError(weights.place, weights.path, hint)
     return loaded
 
 
 def load_weights(weights: WeightFile, network: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
     """Load these tensors in fp32 into the network: all of its tensors, and no other.
 
-    The network may be on the meta device: its parameters are replaced, not filled.
-
-    Args:
-        weights: the file that the tensors were read from, for messages.
-        network: to load into.
-        tensors: by the network's names.
-        what: the network in words, for messages.
+    The network may be on the meta device: its parameters are replaced, not filled. `weights` and `what`, the network in
+    words, are for messages.
 
     Raises:
         InputError: a tensor is missing, left over or of another shape.

@@ -12,7 +12,9 @@ import safetensors.torch
 import torch
 import torchvision
 from PIL import Image
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizerFast
 
+from grpo_core.rewards.embedding.aesthetic import LAYERS
 from grpo_core.rewards.reward import ScoringBatch
 
 NETWORK: dict[str, Any] = {
@@ -21,7 +23,11 @@ NETWORK: dict[str, Any] = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 16, "head_width": 8, "patch_size": 16},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
 }
+WIDTH = 12
+SIDE = 64
+TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+SQUARE = {**NETWORK, "quick_gelu": False, "vision_cfg": {**NETWORK["vision_cfg"], "image_size": SIDE}}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -85,6 +91,64 @@ def clip_oracle(clip_config: Path) -> torch.nn.Module:
 def clip_weights(clip_oracle: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("clip_weights") / "open_clip_model.safetensors"
     safetensors.torch.save_file(clip_oracle.state_dict(), path)
+    return path
+
+
+def make_head(width: int = WIDTH, offset: float = 5.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    tensors, inputs = {}, width
+    for layer, outputs in LAYERS:
+        tensors[f"{layer}.weight"] = torch.randn(outputs, inputs, generator=generator) * 1.5 / inputs**0.5
+        tensors[f"{layer}.bias"] = torch.randn(outputs, generator=generator) * 0.01
+        inputs = outputs
+    tensors["layers.7.bias"] += offset
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def aesthetic_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("head") / "head.pth"
+    torch.save(make_head(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pickscore_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIPModel with a tokenizer of letters, as transformers saves them."""
+    folder = tmp_path_factory.mktemp("pickscore")
+    letters = [*"abcdefghijklmnopqrstuvwxyz", *(f"{letter}</w>" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    vocabulary = {token: index for index, token in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
+    CLIPTokenizerFast(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    end = vocabulary["<|endoftext|>"]
+    config = CLIPConfig(
+        text_config={**TEXT, "vocab_size": len(vocabulary), "eos_token_id": end, "max_position_embeddings": 77},
+        vision_config={**TEXT, "image_size": SIDE, "patch_size": 16},
+        projection_dim=12,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = CLIPModel(config)
+        spread_out(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hpsv2_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hpsv2") / "open_clip_config.json"
+    path.write_text(json.dumps({"model_cfg": SQUARE}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def hpsv2_oracle(hpsv2_config: Path) -> torch.nn.Module:
+    return make_clip(hpsv2_config, seed=2)
+
+
+@pytest.fixture(scope="session")
+def hpsv2_weights(hpsv2_oracle: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hpsv2_weights") / "model.safetensors"
+    safetensors.torch.save_file({f"model.{k}": v for k, v in hpsv2_oracle.state_dict().items()}, path)
     return path
 
 

@@ -96,10 +96,6 @@ def test_diversity_collapses_at_once(seed: int) -> None:
     assert sign.change == pytest.approx(-0.8, abs=0.05)
 
 
-def test_a_short_run_that_collapses_is_seen() -> None:
-    assert first_alarm(rising(7), around([0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1], 0.02, 0)) is not None
-
-
 @pytest.mark.parametrize("relative", [0.05, 0.1, 0.3])
 def test_noise_alone_rarely_raises_an_alarm(relative: float) -> None:
     alarms = [first_alarm(rising(20, seed), around([0.5] * 20, relative, 1000 + seed)) for seed in range(60)]
@@ -138,14 +134,6 @@ def test_a_sign_says_what_is_so(rewards: list[float], guardrail: list[float], ru
     assert not signs(rewards, rule, guardrail=sorted(guardrail))
 
 
-@settings(max_examples=50, deadline=None)
-@given(scale=st.sampled_from([0.125, 4.0, 1024.0]), seed=st.integers(0, 1000))
-def test_units_do_not_matter(scale: float, seed: int) -> None:
-    guardrail = around([0.5] * 6 + [0.2] * 5, 0.2, seed)
-    scaled = [scale * level for level in guardrail]
-    assert first_alarm(rising(11, seed), guardrail) == first_alarm(rising(11, seed), scaled)
-
-
 def test_gaps_count_neither_way() -> None:
     rewards: list[float | None] = [0.4, 0.4, 0.6, 0.8, 0.8]
     guardrail: list[float | None] = [1.0, 1.0, 0.875, 0.75, 0.5]
@@ -162,14 +150,6 @@ def test_signs_come_in_the_order_of_the_guardrails() -> None:
     found = hacking_signs([1, 2, 3, 4, 5], [0.4, 0.4, 0.6, 0.8, 0.8], {"b": fallen, "x": [1.0] * 5, "a": fallen}, PLAIN)
     assert [sign.guardrail for sign in found] == ["b", "a"]
     assert json.loads(json.dumps(asdict(found[0]), allow_nan=False))["since"] == 4
-
-
-def test_a_sign_reads_as_a_sentence() -> None:
-    sign = HackingSign("tesseract", 0.52, 0.13, -0.75, 0.4, 0.71, since=40)
-    assert str(sign) == (
-        "tesseract fell from 0.52 to 0.13 (-75%) and has been low since policy 40, "
-        "while the reward rose from 0.4 to 0.71"
-    )
 
 
 def test_noise_by_hand() -> None:

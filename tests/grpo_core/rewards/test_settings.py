@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 
 import pytest
 
@@ -132,3 +133,25 @@ def test_a_secret_is_refused_without_repeating_it(setting: str, value: str) -> N
         shown.append(str(cause))
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)  # type: ignore[assignment]
     assert "s3cret" not in " ".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("sim", {}, r"rewards: got 'sim'. There is no such reward. Did you mean ssim\? Known: .*jpeg"),
+        ("clip", {}, r"rewards: got 'clip'. There is no such reward. Did you mean .*clip_score.*\? Known: "),
+        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, mse, lpips, .*, remote\."),
+        ("jpeg", {"qualty": 3}, r"rewards.jpeg: got 'qualty'.*Did you mean quality\?"),
+        ("lpips", {"weight": "x"}, r"rewards.lpips: got 'weight'.*Did you mean weights or weights_sha256\?"),
+        ("ssim", {"window": 7}, r"rewards.ssim: got 'window'.*It takes no settings"),
+        ("jpeg", {"quality": "high"}, r"rewards.jpeg.quality: got 'high'"),
+        # Fixed properties of a reward are no settings.
+        ("jpeg", {"version": "2"}, r"rewards.jpeg: got 'version'"),
+        ("jpeg", {"needs_target": True}, r"rewards.jpeg: got 'needs_target'"),
+    ],
+)
+def test_wrong_names_and_settings_are_told_with_the_nearest(
+    name: str, settings: Mapping[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        build_reward(name, settings)

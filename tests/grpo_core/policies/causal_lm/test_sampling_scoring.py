@@ -122,7 +122,9 @@ def test_log_probs_are_those_of_an_unpadded_forward_pass(kind: str) -> None:
         ids = tokens.token_ids[row, tokens.loss_mask[row]]
         requested = policy._encode([prompt]).input_ids
         logits = policy._model(torch.cat([requested, ids.unsqueeze(0)], 1)).logits[0, requested.shape[1] - 1 : -1]
-        expected = torch.log_softmax(logits[:, : policy.vocabulary].float() / 0.7, -1).gather(1, ids.unsqueeze(1)).squeeze(1)
+        expected = (
+            torch.log_softmax(logits[:, : policy.vocabulary].float() / 0.7, -1).gather(1, ids.unsqueeze(1)).squeeze(1)
+        )
         torch.testing.assert_close(sampled.rollout_logprobs[row, : len(ids)], expected, rtol=0, atol=PARITY)
 
 

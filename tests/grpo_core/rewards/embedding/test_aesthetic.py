@@ -14,33 +14,14 @@ from grpo_core.rewards.embedding.aesthetic import HEAD, LAYERS, AestheticReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
 from grpo_core.rewards.embedding.clip_score import ClipScoreReward
 from grpo_core.rewards.reward import Reward, Score
-from tests.grpo_core.rewards.conftest import flat, make_batch, noise, save_changed
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_head, noise, save_changed
 
-WIDTH = 12
 IMAGES = (flat(255), noise(0, 40, 50), noise(1, 32, 32), flat(0))
 
 
-def make_head(width: int = WIDTH, offset: float = 5.0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    tensors, inputs = {}, width
-    for layer, outputs in LAYERS:
-        tensors[f"{layer}.weight"] = torch.randn(outputs, inputs, generator=generator) * 1.5 / inputs**0.5
-        tensors[f"{layer}.bias"] = torch.randn(outputs, generator=generator) * 0.01
-        inputs = outputs
-    tensors["layers.7.bias"] += offset
-    return tensors
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("head") / "head.pth"
-    torch.save(make_head(), path)
-    return path
-
-
 @pytest.fixture
-def reward(clip_config: Path, clip_weights: Path, head: Path) -> AestheticReward:
-    return AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(head))
+def reward(clip_config: Path, clip_weights: Path, aesthetic_head: Path) -> AestheticReward:
+    return AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(aesthetic_head))
 
 
 def composed(tensors: dict[str, torch.Tensor]) -> tuple[np.ndarray, float]:
@@ -79,18 +60,10 @@ def test_value_is_clamped_and_raw_is_not(
     assert score.raw == pytest.approx(offset, abs=20)
 
 
-def test_scores_do_not_depend_on_batch_or_order(reward: AestheticReward) -> None:
-    batch = make_batch(IMAGES)
-    together = reward.score(batch)
-    load_clip(reward._clip(), "cpu")._embeddings.clear()
-    alone = [reward.score(batch.select([row]))[0] for row in (3, 1, 2, 0)]
-    assert [alone[3], alone[1], alone[2], alone[0]] == together
-
-
 def test_clip_score_computes_no_image_again(
     reward: AestheticReward, clip_config: Path, clip_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_clip(reward._clip(), "cpu")
+    model = load_clip(reward.clip(), "cpu")
     model._embeddings.clear()
     seen: list[torch.Tensor] = []
     compute = model._network.encode_image
@@ -109,12 +82,12 @@ def test_clip_score_computes_no_image_again(
 
 
 def test_nan_of_the_head_and_of_the_embedding_are_failures(
-    clip_config: Path, clip_weights: Path, head: Path, tmp_path: Path
+    clip_config: Path, clip_weights: Path, aesthetic_head: Path, tmp_path: Path
 ) -> None:
     nan = tmp_path / "nan.pth"
     zero = save_changed(clip_weights, tmp_path / "zero.safetensors", {"visual.proj": torch.zeros_like})
     torch.save({**make_head(), "layers.7.bias": torch.tensor([torch.nan])}, nan)
-    blind = AestheticReward(model=str(clip_config), weights=str(zero), head=str(head))
+    blind = AestheticReward(model=str(clip_config), weights=str(zero), head=str(aesthetic_head))
     assert blind.score(make_batch([flat(0)])) == [Score.failed(NO_DIRECTION)]
     (score,) = AestheticReward(model=str(clip_config), weights=str(clip_weights), head=str(nan)).score(
         make_batch([flat(0)])
@@ -145,17 +118,17 @@ def test_files_that_are_no_head_are_refused_before_and_at_the_first_score(
     assert reward.preflight() == [str(caught.value)]
 
 
-def test_a_missing_head_and_the_digest_of_the_published_one(head: Path, tmp_path: Path) -> None:
+def test_a_missing_head_and_the_digest_of_the_published_one(aesthetic_head: Path, tmp_path: Path) -> None:
     message = AestheticReward().preflight()[1]
     assert message.startswith("rewards.aesthetic.head: got None.")
     assert HEAD.url in message
     published = tmp_path / HEAD.file
-    published.write_bytes(head.read_bytes())
+    published.write_bytes(aesthetic_head.read_bytes())
     message = AestheticReward(head=str(published)).preflight()[1]
     assert message.startswith("rewards.aesthetic.head_sha256: got '21dd590f3ccdc646'")
 
 
-def test_provenance_names_both_files(reward: AestheticReward, clip_weights: Path, head: Path) -> None:
+def test_provenance_names_both_files(reward: AestheticReward, clip_weights: Path, aesthetic_head: Path) -> None:
     assert reward.preflight() == []
-    assert reward.weight_digests() == {"clip": file_sha256(str(clip_weights)), "head": file_sha256(str(head))}
+    assert reward.weight_digests() == {"clip": file_sha256(str(clip_weights)), "head": file_sha256(str(aesthetic_head))}
     assert set(reward.settings()) == {"model", "pretrained"}

@@ -93,24 +93,12 @@ def test_the_outline_of_a_rectangle_is_counted_by_hand() -> None:
     assert edge_share(image, 50, 100) == (2 * (51 + 31) - 4) / 96**2
 
 
-def test_alpha_is_laid_over_white() -> None:
-    hidden = Image.merge("RGBA", (*noise(0, 32, 32).split(), Image.new("L", (32, 32), 0)))
-    assert EdgeDensityReward().score(make_batch([hidden])) == [Score(0.0, 0.0)]
-
-
 def test_sharpness_of_one_bright_pixel_by_hand() -> None:
     image = flat(0, 8, 8)
     image.putpixel((3, 4), (10, 10, 10))
     # The Laplacian is -40 there, 10 at its four neighbours and 0 at the other 59: mean 0, mean square 2000 / 64.
     assert SharpnessReward(half=31.25).score(make_batch([image])) == [Score(0.5, 31.25)]
     assert SharpnessReward().score(make_batch([image]))[0].value == pytest.approx(31.25 / 531.25)
-
-
-def test_flat_images_and_slopes_are_not_sharp() -> None:
-    # The second difference of a slope is 0 everywhere but at the border, where the filter sees its mirror image.
-    slope = Image.fromarray(np.tile(np.arange(0, 200, 2, dtype=np.uint8), (100, 1))).convert("RGB")
-    assert SharpnessReward().score(make_batch([flat(200), flat(9, 1, 1)])) == [Score(0.0, 0.0)] * 2
-    assert laplacian_variance(slope) < 1
 
 
 @settings(max_examples=20, deadline=None)
@@ -121,15 +109,6 @@ def test_sharpness_agrees_with_scikit_image_inside_the_border(seed: int, size: t
     framed = np.pad(levels, ((2, 2), (2, 2), (0, 0)))
     theirs = laplace(framed[:, :, 0].astype(float), ksize=3)
     assert laplacian_variance(Image.fromarray(framed)) == pytest.approx(theirs.var(), rel=1e-12)
-
-
-def test_brightness_does_not_matter_and_contrast_counts_squared() -> None:
-    soft = noise(0, 32, 32).point([level // 4 for level in range(256)] * 3).convert("L").convert("RGB")
-    brighter = soft.point([level + 100 for level in range(156)] + [255] * 100 + [0] * 512)
-    brighter = Image.merge("RGB", [brighter.split()[0]] * 3)
-    doubled = Image.merge("RGB", [soft.split()[0].point([min(2 * level, 255) for level in range(256)])] * 3)
-    assert laplacian_variance(brighter) == laplacian_variance(soft)
-    assert laplacian_variance(doubled) == pytest.approx(4 * laplacian_variance(soft))
 
 
 def test_sharpness_does_not_depend_on_the_threads() -> None:
@@ -174,15 +153,6 @@ def test_entropy_agrees_with_scikit_image(seed: int, bins: int, size: tuple[int,
     image = noise(seed, *size)
     cells = np.asarray(image).astype(int) // (256 // bins) @ np.array([bins * bins, bins, 1])
     assert colour_entropy_bits(image, bins) == pytest.approx(shannon_entropy(cells), abs=1e-12)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31))
-def test_entropy_does_not_depend_on_the_places_of_the_pixels(seed: int) -> None:
-    pixels = np.asarray(noise(seed, 20, 20)).reshape(-1, 3)
-    shuffled = np.random.default_rng(seed).permutation(pixels).reshape(40, 10, 3)
-    first, second = ColourEntropyReward().score(make_batch([noise(seed, 20, 20), Image.fromarray(shuffled)]))
-    assert first == second
 
 
 def plain_save(image: Image.Image, quality: int) -> int:

@@ -1,6 +1,5 @@
 import dataclasses
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,69 +7,24 @@ from typing import Any
 
 import open_clip
 import pytest
-import safetensors.torch
 import torch
 from PIL import Image
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
+from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.judges.hpsv2 import HPSV2, HpsV2Reward
-from grpo_core.rewards.judges.pickscore import PICKSCORE, PickScoreReward
+from grpo_core.rewards.judges.preference import HPSV2, PICKSCORE, HpsV2Reward, PickScoreReward
 from grpo_core.rewards.reward import Reward, Score, ScoringBatch
 from grpo_core.rewards.weights.models import ModelSource
-from tests.grpo_core.rewards.conftest import NETWORK, flat, make_clip, noise, save_changed, spread_out
+from tests.grpo_core.rewards.conftest import SIDE, flat, noise, save_changed
 from tests.grpo_core.rewards.conftest import make_batch as make_image_batch
 
-SIDE = 64
-TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SQUARE = {**NETWORK, "quick_gelu": False, "vision_cfg": {**NETWORK["vision_cfg"], "image_size": SIDE}}
 PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing")
 
 
 def make_batch(prompts: tuple[str, ...] = PROMPTS) -> ScoringBatch:
     images = [noise(0, SIDE, SIDE), flat(255, SIDE, SIDE), noise(1, SIDE, SIDE), flat(0, SIDE, SIDE)][: len(prompts)]
     return make_image_batch(images, prompts=prompts)
-
-
-@pytest.fixture(scope="module")
-def pickscore_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CLIPModel with a tokenizer of letters, as transformers saves them."""
-    folder = tmp_path_factory.mktemp("pickscore")
-    letters = [*"abcdefghijklmnopqrstuvwxyz", *(f"{letter}</w>" for letter in "abcdefghijklmnopqrstuvwxyz")]
-    vocabulary = {token: index for index, token in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
-    CLIPTokenizerFast(vocab=vocabulary, merges=[]).save_pretrained(folder)
-    end = vocabulary["<|endoftext|>"]
-    config = CLIPConfig(
-        text_config={**TEXT, "vocab_size": len(vocabulary), "eos_token_id": end, "max_position_embeddings": 77},
-        vision_config={**TEXT, "image_size": SIDE, "patch_size": 16},
-        projection_dim=12,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = CLIPModel(config)
-        spread_out(model)
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def hpsv2_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hpsv2") / "open_clip_config.json"
-    path.write_text(json.dumps({"model_cfg": SQUARE}))
-    return path
-
-
-@pytest.fixture(scope="module")
-def hpsv2_oracle(hpsv2_config: Path) -> torch.nn.Module:
-    return make_clip(hpsv2_config, seed=2)
-
-
-@pytest.fixture(scope="module")
-def hpsv2_weights(hpsv2_oracle: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hpsv2_weights") / "model.safetensors"
-    safetensors.torch.save_file({f"model.{k}": v for k, v in hpsv2_oracle.state_dict().items()}, path)
-    return path
 
 
 @pytest.fixture
@@ -127,17 +81,6 @@ def test_pickscore_cuts_the_middle_out_of_what_is_not_square(pickscore: PickScor
     middle = wide.crop((SIDE // 2, 0, SIDE // 2 + SIDE, SIDE))
     scores = pickscore.score(make_image_batch([wide, middle], prompts=["x", "x"]))
     assert scores[0] == scores[1]
-
-
-@pytest.mark.parametrize("name", ["pickscore", "hpsv2"])
-def test_scores_do_not_depend_on_batch_or_order(name: str, request: pytest.FixtureRequest) -> None:
-    reward: Reward = request.getfixturevalue(name)
-    batch = make_batch()
-    together = reward.score(batch)
-    alone = [reward.score(batch.select([row]))[0] for row in (3, 1, 2, 0)]
-    assert [alone[3], alone[1], alone[2], alone[0]] == together
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert reward.score(batch) == together
 
 
 @pytest.mark.parametrize("name", ["pickscore", "hpsv2"])

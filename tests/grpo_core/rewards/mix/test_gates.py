@@ -28,24 +28,9 @@ def test_the_value_multiplies_the_whole_sum() -> None:
     assert combined.scaled.tolist() == [[[0.5, 0.25, 0.4], [1.0, 1.0, 0.2]]]
 
 
-def test_a_threshold_lets_all_through_or_nothing() -> None:
-    terms = [SUM, RewardTerm(role="gate", threshold=0.5)]
-    combined = combine_rewards(group([0.7, 0.49], [0.7, 0.5], [0.7, 0.9]), terms)
-    assert combined.rewards.tolist() == [[0.0, 0.7, 0.7]]
-    assert combined.scaled[0, :, 1].tolist() == [0.0, 1.0, 1.0]
-
-
 def test_several_gates_multiply() -> None:
     combined = combine_rewards(group([0.8, 0.5, 0.5], [0.8, 0.5, 0.0]), [SUM, GATE, GATE])
     assert combined.rewards.tolist() == [[pytest.approx(0.2), 0.0]]
-
-
-def test_clamp_and_range_come_before_the_weights() -> None:
-    """(5 clamped to 4 - 2) / 4 = .5, three times; and (3 - 2) / 4 = .25."""
-    term = RewardTerm(3.0, clamp=(2.0, 4.0), normalize="range", range=(2.0, 6.0))
-    combined = combine_rewards(group([5.0], [3.0]), [term])
-    assert combined.rewards.tolist() == [[1.5, 0.75]]
-    assert combined.scaled.tolist() == [[[0.5], [0.25]]]
 
 
 def test_a_gate_of_zero_lifts_a_penalty() -> None:

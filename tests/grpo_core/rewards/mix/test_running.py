@@ -35,12 +35,6 @@ def test_two_calls_by_hand() -> None:
     assert merged == RunningMoments((3,), (3.0,), (26.0,))
 
 
-def test_leading_axes_are_samples() -> None:
-    values = torch.arange(24.0, dtype=torch.float64).reshape(2, 4, 3)
-    assert RunningMoments.of(values) == RunningMoments.of(values.flatten(0, 1))
-    assert RunningMoments.of(values).means == (10.5, 11.5, 12.5)
-
-
 @given(ROWS, st.lists(st.integers(0, 30), max_size=4))
 def test_any_split_has_the_moments_of_the_whole(rows: list[tuple[float, float]], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
@@ -61,13 +55,6 @@ def test_merging_is_symmetric(one: list[tuple[float, float]], other: list[tuple[
     assert there.counts == back.counts
     assert there.means == pytest.approx(back.means, rel=1e-12, abs=1e-9)
     assert there.squares == pytest.approx(back.squares, rel=1e-12, abs=1e-9)
-
-
-@given(ROWS)
-def test_nothing_merged_changes_nothing(rows: list[tuple[float, float]]) -> None:
-    moments = of(rows)
-    assert moments.merged(RunningMoments.empty(2)) == moments
-    assert RunningMoments.empty(2).merged(moments) == moments
 
 
 def test_a_small_spread_on_a_large_mean_survives_many_calls() -> None:

@@ -117,14 +117,6 @@ def test_a_service_killed_half_way_fails_the_rest_and_no_more(stub: Stub, caplog
     assert "127.0.0.1" not in caplog.text
 
 
-def test_a_service_that_comes_back_is_asked_again(stub: Stub) -> None:
-    reward = RemoteReward(url=stub.url, reward="mine", reward_version="7", **QUICK)
-    stub.script(Reply(status=503))
-    assert [score.failure is not None for score in reward.score(texts(2))] == [True, True]
-    stub.respond = answering()
-    assert reward.score(texts(2)) == [Score(0.0, 0.0), Score(1.0, 1.0)]
-
-
 def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
     expecting = RemoteReward(url=server.url, reward="mine", reward_version="6", **QUICK)
     message = r"rewards\.remote\.reward_version: got '6'\. The server at .* has version 7 of mine"

@@ -1,0 +1,116 @@
+"""What holds for every reward, whatever it measures."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from grpo_core.errors import InputError
+from grpo_core.rewards.embedding.clip import ClipReward
+from grpo_core.rewards.embedding.clip_model import load_clip
+from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
+from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, ScoringBatch
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
+from tests.grpo_core.rewards.ocr.lettering import draw
+
+NEEDS_A_SERVER = ("judge", "remote")
+OF_TEXTS: Mapping[str, Mapping[str, object]] = {
+    "answer": {},
+    "format": {"mode": "partial"},
+    "box_iou": {},
+    "function": {"function": "trl.rewards:think_format_reward"},
+}
+OF_IMAGES = sorted(REWARDS.keys() - OF_TEXTS.keys() - {*NEEDS_A_SERVER, "reward_model"})
+IMAGES = [draw("Exit", size=96), noise(0, 96, 96), flat(255, 96, 96), noise(2, 96, 96).convert("L")]
+TARGETS = [noise(1, 96, 96), noise(1, 48, 48), flat(0, 96, 96), None]
+
+
+@pytest.fixture
+def settings(
+    trunk_file: Path,
+    clip_config: Path,
+    clip_weights: Path,
+    aesthetic_head: Path,
+    pickscore_folder: Path,
+    hpsv2_config: Path,
+    hpsv2_weights: Path,
+) -> Mapping[str, Mapping[str, object]]:
+    clip = {"model": str(clip_config), "weights": str(clip_weights)}
+    return {
+        "lpips": {"weights": str(trunk_file)},
+        "clip_score": clip,
+        "aesthetic": {**clip, "head": str(aesthetic_head)},
+        "diversity": {**clip, "measure": "clip"},
+        "pickscore": {"model": str(pickscore_folder)},
+        "hpsv2": {"model": str(hpsv2_config), "weights": str(hpsv2_weights)},
+        **OF_TEXTS,
+    }
+
+
+def batch_of(reward: Reward) -> ScoringBatch:
+    groups = ["a", "a", "b", "b"]
+    if reward.name in OF_TEXTS:
+        completions = ("<think>1</think><answer>[0,0,2,2]</answer>", "<think>[0,0,1,2]", "no", "[0,0,2,2]")
+        columns = {"answer": ["no"] * 3 + [None], "box": [[0, 0, 2, 2]] * 3 + [None]}
+        return make_texts(*completions, columns=columns, group_ids=groups, token_ids=[[1]] * 4)
+    prompts = ['a door "Exit"', 'a red "Exit"', 'a door "Exit"', "a red heart"]
+    return make_batch(IMAGES, TARGETS, prompts=prompts, group_ids=groups)
+
+
+def forget(reward: Reward) -> None:
+    """Empty what a model remembers of the images."""
+    if isinstance(reward, ClipReward):
+        load_clip(reward.clip(), "cpu")._embeddings.clear()
+
+
+@pytest.mark.parametrize("name", [*OF_IMAGES, *OF_TEXTS])
+def test_a_score_depends_on_its_sample_and_siblings_alone(
+    name: str, settings: Mapping[str, Mapping[str, object]]
+) -> None:
+    reward = build_reward(name, settings.get(name, {}))
+    batch = batch_of(reward)
+    together = list(reward.score(batch))
+    assert len({score.raw for score in together}) > 1
+    assert all(score.value is None or 0 <= score.value <= 1 for score in together)
+    forget(reward)
+    parts = [[0, 1], [2, 3]] if reward.needs_group else [[0], [1], [2], [3]]
+    assert [score for rows in parts for score in reward.score(batch.select(rows))] == together
+    forget(reward)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert list(reward.score(batch.select([3, 2, 1, 0]))) == together[::-1]
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_images_stay_as_they_were_and_one_of_an_unknown_mode_is_refused(
+    name: str, settings: Mapping[str, Mapping[str, object]]
+) -> None:
+    reward = build_reward(name, settings.get(name, {}))
+    batch = batch_of(reward)
+    before = [image.tobytes() for image in (*batch.images, *TARGETS) if image is not None]
+    reward.score(batch)
+    assert [image.tobytes() for image in (*batch.images, *TARGETS) if image is not None] == before
+    unknown = make_batch([Image.new("F", (96, 96))] * 2, [flat(0)] * 2, prompts=['"Exit"'] * 2, group_ids=["g"] * 2)
+    with pytest.raises(InputError, match=rf"rewards\.{name}, sample s0: got 'image of mode F'"):
+        reward.score(unknown)
+
+
+def test_every_reward_keeps_the_protocol(settings: Mapping[str, Mapping[str, object]], trunk_file: Path) -> None:
+    assert set(REWARDS) == {str(reward_class(name).name) for name in REWARDS}
+    for name in (*OF_IMAGES, *OF_TEXTS):
+        reward = build_reward(name, settings.get(name, {}))
+        assert json.loads(json.dumps(reward.settings())) == reward.settings()
+        assert str(trunk_file.parents[1]) not in json.dumps(reward.settings())
+        assert reward.preflight() == []
+        if name in OF_IMAGES:
+            (score,) = reward.score(make_batch([flat(7)]))
+            # Without a target, siblings or quoted words there is nothing to say.
+            silent = reward.needs_target or reward.needs_group or name == "text_accuracy"
+            assert (score == NOT_APPLICABLE) == silent
+
+
+def test_settings_build_the_same_reward_again() -> None:
+    reward = build_reward("jpeg", {"quality": 30, "direction": "incompressible"})
+    assert build_reward("jpeg", reward.settings()) == reward
