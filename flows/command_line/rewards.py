@@ -46,10 +46,12 @@ def analyse(
     with handle_errors(as_json):
         from rich.console import Console
 
-        from flows.rewards.analysis import AnalysisRequest, analyse_rewards
+        from flows.rewards.analysis import analyse_rewards
         from flows.terminal.rewards import show_analysis, show_notes
 
-        summary = analyse_rewards(AnalysisRequest(source, root, iterations, rescored, repeats, html))
+        summary = analyse_rewards(
+            source, root=root, iterations=iterations, rescored=rescored, repeats=repeats, html=html
+        )
         console = Console(stderr=True)
         show_analysis(summary.analysis, console)
         show_notes(summary, console)

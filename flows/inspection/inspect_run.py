@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_core.errors import InputError
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
-from tasks.reports.run_page import Heldout, pair_heldout, render_run_page
+from tasks.reports.run_page import Heldout, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, Groups, read_groups
 from tasks.reports.text import change
 from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
@@ -62,11 +62,7 @@ class Inspection:
     warnings: tuple[str, ...]
 
     def summary(self, html: Path | None) -> InspectSummary:
-        """Return what `--json` prints.
-
-        Args:
-            html: path of the page; None where none was written.
-        """
+        """Return what `--json` prints, with the path of the page."""
         run, rewards, evaluated = self.run, self.run.series("reward"), self.run.evaluated
         return InspectSummary(
             run=run.name,
@@ -114,23 +110,12 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
     with tempfile.TemporaryDirectory() as fetched:
         stages = run.shown.stages if run.shown else {}
         groups = read_groups(reader, stages, Path(fetched), targets, limit=MAX_GROUPS)
-        heldout = _read_heldout(reader, run, Path(fetched), targets)
+        heldout = read_heldout(reader, run, Path(fetched), targets, limit=MAX_GROUPS)
     inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
         page = render_run_page(run, groups, heldout, inspection.warnings, heading(inspection.summary(html)))
         write_page(html, page)
     return inspection
-
-
-def _read_heldout(reader: RunReader, run: RunView, fetched: Path, targets: TargetReader) -> Heldout | None:
-    """Pair the first and the last evaluation; None with fewer than two."""
-    evaluated = run.evaluated
-    if len(evaluated) < 2:
-        return None
-    first, last = evaluated[0], evaluated[-1]
-    before = read_groups(reader, first.stages, fetched, targets, limit=MAX_GROUPS)
-    after = read_groups(reader, last.stages, fetched, targets, limit=MAX_GROUPS)
-    return pair_heldout(first.version, before, last.version, after)
 
 
 def _warnings(reader: RunReader, run: RunView, targets: TargetReader) -> Iterator[str]:

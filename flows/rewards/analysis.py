@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -31,27 +31,6 @@ REPEATED = 32
 """Samples that are scored again, to see whether the same image gets the same score."""
 
 
-@dataclass(frozen=True)
-class AnalysisRequest:
-    """The options of `grpo rewards analyse`.
-
-    Attributes:
-        source: a run under the root, or the path of its folder.
-        root: where runs are stored.
-        iterations: `A-B` or `A`; None for all.
-        rescored: name of a rescoring whose scores are analysed; None for the run's own.
-        repeats: number of samples to score again; 0 for none.
-        html: another file for the page; None for no other.
-    """
-
-    source: str
-    root: str = "runs"
-    iterations: str | None = None
-    rescored: str | None = None
-    repeats: int = REPEATED
-    html: Path | None = None
-
-
 class AnalysisSummary(BaseModel):
     """What `--json` prints.
 
@@ -70,31 +49,47 @@ class AnalysisSummary(BaseModel):
     analysis: Statistics
 
 
-def analyse_rewards(request: AnalysisRequest) -> AnalysisSummary:
+def analyse_rewards(
+    source: str,
+    *,
+    root: str = "runs",
+    iterations: str | None = None,
+    rescored: str | None = None,
+    repeats: int = REPEATED,
+    html: Path | None = None,
+) -> AnalysisSummary:
     """Analyse a run's scores and store the results in its `analysis` folder.
+
+    Args:
+        source: a run under the root, or the path of its folder.
+        root: where runs are stored.
+        iterations: `A-B` or `A`; None for all.
+        rescored: name of a rescoring whose scores are analysed; None for the run's own.
+        repeats: number of samples to score again; 0 for none.
+        html: another file for the page; None for no other.
 
     Raises:
         InputError, InputErrors: with the option, the value and the hint.
     """
-    if request.html is not None:
-        require_page_path(request.html)
-    if request.repeats < 0:
-        raise InputError("--repeats", request.repeats, "Give a number of samples; 0 scores none again.")
-    store = find_run(request.source, request.root)
+    if html is not None:
+        require_page_path(html)
+    if repeats < 0:
+        raise InputError("--repeats", repeats, "Give a number of samples; 0 scores none again.")
+    store = find_run(source, root)
     config = stored_config(store)
-    sections, rounds = _scored_rounds(store, config, request)
-    repeats, not_repeated = _score_again(store, sections, rounds, request.repeats)
+    sections, rounds = _scored_rounds(store, config, iterations, rescored)
+    again, not_repeated = _score_again(store, sections, rounds, repeats)
     scores = read_scores(store, rounds)
-    analysis = analyse(scores, repeats)
+    analysis = analyse(scores, again)
     signs, watch = _watch(store, config)
     plots = {**plot_rewards(analysis, scores), **watch}
-    title = f"{store.run}: rewards" + (f" of the rescoring {request.rescored}" if request.rescored else "")
+    title = f"{store.run}: rewards" + (f" of the rescoring {rescored}" if rescored else "")
     page = render_reward_page(analysis, plots, title)
     report = json.dumps(analysis, indent=1)
     for name, content in {REPORT_PAGE: page.encode(), REPORT_FILE: report.encode(), **plots}.items():
         store.write_file(f"{ANALYSIS}/{name}", content)
-    if request.html is not None:
-        write_page(request.html, page)
+    if html is not None:
+        write_page(html, page)
     return AnalysisSummary(
         run=store.run,
         folder=store.path(ANALYSIS),
@@ -105,24 +100,24 @@ def analyse_rewards(request: AnalysisRequest) -> AnalysisSummary:
 
 
 def _scored_rounds(
-    store: ArtifactStore, config: RunConfig, request: AnalysisRequest
+    store: ArtifactStore, config: RunConfig, iterations: str | None, rescored: str | None
 ) -> tuple[tuple[RewardSection, ...], dict[int, tuple[SamplingRound, ...]]]:
     """Return the rewards, and the sampling rounds of each iteration with their scores."""
-    chosen = None if request.iterations is None else read_range(request.iterations)
-    stored = read_iterations(store, chosen, request.rescored or STORED)
-    if request.rescored is None:
+    chosen = None if iterations is None else read_range(iterations)
+    stored = read_iterations(store, chosen, rescored or STORED)
+    if rescored is None:
         return config.rewards, {each.number: each.rounds for each in stored}
-    content = store.read_file(f"{rescoring_folder(request.rescored)}/{REWARDS_FILE}")
+    content = store.read_file(f"{rescoring_folder(rescored)}/{REWARDS_FILE}")
     if content is None:
         hint = "It does not say with which rewards it was made; run grpo rescore again."
-        raise InputError("--rescored", request.rescored, hint)
+        raise InputError("--rescored", rescored, hint)
     rewards = RewardsFile.model_validate_json(content).rewards
     rounds: dict[int, tuple[SamplingRound, ...]] = {}
     for each in stored:
         found = needed_scores(store, each, rewards)
         if missing := {one.section.label for needed in found for one in needed if one.stored is None}:
             hint = f"Scores of {', '.join(sorted(missing))} are missing in iteration {each.number}; run it again."
-            raise InputError("--rescored", request.rescored, hint)
+            raise InputError("--rescored", rescored, hint)
         rounds[each.number] = tuple(
             replace(stored_round, rewards={one.section.label: one.stored for one in needed if one.stored is not None})
             for stored_round, needed in zip(each.rounds, found, strict=True)

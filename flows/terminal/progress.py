@@ -34,11 +34,7 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def training_progress(console: Console | None = None) -> Iterator[None]:
-    """Show how far each stage is: a bar in a terminal; elsewhere one line when it ends.
-
-    Args:
-        console: console to print on; by default stderr.
-    """
+    """Show how far each stage is, by default on stderr: a bar in a terminal; elsewhere one line when it ends."""
     console = console or stderr()
     if not console.is_terminal:
         listen(_Lines())

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.terminal.tables import key_values, plain, relative, reward_table, stderr, table_of
-from tasks.reports.text import counted, number
+from tasks.reports.text import change, counted, number
 
 if TYPE_CHECKING:
     from flows.deployment.deploy import DeployedRun
@@ -22,8 +22,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def show_training(summary: "TrainSummary", console: Console | None = None) -> None:
     """Print the end of a training run or a replay: rewards first and last, time by stage, where to look."""
     rows = [
-        ("reward, first -> last iteration", _change(summary.reward_first, summary.reward_last)),
-        ("held-out reward, before -> after", _change(summary.heldout_before, summary.heldout_after)),
+        ("reward, first → last iteration", change(summary.reward_first, summary.reward_last)),
+        ("held-out reward, before → after", change(summary.heldout_before, summary.heldout_after)),
         *_seconds(summary.seconds),
         ("policy digest", (summary.policy_digest or "none")[:16]),
         ("stored in", relative(summary.folder)),
@@ -104,18 +104,12 @@ def show_deployed(deployed: "DeployedRun") -> None:
         if each.url:
             say(f"    {each.url}")
     say("A worker, in a checkout of this project:")
-    say(f"  {worker_command(deployed)}")
+    own = deployed.pool_type == "grpo"
+    say(f"  grpo worker {deployed.pool}" if own else f"  prefect worker start --pool {deployed.pool}")
     say("A run by hand:")
     say(f"  prefect deployment run '{deployed.deployments[0].name}'")
     if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):
         say(f"Runs are kept in {deployed.root}/ of the worker's checkout.")
-
-
-def worker_command(deployed: "DeployedRun") -> str:
-    """Return the command that starts a worker of the pool."""
-    if deployed.pool_type == "grpo":
-        return f"grpo worker {deployed.pool}"
-    return f"prefect worker start --pool {deployed.pool}"
 
 
 def size(count: int) -> str:
@@ -128,9 +122,3 @@ def size(count: int) -> str:
 
 def _seconds(seconds: dict[str, float]) -> list[tuple[str, str]]:
     return [(f"seconds, {stage}", f"{spent:.1f}") for stage, spent in seconds.items()]
-
-
-def _change(first: float | None, last: float | None) -> str:
-    if first is None or last is None:
-        return "none"
-    return f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"

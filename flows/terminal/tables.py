@@ -8,11 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-PADDING = 3
-"""Characters between two columns."""
+from tasks.reports.text import printable
 
 NAME_WIDTH = 28
 """Characters of a reward's name on one line."""
+
+UNLIMITED = 10_000
+"""Characters across a console on which nothing folds."""
 
 
 def stderr() -> Console:
@@ -22,7 +24,7 @@ def stderr() -> Console:
 
 def plain(text: str) -> Text:
     """Return text that is data: no markup, and no control characters that a terminal would obey."""
-    return Text("".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text))
+    return Text(printable(text, keep="\n"))
 
 
 def relative(path: str) -> str:
@@ -40,14 +42,7 @@ def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Table:
-    """Make a table whose cells are data and fold where they are too wide.
-
-    Args:
-        title: title above the table.
-        headings: headings of the columns.
-        rows: cells of each row.
-        right: columns of numbers, aligned to the right and never folded.
-    """
+    """Make a table whose cells are data and fold where they are too wide; `right` are columns of numbers."""
     table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
     for index, heading in enumerate(headings):
         number = index in right
@@ -58,23 +53,20 @@ def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]],
 
 
 def reward_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """Make a table with one row per reward, or a list per reward when the terminal is too narrow.
-
-    Args:
-        title: title above the table.
-        headings: headings of the columns, the first one the reward's.
-        rows: cells of at least one row; empty cells are left out of a list.
-        console: where it is printed.
-    """
-    first, *others = (max(len(row[column]) for row in rows) for column in range(len(headings)))
-    widths = [min(first, NAME_WIDTH), *others]
-    words = [max(len(word) for word in heading.split()) for heading in headings]
-    if sum(max(pair) + PADDING for pair in zip(widths, words, strict=True)) > console.width:
-        return _reward_lists(title, headings, rows)
+    """Make a table with a row per reward, or a list per reward, without empty cells, when the console is too narrow."""
     table = table_of(title, headings, rows)
-    for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
-        column.justify, column.min_width = "right" if index else "left", width
-    return table
+    for column in table.columns[1:]:
+        column.justify = "right"
+    unlimited = console.options.update_width(UNLIMITED)
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        return table
+    # Headings fold between words, names fold anywhere, numbers do not fold.
+    for index, (column, heading) in enumerate(zip(table.columns, headings, strict=True)):
+        cells = max(len(row[index]) for row in rows)
+        column.width = max(cells if index else min(cells, NAME_WIDTH), *map(len, heading.split()))
+    if console.measure(table, options=unlimited).maximum <= console.width:
+        return table
+    return _reward_lists(title, headings, rows)
 
 
 def _reward_lists(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

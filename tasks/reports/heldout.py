@@ -27,14 +27,7 @@ Sides = tuple[Sequence[Row], Sequence[Row]]
 
 
 def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
-    """Write the images of two evaluations next to each other as one image, and return its path.
-
-    Args:
-        store: the run.
-        before: advantages of the earlier evaluation.
-        after: advantages of the later evaluation.
-        title: title at the top.
-    """
+    """Write the images of two evaluations, named by their advantages, next to each other, and return the path."""
     buffer = io.BytesIO()
     contact_sheet(list(_pairs(store, before, after)), title=title).save(buffer, "PNG")
     store.write_file(CONTACT_SHEET, buffer.getvalue())
@@ -42,14 +35,7 @@ def write_contact_sheet(store: ArtifactStore, before: ArtifactRef, after: Artifa
 
 
 def write_heldout_texts(store: ArtifactStore, before: ArtifactRef, after: ArtifactRef, title: str) -> str:
-    """Write the complete texts of two evaluations one below the other as Markdown, and return the path of the page.
-
-    Args:
-        store: the run.
-        before: advantages of the earlier evaluation.
-        after: advantages of the later evaluation.
-        title: title at the top, without markup.
-    """
+    """Write the complete texts of two evaluations, named by their advantages, as Markdown, and return the path."""
     pairs = list(_pairs(store, before, after))
     everything = [[row for pair in pairs for row in pair[side]] for side in (0, 1)]
     lines = [f"# {title}", "", f"Mean reward {change(*map(_mean, everything))}; the same seeds.", ""]

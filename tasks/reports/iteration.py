@@ -48,13 +48,7 @@ def iteration_table(record: IterationRecord) -> list[dict[str, object]]:
 
 
 def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[IterationRecord]) -> str:
-    """Write the last iteration's metrics, the reward over iterations, and the best and worst samples.
-
-    Args:
-        store: the run.
-        run: name of the run.
-        history: all iterations so far, at least one.
-    """
+    """Write the last iteration's metrics, the reward over the iterations so far, and the best and worst samples."""
     record = history[-1]
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]

@@ -22,12 +22,7 @@ REPORTED_OF_TEXTS = tuple(name for name, row in METRICS.items() if "text" in row
 
 
 def metric_title(name: str, noun: Noun = "image") -> tuple[str, str]:
-    """Look up a metric's title and meaning; an unknown name is its own title, without a meaning.
-
-    Args:
-        name: name of the metric.
-        noun: what people call a sample of the run.
-    """
+    """Look up a metric's title and meaning; an unknown name is its own title, without a meaning."""
     for pattern, row in METRICS.items():
         prefix, labelled, suffix = pattern.partition("{label}")
         label = name.removeprefix(prefix).removesuffix(suffix) if labelled else ""

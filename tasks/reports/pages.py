@@ -19,12 +19,7 @@ THUMBNAIL = 256
 
 
 def render(template: str, **values: object) -> str:
-    """Fill a template; nothing in `values` is markup, and a missing value is an error.
-
-    Args:
-        template: file name in the folder `templates`.
-        values: values by the names that the template uses.
-    """
+    """Fill a file of the folder `templates`; nothing in `values` is markup, and a missing value is an error."""
     return _environment().get_template(template).render(**values)
 
 

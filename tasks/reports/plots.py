@@ -49,11 +49,7 @@ def svg_of(figure: Figure, label: str) -> Markup:
     """Write a figure as an SVG element for a page.
 
     Its texts stay texts, its background is transparent, its colours are those of the page's theme, and it references
-    nothing outside itself.
-
-    Args:
-        figure: figure to write; the element has 72 units per inch.
-        label: text alternative for screen readers.
+    nothing outside itself. It has 72 units per inch; the label is its text alternative for screen readers.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
@@ -77,12 +73,7 @@ def set_tooltip(artist: Artist, text: str) -> None:
 
 
 def quiet(axes: Axes, *, grid: str) -> None:
-    """Draw axes without a box, with faint lines across the values.
-
-    Args:
-        axes: axes to change.
-        grid: "x", "y" or "both".
-    """
+    """Draw axes without a box, with faint lines across the values of the axis `grid`: "x" or "y"."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(LINE)
     axes.tick_params(colors=SOFT, labelsize=9, length=3)
@@ -111,17 +102,11 @@ def line_plot(
 ) -> dict[str, Any] | None:
     """Plot lines over iterations; None without any point.
 
-    Args:
-        title: in plain words.
-        meaning: a sentence.
-        series: (iteration, value) points by name, in the order of the iterations; all finite.
-        width: pixels.
-        height: pixels.
-        legend: whether the page writes the names of the lines.
+    The series are (iteration, value) points by name, in the order of the iterations and finite; the size is in pixels.
 
     Returns:
-        The title, meaning and legend, the plot as `svg`, and in `lines` the name and last value of each line, in the
-        order of their colours.
+        The title, the meaning, and whether the page writes a legend; the plot as `svg`; and in `lines` the name and
+        last value of each line, in the order of their colours.
     """
     lines = {name: points for name, points in series.items() if points}
     if not lines:

@@ -49,12 +49,7 @@ Outputs = Mapping[tuple[str, str], Image.Image | str]
 def read_rescored(
     store: ArtifactStore, previous: Sequence[StoredIteration], later: Sequence[StoredIteration]
 ) -> pl.DataFrame:
-    """Read one row per sample, as :func:`compare` needs them.
-
-    Args:
-        store: the run.
-        previous: iterations with the scores and advantages that the run was trained on.
-        later: the same iterations with the later ones.
+    """Read one row per sample, as :func:`compare` needs them, from the same iterations with both scorings.
 
     Raises:
         StaleReferenceError: a table is missing or changed.
@@ -78,13 +73,7 @@ def read_rescored(
 
 
 def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], samples: pl.DataFrame) -> Outputs:
-    """Read images or texts of these samples by run and sample id; other iterations are not opened.
-
-    Args:
-        store: the run; samples of other runs are ignored.
-        iterations: where the samples may be.
-        samples: with the columns run, iteration and sample_id.
-    """
+    """Read images or texts of those samples that are of this run; iterations without any are not opened."""
     wanted = samples.filter(pl.col("run") == store.run)
     outputs: dict[tuple[str, str], Image.Image | str] = {}
     with tempfile.TemporaryDirectory() as fetched:
@@ -273,15 +262,7 @@ def advantage_rows(advantages: Statistics) -> Iterator[tuple[str, str]]:
 def render_rescoring_page(
     comparison: Statistics, samples: pl.DataFrame, moved: pl.DataFrame, outputs: Outputs, title: str
 ) -> str:
-    """Write the page of a rescoring.
-
-    Args:
-        comparison: comparison of all samples.
-        samples: the compared samples.
-        moved: the samples whose rank moved most, in the order to be shown.
-        outputs: outputs of these samples; others are ignored, and the page says which are missing.
-        title: title of the page.
-    """
+    """Write the page of a rescoring; it says which of the outputs of the samples that moved most are missing."""
     # Matplotlib takes a second to import.
     from tasks.reports.plots import plot_distribution, plot_joint
 

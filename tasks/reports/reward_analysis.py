@@ -36,11 +36,7 @@ MAX_REASONS = 5
 
 
 def read_scores(store: ArtifactStore, rounds: Mapping[int, Sequence[SamplingRound]]) -> pl.DataFrame:
-    """Read one row per sample and reward, as :func:`analyse` needs them.
-
-    Args:
-        store: the run.
-        rounds: rollouts with the scores to analyse, by iteration.
+    """Read one row per sample and reward, as :func:`analyse` needs them, from the sampling rounds by iteration.
 
     Raises:
         StaleReferenceError: a table is missing or changed.
@@ -62,12 +58,7 @@ def score_again(
 ) -> pl.DataFrame:
     """Score the first samples of a sampling round again by each reward, in the form of :func:`read_scores`.
 
-    Args:
-        store: the run.
-        iteration: number of the iteration that the round belongs to.
-        part: the sampling round.
-        sections: the rewards.
-        samples: complete groups are scored until there are at least this many samples.
+    Complete groups are scored until there are at least as many samples as requested.
     """
     frames = []
     with tempfile.TemporaryDirectory() as fetched:
@@ -225,13 +216,7 @@ def _ratio(part: float | None, total: float | None) -> float | None:
 
 
 def _agreement(wide: pl.DataFrame, columns: Mapping[str, str], first: str, second: str) -> Statistics:
-    """Compare two rewards over the samples that have both.
-
-    Args:
-        wide: one row per sample, a settled column per reward, and the groups numbered by `group`.
-        columns: column of each reward by its label.
-        first: label of one reward.
-        second: label of the other.
+    """Compare two rewards, whose settled columns of `wide` are named by their labels, over the samples with both.
 
     Returns:
         first, second: the labels.

@@ -124,13 +124,7 @@ def agreement_rows(analysis: Statistics) -> Iterator[tuple[str, ...]]:
 
 
 def render_reward_page(analysis: Statistics, plots: Mapping[str, bytes], title: str) -> str:
-    """Write the page of an analysis.
-
-    Args:
-        analysis: analysis of the rewards.
-        plots: PNG files by name, shown in this order.
-        title: title of the page.
-    """
+    """Write the page of an analysis, with its PNG files in this order."""
     return render(
         "rewards.html.jinja",
         title=title,

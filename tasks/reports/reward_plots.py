@@ -22,6 +22,9 @@ FONT = "DejaVu Sans"
 """Ships with matplotlib."""
 
 MAX_LETTERS = 30
+MAX_MARKERS = 40
+"""A line of more points than this has no markers."""
+
 PANELS_PER_ROW = 4
 
 LOG_SCALE_RATIO = 50
@@ -35,12 +38,7 @@ UPPER, LOWER = 1.9, 3.4
 
 
 def plot_rewards(analysis: Statistics, scores: pl.DataFrame) -> dict[str, bytes]:
-    """Plot everything as PNG by file name, in the order of the page; empty plots are left out.
-
-    Args:
-        analysis: analysis of the scores.
-        scores: as :func:`tasks.reports.reward_analysis.analyse` reads them.
-    """
+    """Plot scores and their analysis as PNG by file name, in the order of the page; empty plots are left out."""
     figures = {
         "histograms.png": plot_histograms(analysis, scores),
         "agreement.png": plot_agreement(analysis),
@@ -110,7 +108,8 @@ def _trend(panel: Axes, reward: Statistics) -> bool:
     if not points:
         return False
     iterations, means = zip(*points, strict=True)
-    panel.plot(iterations, means, color=COLOURS[0], linewidth=1.8, marker=_markers(len(points)), markersize=3.5)
+    marker = "o" if len(points) <= MAX_MARKERS else ""
+    panel.plot(iterations, means, color=COLOURS[0], linewidth=1.8, marker=marker, markersize=3.5)
     low, high = min(means), max(means)
     room = (high - low) or abs(high) * 0.1 or 1.0
     panel.set_ylim(low - 0.08 * room, high + 0.3 * room)
@@ -195,27 +194,22 @@ def plot_cost(analysis: Statistics) -> Figure | None:
 def plot_watch(versions: Sequence[int], rewards: Series, guardrails: Mapping[str, Series]) -> bytes:
     """Plot the reward above, and below it each guardrail as a multiple of its first value, as PNG.
 
-    A guardrail without values, or whose first value is zero, has no multiple and is named below the plot.
-
-    Args:
-        versions: policy versions, ascending.
-        rewards: held-out reward of each version; None where there is none.
-        guardrails: values of each version by name, higher being better.
-
-    Raises:
-        ValueError: there are no versions, or a series has another number of values.
+    A reward that rises while they fall is being hacked. A guardrail without values, or whose first value is zero, has
+    no multiple and is named below the plot. Policy versions ascend; a series has a value or None for each.
     """
-    for name, series in {"rewards": rewards, **guardrails}.items():
-        if len(series) != len(versions) or not versions:
-            raise ValueError(f"{name}: expected a value for each of {len(versions)} versions, got {len(series)}")
     multiples = {name: normalised(series) for name, series in guardrails.items()}
     plotted = {name: series for name, series in multiples.items() if series is not None}
     left_out = [plot_label(name) for name in guardrails if name not in plotted]
     lower = LOWER + 0.2 * max(0, len(plotted) - 14)
     figure = new_figure(10.5, UPPER + lower + 0.9)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[UPPER, lower])
-    _plot_reward(above, versions, rewards)
-    _plot_guardrails(below, versions, plotted, lower)
+    below.axhline(1.0, color=SOFT, linewidth=1, linestyle="--")
+    _plot_lines(above, versions, {"reward": rewards}, [INK], "{}  {:.3f}", width=2.4, margin=0.15, inches=UPPER)
+    colours = [colour_of(index) for index in range(len(plotted))]
+    _plot_lines(below, versions, plotted, colours, "{}  ×{:.2f}", width=1.8, margin=0.06, inches=lower - 0.4)
+    above.set_ylabel("held-out reward", fontsize=9, color=SOFT)
+    below.set_ylabel("guardrail / its first value", fontsize=9, color=SOFT)
+    below.set_xlabel("policy version", fontsize=9, color=SOFT)
     if len(versions) > 1:
         above.xaxis.set_major_locator(integer_ticks(10))
     else:
@@ -233,48 +227,33 @@ def normalised(series: Series) -> list[float | None] | None:
     return [None if value is None else value / first for value in series]
 
 
-def _plot_reward(axes: Axes, versions: Sequence[int], rewards: Series) -> None:
-    quiet(axes, grid="y")
-    last = _line(axes, versions, rewards, INK, width=2.4)
-    axes.margins(x=0.02, y=0.15)
-    axes.set_ylabel("held-out reward", fontsize=9, color=SOFT)
-    if last is not None:
-        label_ends(axes, [(last, f"reward  {last:.3f}", INK)], inches=UPPER)
+def _plot_lines(
+    axes: Axes,
+    versions: Sequence[int],
+    lines: Mapping[str, Series],
+    colours: Sequence[str],
+    form: str,
+    *,
+    width: float,
+    margin: float,
+    inches: float,
+) -> None:
+    """Plot the values that there are, with each line's name and last value to the right of the axes.
 
-
-def _plot_guardrails(axes: Axes, versions: Sequence[int], guardrails: Mapping[str, Series], inches: float) -> None:
-    quiet(axes, grid="y")
-    axes.axhline(1.0, color=SOFT, linewidth=1, linestyle="--")
-    ends = []
-    for index, (name, series) in enumerate(guardrails.items()):
-        last = _line(axes, versions, series, colour_of(index), width=1.8)
-        if last is not None:
-            ends.append((last, f"{plot_label(name)}  ×{last:.2f}", colour_of(index)))
-    axes.margins(x=0.02, y=0.06)
-    axes.set_ylabel("guardrail / its first value", fontsize=9, color=SOFT)
-    axes.set_xlabel("policy version", fontsize=9, color=SOFT)
-    label_ends(axes, ends, inches=inches - 0.4)
-
-
-def _line(axes: Axes, versions: Sequence[int], series: Series, colour: str, *, width: float) -> float | None:
-    """Plot the values that there are, and return the last one."""
-    points = [(version, value) for version, value in zip(versions, series, strict=True) if value is not None]
-    if not points:
-        return None
-    xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, color=colour, linewidth=width, marker=_markers(len(points)), markersize=3.5)
-    return points[-1][1]
-
-
-def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, inches: float) -> None:
-    """Write each line's name to the right of the axes, as close to the height of its end as the other names allow.
-
-    Args:
-        axes: with their final vertical limits.
-        ends: value of the line's end, name and colour.
-        inches: height of the axes, about.
+    The names stand as close to the height of their line's end as the others allow; the axes are about so many inches
+    high, and a share of them, the margin, stays free above and below.
     """
+    quiet(axes, grid="y")
+    ends = []
+    for (name, series), colour in zip(lines.items(), colours, strict=True):
+        points = [(version, value) for version, value in zip(versions, series, strict=True) if value is not None]
+        if points:
+            marker = "o" if len(points) <= MAX_MARKERS else ""
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, marker=marker, markersize=3.5)
+            ends.append((points[-1][1], form.format(plot_label(name), points[-1][1]), colour))
+    axes.margins(x=0.02, y=margin)
     low, high = axes.get_ylim()
+    ends.sort(key=lambda end: end[0])
     shares = [(value - low) / (high - low) for value, _, _ in ends]
     arrow = {"arrowstyle": "-", "linewidth": 0.7, "alpha": 0.6, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 0}
     for share, height, (_, name, colour) in zip(shares, spread_apart(shares, gap=0.17 / inches), ends, strict=True):
@@ -293,18 +272,12 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], *, inches: fl
 
 
 def spread_apart(positions: Sequence[float], gap: float) -> list[float]:
-    """Move positions as little as needed to be at least `gap` apart, in the same order.
+    """Move ascending positions as little as needed to be at least `gap` apart.
 
     Those that collide share the room around their mean: isotonic regression of the positions minus their gaps.
     """
-    if not positions:
-        return []
-    order = sorted(range(len(positions)), key=lambda index: (positions[index], index))
-    bases = isotonic_regression([positions[index] - rank * gap for rank, index in enumerate(order)]).x
-    placed = [0.0] * len(positions)
-    for rank, (index, base) in enumerate(zip(order, bases, strict=True)):
-        placed[index] = float(base) + rank * gap
-    return placed
+    gaps = gap * np.arange(len(positions))
+    return list(isotonic_regression(positions - gaps).x + gaps) if positions else []
 
 
 def _png_of(figure: Figure) -> bytes:
@@ -331,8 +304,3 @@ def plot_label(label: str, letters: int = MAX_LETTERS) -> str:
 @functools.cache
 def _glyphs() -> frozenset[int]:
     return frozenset(get_font(findfont(FONT)).get_charmap()) - {ord("\n"), ord("\t"), ord("\r")}
-
-
-def _markers(points: int) -> str:
-    """Choose the marker of a line: a dot at each point of one that has few."""
-    return "o" if points <= 40 else ""

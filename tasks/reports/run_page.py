@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
 from tasks.reports.pages import render
-from tasks.reports.samples import Group, Groups
+from tasks.reports.samples import Group, Groups, read_groups
+from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
 
 
@@ -16,7 +19,7 @@ class Heldout:
     Attributes:
         first: version of the earlier policy.
         last: version of the later policy.
-        pairs: each prompt's group by the earlier and by the later policy.
+        pairs: each prompt's group by the earlier and by the later policy, their samples ordered by id.
         total: number of prompts.
         same_seeds: every pair of samples was sampled with the same seed.
     """
@@ -28,12 +31,19 @@ class Heldout:
     same_seeds: bool
 
 
-def pair_heldout(first: int, before: Groups, last: int, after: Groups) -> Heldout:
-    """Pair the groups of two evaluations by their ids, each with its samples ordered by id."""
+def read_heldout(
+    reader: RunReader, run: RunView, fetched: Path, targets: TargetReader, *, limit: int
+) -> Heldout | None:
+    """Pair the first groups of the first and the last evaluation by their ids; None with fewer than two evaluations."""
+    if len(run.evaluated) < 2:
+        return None
+    first, last = run.evaluated[0], run.evaluated[-1]
+    before, after = (read_groups(reader, each.stages, fetched, targets, limit=limit) for each in (first, last))
     sides = [{group.samples[0]["group_id"]: _by_sample_id(group) for group in side.shown} for side in (before, after)]
     pairs = [(group, sides[1][name]) for name, group in sides[0].items() if name in sides[1]]
     seeds = [[[row["seed"] for row in group.samples] for group in pair] for pair in pairs]
-    return Heldout(first, last, pairs, before.total, all(earlier == later for earlier, later in seeds))
+    same = all(earlier == later for earlier, later in seeds)
+    return Heldout(first.version, last.version, pairs, before.total, same)
 
 
 def _by_sample_id(group: Group) -> Group:
@@ -43,15 +53,7 @@ def _by_sample_id(group: Group) -> Group:
 def render_run_page(
     run: RunView, groups: Groups, heldout: Heldout | None, warnings: Sequence[str], heading: Sequence[tuple[str, str]]
 ) -> str:
-    """Write the page of a run.
-
-    Args:
-        run: read from its artifacts.
-        groups: groups of the iteration that is shown.
-        heldout: two evaluations, if there are any.
-        warnings: sentences about missing or damaged files.
-        heading: names and values of the summary.
-    """
+    """Write the page of a run, with the groups of the shown iteration and the names and values of its heading."""
     # Matplotlib takes a second to import.
     from tasks.reports.plots import line_plot
 

@@ -77,12 +77,8 @@ def read_samples(
 ) -> Samples:
     """Join the stored tables of samples.
 
-    Args:
-        fetch: finds the tables' folders.
-        rollouts: one per sampling round, at least one.
-        rewards: label and scores of each reward, any number per label.
-        advantages: without any, the samples have no rewards.
-        columns: columns of the rollouts; those that the modality does not have are left out.
+    There are rollouts of at least one sampling round, any number of scores per label, and without advantages the
+    samples have no rewards. Of the rollouts' columns, those that the modality does not have are left out.
     """
     rated = {
         row.pop("sample_id"): row
@@ -183,14 +179,9 @@ class Groups:
 
 
 def read_groups(reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int) -> Groups:
-    """Read groups in the stored order; without rollouts there are none.
+    """Read the first groups in the stored order; without rollouts there are none.
 
-    Args:
-        reader: reader of the run.
-        stages: verified artifacts; rewards and advantages may be missing.
-        fetched: folder for copies of remote artifacts.
-        targets: reads the targets.
-        limit: maximum number of groups that are read.
+    Of the verified stages, rewards and advantages may be missing; remote ones are copied below the folder `fetched`.
     """
     if ROLLOUTS not in stages:
         return Groups()

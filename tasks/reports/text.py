@@ -29,17 +29,18 @@ def one_line(text: str, letters: int) -> str:
 
 def in_cell(text: str) -> str:
     """Escape a line for a cell of a Markdown table: no markup, no link, no column, nothing invisible."""
-    return "".join(f"&#{ord(letter)};" if letter in _MARKUP else letter for letter in _printable(text))
+    return "".join(f"&#{ord(letter)};" if letter in _MARKUP else letter for letter in printable(text))
 
 
 def fenced(text: str) -> str:
     """Wrap a text in a Markdown code block whose fence is longer than any fence in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{_printable(_BREAKS.sub(chr(10), text), keep=chr(10) + chr(9))}\n{fence}"
+    return f"{fence}text\n{printable(_BREAKS.sub(chr(10), text), keep=chr(10) + chr(9))}\n{fence}"
 
 
-def _printable(text: str, keep: str = "") -> str:
+def printable(text: str, keep: str = "") -> str:
+    """Replace control characters, which a terminal would obey, and other invisible ones."""
     return "".join(letter if letter.isprintable() or letter in keep else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -88,13 +89,7 @@ def change(first: float | None, last: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = UNICODE_BLOCKS) -> str:
-    """Format values as one line of blocks from lowest to highest.
-
-    Args:
-        values: finite; more values than `width` are averaged in equal runs.
-        width: maximum number of characters.
-        blocks: one character per height, rising.
-    """
+    """Format finite values as one line of rising blocks; more values than `width` are averaged in equal runs."""
     if not values:
         return ""
     if len(values) > width:

@@ -33,17 +33,23 @@ def test_json_is_the_last_line_alone_on_stdout(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     code, out, _ = invoke("made", "--root", str(tmp_path), "--json")
     assert code == 0
-    told = json.loads(out)
-    assert told["run"] == "made"
-    assert told["iterations"] == told["iterations_planned"] == told["iteration"] == 2
-    assert (told["reward_first"], told["reward_last"]) == (0.5, 0.6)
-    assert (told["heldout_before"], told["heldout_after"]) == (0.5, 0.75)
-    assert told["policy_digest"] == f"{2:064d}"
-    assert told["seconds"]["total"] == 34.0
-    assert told["seconds"]["update"] == 6.0
-    assert told["folder"] == str(maker.folder)
-    assert told["finished"]
-    assert told["warnings"] == []
+    printed = json.loads(out)
+    expected = {
+        "run": "made",
+        "iterations": 2,
+        "iterations_planned": 2,
+        "iteration": 2,
+        "reward_first": 0.5,
+        "reward_last": 0.6,
+        "heldout_before": 0.5,
+        "heldout_after": 0.75,
+        "policy_digest": f"{2:064d}",
+        "folder": str(maker.folder),
+        "finished": True,
+        "warnings": [],
+    }
+    assert printed | expected == printed
+    assert (printed["seconds"]["total"], printed["seconds"]["update"]) == (34.0, 6.0)
 
 
 def test_a_name_under_the_root_and_a_path_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +115,7 @@ def test_inspecting_changes_nothing_even_when_files_are_damaged(tmp_path: Path) 
     flip_last_byte(maker.folder / "iteration_000002/advantages/advantages.parquet")
     before = contents(maker.folder)
     page = tmp_path / "page.html"
+    page.write_text("older")
     code, out, err = invoke("made", "--root", str(tmp_path / "runs"), "--html", str(page), "--json")
     assert code == 0
     assert contents(maker.folder) == before
@@ -118,14 +125,15 @@ def test_inspecting_changes_nothing_even_when_files_are_damaged(tmp_path: Path) 
         assert place in page.read_text()
     assert "warning" in err
     assert "(+0.000)" in err  # the second iteration's reward is not trusted, so the first is also the last
+    assert page.read_text().startswith("<!DOCTYPE html>")
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "runs"}
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_what_the_watch_told_last_is_a_warning(tmp_path: Path, stopped: bool) -> None:
+def test_signs_of_reward_hacking_are_warnings(tmp_path: Path, stopped: bool) -> None:
     maker = whole_run(tmp_path)
-    told = {"version": 2, "signs": ["jpeg fell", "words fell"], "stopped": stopped}
-    maker.store.write_file("watch.json", json.dumps(told).encode())
+    reported = {"version": 2, "signs": ["jpeg fell", "words fell"], "stopped": stopped}
+    maker.store.write_file("watch.json", json.dumps(reported).encode())
     code, out, err = invoke("made", "--root", str(tmp_path), "--json")
     assert code == 0
     first, second = json.loads(out)["warnings"]
@@ -133,24 +141,16 @@ def test_what_the_watch_told_last_is_a_warning(tmp_path: Path, stopped: bool) ->
     assert second.startswith("watch, policy 2: words fell")
     assert ("the run was stopped" in first) == stopped
     assert "words fell" in err
-    maker.store.write_file("watch.json", json.dumps({**told, "signs": []}).encode())
+    maker.store.write_file("watch.json", json.dumps({**reported, "signs": []}).encode())
     assert inspect_run("made", root=str(tmp_path)).warnings == ()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"version": 2}', b'{"signs": ["x"]}'])
-def test_a_damaged_word_of_the_watch_is_told(tmp_path: Path, content: bytes) -> None:
+def test_damaged_signs_are_a_warning(tmp_path: Path, content: bytes) -> None:
     maker = whole_run(tmp_path)
     maker.store.write_file("watch.json", content)
     (warning,) = inspect_run("made", root=str(tmp_path)).warnings
     assert warning.startswith("watch.json: it is damaged")
-
-
-def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
-    whole_run(tmp_path)
-    page = tmp_path / "page.html"
-    page.write_text("older")
-    inspect_run("made", root=str(tmp_path), html=page)
-    assert page.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:

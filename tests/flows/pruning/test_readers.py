@@ -23,7 +23,7 @@ from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, means_run
 from flows.rescoring.rescore import rescore
-from flows.rewards.analysis import AnalysisRequest, analyse_rewards
+from flows.rewards.analysis import analyse_rewards
 from flows.training.train import train
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import locked
@@ -63,7 +63,7 @@ class TestReaders:
         assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
 
     def test_the_analysis_scores_nothing_again(self, gone: Runs) -> None:
-        summary = analyse_rewards(AnalysisRequest(RUN, root=str(gone.root)))
+        summary = analyse_rewards(RUN, root=str(gone.root))
         assert set(summary.not_repeated) == {"ssim", "psnr"}
         assert [reward["noise"] for reward in summary.analysis["rewards"]] == [None, None]
 

@@ -17,7 +17,7 @@ from configs.loader import validated
 from flows.command_line.main import application
 from flows.pipeline.requests import RescoreRequest
 from flows.rescoring.rescore import RescoreSummary, rescore
-from flows.rewards.analysis import AnalysisRequest, analyse_rewards
+from flows.rewards.analysis import analyse_rewards
 from tasks.rewards import score as score_reward
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.flows.replay.replays import request_replay, run_replay
@@ -211,7 +211,7 @@ def test_the_command_reports_a_missing_file_and_an_unreachable_server(
 
 def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished: Runs) -> None:
     before = content(finished)
-    summary = analyse_rewards(AnalysisRequest("run", root=str(finished.root)))
+    summary = analyse_rewards("run", root=str(finished.root))
     assert content(finished) == before
     assert {reward["label"] for reward in summary.analysis["rewards"]} == {"ssim", "psnr"}
     assert summary.analysis["samples"] == 8
@@ -220,9 +220,9 @@ def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished
     names = {path.name for path in finished.path("analysis").iterdir()}
     assert {"report.html", "report.json", "histograms.png", "agreement.png", "trend.png", "cost.png"} <= names
     scored_again(finished, JPEG, name="jpeg")
-    analysis = analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpeg", repeats=0)).analysis
+    analysis = analyse_rewards("run", root=str(finished.root), rescored="jpeg", repeats=0).analysis
     assert [(reward["label"], reward["noise"]) for reward in analysis["rewards"]] == [("jpeg", None)]
-    (error,) = refused(lambda: analyse_rewards(AnalysisRequest("run", root=str(finished.root), rescored="jpg")))
+    (error,) = refused(lambda: analyse_rewards("run", root=str(finished.root), rescored="jpg"))
     assert error.value == "jpg"
 
 

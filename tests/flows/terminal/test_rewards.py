@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 
 import polars as pl
+import pytest
 from rich.console import Console
 
 from flows.terminal.rewards import show_analysis, show_comparison
@@ -52,7 +53,6 @@ def test_an_analysis_shows_metrics_findings_and_agreement() -> None:
     text = analysed(made_scores("aabb", {"x": VALUES, "y": VALUES}))
     assert "4 samples in 2 groups" in text
     assert "rank correlation 1.00" in text
-    assert "x 0.5 ± 0.4564 0 | 0.5 | 1 25.0% | 25.0% | 25.0%" in text
     assert "x, y 1.00 1.00 100.0% 4" in text
 
 
@@ -60,10 +60,14 @@ def test_many_pairs_are_counted() -> None:
     assert "12 of 15" in analysed(made_scores("aabb", {f"r{index}": VALUES for index in range(6)}))
 
 
-def test_a_narrow_terminal_has_every_number_in_one_piece() -> None:
-    text = rescored(made_samples("aaa", [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]), width=80)
-    assert "mean 0.200 → 0.200" in text
-    assert "x mean ± std 0.5 ± 0.4564" in analysed(made_scores("aabb", {"x": VALUES}), width=80)
+@pytest.mark.parametrize("width", [60, 80, 120, *range(130, 211, 10)])
+def test_at_any_width_every_number_is_shown_in_one_piece(width: int) -> None:
+    text = rescored(made_samples("aaa", [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]), width)
+    for cell in ("0.200 → 0.200", "0.100 → 0.100", "0.0% → 0.0%", "-1.000 / -1.000"):
+        assert cell in text
+    text = analysed(made_scores("aabb", {"x": VALUES, "long " * 9: VALUES}, seconds=0.0123), width)
+    for cell in ("0.5 ± 0.4564", "0 | 0.5 | 1", "25.0% | 25.0% | 25.0%", "0.5303 | 1.16", "0.0123 | 0.0123"):
+        assert cell in text
 
 
 def test_names_prompts_and_reasons_are_data() -> None:

@@ -42,22 +42,18 @@ def rows(markdown: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_images_are_ranked_over_the_iteration(tmp_path: Path) -> None:
-    markdown = iteration_markdown(RunMaker(tmp_path).store, "r", [record_of(RunMaker(tmp_path))])
-    best = rows(markdown, "| image | reward | ssim | prompt | sample |")
-    assert [cells[1] for cells in best] == ["**0.900**", "**0.500**", "**0.500**", "**0.500**"]
-    assert best[0][2:] == ["0.900", "a red square", "`i000001.p0000.s02`"]
-    worst = rows(markdown.split("## Worst")[1], "| image")
-    assert [cells[1] for cells in worst] == ["**0.100**", "**0.400**"]
-    assert best[0][0].startswith("![i000001.p0000.s02](data:image/png;base64,")
-    assert "dataset" not in markdown
-
-
-def test_every_reward_has_its_column(tmp_path: Path) -> None:
+def test_images_of_all_rounds_are_ranked_with_a_column_for_each_reward(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, labels=("ssim", "psnr"))
-    markdown = iteration_markdown(maker.store, "r", [record_of(maker)])
+    markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
     best = rows(markdown, "| image | reward | ssim | psnr | prompt | sample |")
-    assert best[0][1:4] == ["**0.900**", "0.900", "0.900"]
+    assert [cells[1] for cells in best] == ["**0.900**", "**0.900**", "**0.500**", "**0.500**"]
+    assert best[0][2:] == ["0.900", "0.900", "a red square", "`i000001.p0000.s02`"]
+    assert best[1][-1] == "`i000001.d02.p0000.s02`"
+    worst = rows(markdown.split("## Worst")[1], "| image")
+    assert [cells[1] for cells in worst] == ["**0.100**", "**0.100**", "**0.400**", "**0.400**"]
+    for cells in best:
+        assert cells[0].startswith(f"![{cells[-1][1:-1]}](data:image/png;base64,")
+    assert "dataset" not in markdown
     for label in maker.labels:
         assert f"iteration_000001/rewards/{label}`" in markdown
 
@@ -114,13 +110,6 @@ def test_all_rounds_count_and_dropped_groups_are_marked(tmp_path: Path) -> None:
     assert [(cells[1], cells[-1]) for cells in table] == [("sums", ""), ("poems", "dropped")] * 2
     assert "iteration_000001/round_02/rollouts" in markdown
     assert "iteration_000001/round_02/advantages" in markdown
-
-
-def test_images_of_a_later_round_are_found(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path)
-    markdown = iteration_markdown(maker.store, "r", [record_of(maker, rounds=2)])
-    best = rows(markdown, "| image")
-    assert [cells[-1] for cells in best[:2]] == ["`i000001.p0000.s02`", "`i000001.d02.p0000.s02`"]
 
 
 def test_a_row_per_metric_with_six_digits(tmp_path: Path) -> None:

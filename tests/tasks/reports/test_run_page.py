@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tasks.reports.images import TargetReader
-from tasks.reports.run_page import pair_heldout, progress, render_run_page
+from tasks.reports.run_page import progress, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, read_groups
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -72,12 +72,7 @@ def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
     reader, targets = RunReader(maker.store), TargetReader(LARGE)
     run = read_run(reader)
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
-    heldout = None
-    if len(run.evaluated) > 1:
-        before, after = (
-            read_groups(reader, evaluation.stages, maker.folder, targets, limit=50) for evaluation in run.evaluated
-        )
-        heldout = pair_heldout(0, before, 2, after)
+    heldout = read_heldout(reader, run, maker.folder, targets, limit=50)
     return render_run_page(run, groups, heldout, warnings, [("reward", "0.5")])
 
 
@@ -152,14 +147,8 @@ def test_texts_are_shown_in_full_and_as_data(tmp_path: Path) -> None:
     assert "49" not in text
     assert text.count(long) == 2  # among the ends and among all siblings
     assert text.count("<table><tr><td>|") == 1
+    assert "image" not in text.lower().split("kept in")[0]
     assert {"best", "worst"} <= {attributes.get("class") for attributes in page.named("figure")}
-
-
-def test_a_run_that_writes_texts_does_not_speak_of_images(tmp_path: Path) -> None:
-    text = "".join(Page(page_of(whole_run(tmp_path, modality="text"))).text).lower()
-    assert "image" not in text.split("kept in")[0]
-    assert "completions of iteration 2" in text
-    assert "answer 1 of group 0" in text
 
 
 def test_rounds_datasets_and_dropped_groups_are_counted(tmp_path: Path) -> None:
