@@ -21,11 +21,10 @@ from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import provenance_json
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import evaluation_folder
-from tasks.runs.lookup import find_run
+from tasks.runs.lookup import find_run, read_description
 from tasks.runs.records import StoredEvaluation
 from tasks.runs.stored import choose_policy, find_evaluation, stored_config
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.run_description import read_description
 from tasks.storage.artifacts.store import ArtifactStore
 
 # The evaluation of a policy does not depend on any other section of its run.

@@ -22,9 +22,9 @@ from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import provenance_json
 from tasks.runs.layout import is_result
+from tasks.runs.lookup import read_description
 from tasks.storage.artifacts.replace import LINEAGE
-from tasks.storage.artifacts.run_description import RUN_FILE, read_description
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, RUN_FILE, ArtifactStore
 
 IDENTITY, ACCEPTED = "identity", "accepted_code"
 

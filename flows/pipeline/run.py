@@ -30,10 +30,9 @@ from tasks.progress import log
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
-from tasks.runs.lookup import require_schema
+from tasks.runs.lookup import require_schema, write_description
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.replace import LINEAGE
-from tasks.storage.artifacts.run_description import write_description
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION

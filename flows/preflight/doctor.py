@@ -18,7 +18,7 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload
 from grpo_core.policies.family import policy_family
 from grpo_core.policies.trained import TrainingChoice
-from tasks.storage.artifacts.open_store import open_store
+from tasks.storage.artifacts.store import open_store
 from tasks.storage.filesystem.files import is_local
 
 

@@ -25,8 +25,7 @@ from tasks.models.resident import torch_device
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.read import read_prompts
 from tasks.prompts.targets import pair_targets
-from tasks.storage.artifacts.open_store import open_store
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore, open_store
 from tasks.update.job import refuse_unusable_placement
 
 SECTIONS = ("data", "evaluate")

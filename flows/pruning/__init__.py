@@ -1,7 +1,7 @@
 """`grpo prune`: deletes artifacts that nothing depends on.
 
 request    the options, as rules
-needs      what is still needed, and why; scheduled reads what Prefect's server will run
+needs      what is still needed, and why: by the run's next start, replays, and flows that Prefect's server will run
 plan       decides what is deleted and what is kept, with the reasons
 prune      locks the run, carries the plan out and reports it
 """

@@ -1,23 +1,41 @@
 """Find what is still needed of a run: by its next start, by replays of it, and by flows that the server will run."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from configs.loader import check_config
 from configs.schema import RunConfig
-from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, ScheduledFlow, means_run
+from flows.server.reachable import require_server, server_url
 from flows.training.evaluation import is_evaluated
 from grpo_core.errors import InputError, InputErrors
+from tasks.checkout import CHECKOUT
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, evaluation_folder
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import find_evaluation, read_range
 from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.filesystem.files import is_local
+from tasks.storage.filesystem.roots import open_root
+
+TRAIN, EVALUATE, RESCORE = "grpo train", "grpo evaluate", "grpo rescore"
+"""The flows that have deployments."""
 
 BEST = "it has the best held-out reward"
+_PAGE = 100
+
+
+@dataclass(frozen=True)
+class ScheduledFlow:
+    """A flow that Prefect's server will run, or is running: its name for people, and TRAIN, EVALUATE or RESCORE."""
+
+    name: str
+    flow: str
+    parameters: Mapping[str, Any]
 
 
 @dataclass
@@ -42,30 +60,28 @@ class Needs:
 def find_needs(
     store: ArtifactStore, config: RunConfig, versions: Sequence[int], scheduled: Sequence[ScheduledFlow]
 ) -> Needs:
-    """Find what of a run is needed, apart from its last versions.
-
-    Args:
-        store: the run.
-        config: the run's configuration.
-        versions: policy versions that have their files.
-        scheduled: flows that Prefect's server will run.
-    """
+    """Find what of a run is needed, apart from its last versions; `versions` are those that have their files."""
     needs = Needs()
     rewards = rewards_of(store, EVALUATIONS)
     if trained := [version for version in versions if version in rewards]:
         needs.policies[max(trained, key=rewards.__getitem__)].append(BEST)
     _add_training(needs, store, config, config, versions, "the next start of the run")
-    for replay, start in unfinished_replays(store):
+    for replay, start in _unfinished_replays(store):
         needs.policies[start].append(f"the replay {replay} starts from it and is not finished")
     for each in scheduled:
-        given = {name: value for name, value in each.parameters.items() if isinstance(value, Mapping)}
-        if each.flow == TRAIN:
-            if (planned := _scheduled_config(store, given.get("config", {}))) is not None:
-                _add_training(needs, store, config, planned, versions, each.name)
+        given, request = _mapping(each.parameters.get("config")), _mapping(each.parameters.get("request"))
+        if each.flow == TRAIN and (planned := _scheduled_config(store, given)) is not None:
+            _add_training(needs, store, config, planned, versions, each.name)
         elif each.flow == EVALUATE:
-            _add_evaluation(needs, store, given.get("request", {}), each.name)
+            version = request.get("policy")
+            if isinstance(version, int) and means_run(store, str(request.get("run")), _root(request)):
+                needs.policies[version].append(f"{each.name} evaluates it")
+                needs.evaluations[version].append(f"{each.name} scores it")
         elif each.flow == RESCORE:
-            _add_rescoring(needs, store, given.get("request", {}), each.name)
+            sources = request.get("sources")
+            named = [str(source) for source in sources] if isinstance(sources, list | tuple) else []
+            if any(means_run(store, source, _root(request)) for source in named):
+                needs.iterations.append((*_range(request.get("iterations")), f"{each.name} scores them again"))
     return needs
 
 
@@ -94,8 +110,8 @@ def _add_training(
 
 def _scheduled_config(store: ArtifactStore, given: Mapping[str, Any]) -> RunConfig | None:
     """Return the configuration of a scheduled training of this run; None if it is another run's or cannot start."""
-    name, root = _mapping(given.get("run")).get("name"), _mapping(given.get("storage")).get("root", "runs")
-    if name != store.run or not means_run(store, store.run, str(root)):
+    name, root = _mapping(given.get("run")).get("name"), _root(_mapping(given.get("storage")))
+    if name != store.run or not means_run(store, store.run, root):
         return None
     try:
         return check_config(given)
@@ -103,25 +119,20 @@ def _scheduled_config(store: ArtifactStore, given: Mapping[str, Any]) -> RunConf
         return None
 
 
-def _add_evaluation(needs: Needs, store: ArtifactStore, request: Mapping[str, Any], who: str) -> None:
-    version = request.get("policy")
-    if isinstance(version, int) and means_run(store, str(request.get("run")), str(request.get("root", "runs"))):
-        needs.policies[version].append(f"{who} evaluates it")
-        needs.evaluations[version].append(f"{who} scores it")
-
-
-def _add_rescoring(needs: Needs, store: ArtifactStore, plan: Mapping[str, Any], who: str) -> None:
-    sources, root, chosen = plan.get("sources"), str(plan.get("root", "runs")), plan.get("iterations")
-    named = [str(source) for source in sources] if isinstance(sources, list | tuple) else []
-    if not any(means_run(store, source, root) for source in named):
-        return
-    first: int
-    last: int | None
+def _range(chosen: object) -> tuple[int, int | None]:
+    """Return first and last iteration of a rescoring; every iteration where that is unknown."""
     try:
-        first, last = (1, None) if chosen is None else read_range(str(chosen))
+        return (1, None) if chosen is None else read_range(str(chosen))
     except InputError:
-        first, last = 1, None
-    needs.iterations.append((first, last, f"{who} scores them again"))
+        return 1, None
+
+
+def _root(given: Mapping[str, Any]) -> str:
+    return str(given.get("root", "runs"))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def rewards_of(store: ArtifactStore, folder: str) -> dict[int, float]:
@@ -135,11 +146,7 @@ def rewards_of(store: ArtifactStore, folder: str) -> dict[int, float]:
     return rewards
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
+def _unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
     """Yield the name and the first policy version of each replay of a run that is stored next to it and unfinished."""
     entries = store.filesystem.ls(store.root, detail=True)
     folders = sorted(str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
@@ -157,3 +164,74 @@ def unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
         numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
         if start and max((int(number) for number in numbers if number.isdigit()), default=0) < end:
             yield name, start
+
+
+def read_scheduled() -> tuple[ScheduledFlow, ...] | None:
+    """Read what Prefect's server will run: active schedules and unfinished flow runs; None if none is configured.
+
+    Raises:
+        InputError: a server is configured and cannot be used.
+    """
+    if server_url() is None:
+        return None
+    require_server()
+    return tuple(_read())
+
+
+def _read() -> Iterator[ScheduledFlow]:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import (
+        FlowFilter,
+        FlowFilterName,
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.client.schemas.objects import StateType
+
+    wanted = {"flow_filter": FlowFilter(name=FlowFilterName(any_=[TRAIN, EVALUATE, RESCORE]))}
+    kinds = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
+    waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)))
+    with get_client(sync_client=True) as client:
+        flows = {flow.id: flow.name for flow in _pages(client.read_flows, **wanted)}
+        for deployment in _pages(client.read_deployments, **wanted):
+            flow = flows[deployment.flow_id]
+            # A paused deployment may be resumed by a click.
+            for schedule in (each for each in deployment.schedules if each.active):
+                parameters = {**deployment.parameters, **schedule.parameters}
+                yield ScheduledFlow(f"the schedule of {flow}/{deployment.name}", flow, parameters)
+        for run in _pages(client.read_flow_runs, flow_run_filter=waiting, **wanted):
+            # Schedules create theirs days ahead, all alike.
+            if not (run.auto_scheduled and run.state_type == StateType.SCHEDULED):
+                yield ScheduledFlow(f"the flow run {run.name}", flows[run.flow_id], run.parameters)
+
+
+def _pages(read: Any, **filters: Any) -> Iterator[Any]:
+    seen = 0
+    while page := read(limit=_PAGE, offset=seen, **filters):
+        seen += len(page)
+        yield from page
+
+
+def means_run(store: ArtifactStore, source: str, root: str) -> bool:
+    """Return whether a flow that names a run under a root, or the path of its folder, means this one.
+
+    Paths are those of the machine that the flow will run on. A path that leads to no run here may lead to this one
+    there, and counts as this one.
+    """
+    parent, _, name = source.rstrip("/").rpartition("/")
+    if name != store.run:
+        return False
+    named = parent or root
+    absolute = "://" in named or named.startswith(("/", "~"))
+    try:
+        filesystem, place = open_root(named if absolute else str(Path(CHECKOUT) / named))
+    except InputError:
+        # Such a flow cannot start.
+        return False
+    if is_local(filesystem) != is_local(store.filesystem):
+        return False
+    if not is_local(filesystem):
+        return str(filesystem.unstrip_protocol(place)) == str(store.filesystem.unstrip_protocol(store.root))
+    theirs, ours = Path(place) / name, Path(store.path())
+    return not theirs.is_dir() or os.path.samefile(theirs, ours)

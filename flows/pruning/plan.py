@@ -8,11 +8,19 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
-from flows.pruning.needs import BEST, Needs, find_needs, rewards_of
-from flows.pruning.request import Age, PruneRequest, read_age
-from flows.pruning.scheduled import ScheduledFlow
-from tasks.pruning.artifacts import Prunable, bytes_below, delete_images, find_prunable, image_bytes
-from tasks.pruning.leftovers import abandoned_writes, delete_moved, moved_folders, old_calls
+from flows.pruning.needs import BEST, Needs, ScheduledFlow, find_needs, rewards_of
+from flows.pruning.request import PruneRequest, read_age
+from tasks.pruning import (
+    Prunable,
+    abandoned_writes,
+    bytes_below,
+    delete_images,
+    delete_moved,
+    find_prunable,
+    image_bytes,
+    moved_folders,
+    old_calls,
+)
 from tasks.runs.layout import (
     ADVANTAGES,
     EVALUATIONS,
@@ -38,13 +46,7 @@ UNSCORED = "its scores or advantages are not complete"
 
 @dataclass(frozen=True)
 class Deletion:
-    """Something to delete.
-
-    Attributes:
-        kind: one of KINDS.
-        size: bytes that this frees.
-        delete: deletes it; calling it twice does no more.
-    """
+    """Something to delete: its kind, the bytes that this frees, and what deletes it; a second call does no more."""
 
     kind: str
     size: int
@@ -56,10 +58,7 @@ class RunPlan:
     """What pruning does to one run.
 
     Attributes:
-        store: the run.
-        request: the rules.
         now: what ages are counted from.
-        deleted: what is deleted, in order.
         kept: names of what the rules would delete, by kind and reason.
         notes: what else people should know.
     """
@@ -74,40 +73,40 @@ class RunPlan:
     def decide(
         self, kind: str, name: str, reasons: Sequence[str], size: Callable[[], int], delete: Callable[[], object]
     ) -> None:
-        """Delete something unless there are reasons to keep it.
-
-        Args:
-            kind: one of KINDS.
-            name: a policy version or a folder, for people.
-            reasons: why it is kept.
-            size: returns the bytes that this frees; called only if it is deleted.
-            delete: deletes it.
-        """
+        """Delete something unless there are reasons to keep it; `size` is called only if it is deleted."""
         if reasons:
             self.kept.setdefault((kind, "; ".join(dict.fromkeys(reasons))), []).append(name)
         else:
             self.deleted.append(Deletion(kind, size(), delete))
+
+    def decide_images(self, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
+        """Delete the images of rollouts unless there are reasons to keep them."""
+        tombstone = self.tombstone(prunable, "images", self.request.image_rule)
+        delete = partial(delete_images, self.store, prunable, tombstone)
+        # An interrupted deletion can only be finished, since some images are gone.
+        reasons = reasons if prunable.is_complete else []
+        self.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, self.store, prunable), delete)
 
     def tombstone(self, prunable: Prunable, removed: str, rule: str) -> Mapping[str, Any]:
         """Describe a deletion for the manifest; one that was interrupted keeps its own description."""
         pruned = {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{self.now:%Y-%m-%d}"}
         return prunable.manifest.pruned or {**pruned, LINEAGE: lineage_of(self.store, prunable.folder)}
 
+    def images_are_due(self, prunable: Prunable, age: str | None, number: int, last: int) -> bool:
+        """Return whether the rules delete the images of an iteration, or of the evaluation of a policy version."""
+        if not prunable.is_complete:
+            return prunable.half_pruned
+        found = read_age(age)
+        return found is not None and found.reached(prunable.made, self.now, number, last)
+
 
 def plan_run(
     store: ArtifactStore, config: RunConfig, request: PruneRequest, scheduled: Sequence[ScheduledFlow], now: datetime
 ) -> RunPlan:
-    """Decide what to delete and what to keep; nothing is changed.
-
-    Args:
-        store: the run.
-        config: the run's configuration.
-        request: the rules.
-        scheduled: flows that Prefect's server will run.
-        now: what ages are counted from.
-    """
+    """Decide what to delete and what to keep; nothing is changed."""
     plan = RunPlan(store, request, now)
-    versions = _versions(store)
+    found = {version: find_prunable(store, policy_folder(version)) for version in RunReader(store).policies()}
+    versions = {version: prunable for version, prunable in found.items() if prunable is not None}
     complete = [version for version, prunable in versions.items() if prunable.is_complete]
     needed = request.last is not None or request.images_older_than is not None
     needs = find_needs(store, config, complete, scheduled) if needed else Needs()
@@ -127,15 +126,15 @@ def plan_run(
     return plan
 
 
-def _versions(store: ArtifactStore) -> dict[int, Prunable]:
-    found = {version: find_prunable(store, policy_folder(version)) for version in RunReader(store).policies()}
-    return {version: prunable for version, prunable in found.items() if prunable is not None}
-
-
 def _plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prunable], needs: Needs) -> None:
     store, request, sampling = plan.store, plan.request, config.run.staleness + 1
-    complete = [version for version, prunable in versions.items() if prunable.is_complete]
-    last, damaged = _last_valid(store, complete, max(request.last, sampling)) if request.last else ([], [])
+    # The last versions whose files are all valid, latest first, and the damaged ones among them.
+    last: list[int] = []
+    damaged: list[int] = []
+    for version in reversed([version for version, prunable in versions.items() if prunable.is_complete]):
+        if request.last is None or len(last) == max(request.last, sampling):
+            break
+        (last if store.find(policy_folder(version)) is not None else damaged).append(version)
     for version, prunable in versions.items():
         on_the_way = request.policies_every is not None and version % request.policies_every == 0
         if prunable.is_complete and (request.last is None or version in last[: request.last] or on_the_way):
@@ -149,23 +148,11 @@ def _plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prun
             continue
         tombstone = plan.tombstone(prunable, "files", request.policy_rule)
         delete = partial(replace_artifact, store, prunable.reference, None, pruned=tombstone)
-        size = partial(bytes_below, store, store.path(prunable.folder))
-        plan.decide(VERSIONS, str(version), reasons, size, delete)
-
-
-def _last_valid(store: ArtifactStore, versions: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """Return the last versions whose files are all valid, latest first, and the damaged ones among them."""
-    valid: list[int] = []
-    damaged: list[int] = []
-    for version in reversed(versions):
-        if len(valid) == count:
-            break
-        (valid if store.find(policy_folder(version)) is not None else damaged).append(version)
-    return valid, damaged
+        plan.decide(VERSIONS, str(version), reasons, partial(bytes_below, store, store.path(prunable.folder)), delete)
 
 
 def _plan_images(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
-    age = read_age(plan.request.images_older_than)
+    age = plan.request.images_older_than
     if isinstance(config.rollout, TextRolloutSection):
         if age is not None:
             plan.notes.append("its rollouts are texts, which have no images")
@@ -178,25 +165,20 @@ def _plan_images(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
     }
     last = max((number for number, rollouts in found.items() if rollouts), default=0)
     for number, rollouts in found.items():
-        due = [prunable for prunable in rollouts if _is_due(prunable, age, plan.now, number, last)]
+        due = [prunable for prunable in rollouts if plan.images_are_due(prunable, age, number, last)]
         reasons = needs.of_iteration(number)
         scores = [f"{folder}/{REWARDS}/{section.label}" for folder in rounds[number] for section in config.rewards]
         # An incomplete stage of the iteration still needs its images.
         if due and any(store.find(each) is None for each in [f"{rounds[number][-1]}/{ADVANTAGES}", *scores]):
             reasons.append(UNSCORED)
         for prunable in due:
-            _decide_images(plan, IMAGES, prunable, reasons)
+            plan.decide_images(IMAGES, prunable, reasons)
     for folder in [EVALUATIONS, *(f"{OTHER_EVALUATIONS}/{name}" for name in reader.names(OTHER_EVALUATIONS))]:
-        _plan_evaluations(plan, folder, age, needs.evaluations if folder == EVALUATIONS else {}, last)
+        _plan_evaluations(plan, folder, needs.evaluations if folder == EVALUATIONS else {}, last)
 
 
-def _is_due(prunable: Prunable, age: Age | None, now: datetime, number: int, last: int) -> bool:
-    if prunable.is_complete:
-        return age is not None and age.reached(prunable.made, now, number, last)
-    return prunable.half_pruned
-
-
-def _plan_evaluations(plan: RunPlan, folder: str, age: Age | None, needed: Mapping[int, list[str]], last: int) -> None:
+def _plan_evaluations(plan: RunPlan, folder: str, needed: Mapping[int, list[str]], last: int) -> None:
+    age = plan.request.images_older_than if plan.request.evaluations else None
     rollouts = {
         version: prunable
         for version in RunReader(plan.store).evaluations(folder)
@@ -205,18 +187,11 @@ def _plan_evaluations(plan: RunPlan, folder: str, age: Age | None, needed: Mappi
     rewards = rewards_of(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
     for version, prunable in rollouts.items():
-        if not _is_due(prunable, age if plan.request.evaluations else None, plan.now, version, last):
+        if not plan.images_are_due(prunable, age, version, last):
             continue
         reasons = [ENDS] if version in (min(rollouts), max(rollouts)) else []
         reasons += [BEST] if version == best else []
         reasons += needed.get(version, [])
         if plan.store.find(f"{folder}/{version:06d}/{ADVANTAGES}") is None:
             reasons.append(UNSCORED)
-        _decide_images(plan, HELDOUT_IMAGES, prunable, reasons)
-
-
-def _decide_images(plan: RunPlan, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
-    delete = partial(delete_images, plan.store, prunable, plan.tombstone(prunable, "images", plan.request.image_rule))
-    # An interrupted deletion can only be finished, since some images are gone.
-    reasons = reasons if prunable.is_complete else []
-    plan.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, plan.store, prunable), delete)
+        plan.decide_images(HELDOUT_IMAGES, prunable, reasons)

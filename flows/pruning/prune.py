@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel
 
+from flows.pruning.needs import read_scheduled
 from flows.pruning.plan import KINDS, RunPlan, plan_run
 from flows.pruning.request import PruneRequest, check_request
-from flows.pruning.scheduled import read_scheduled
 from grpo_core.errors import InputError, InputErrors
 from tasks.runs.layout import LOCKED_APART
 from tasks.runs.lookup import find_run
@@ -19,13 +19,7 @@ from tasks.storage.locks.run_lock import LOCK, RunLock, locked
 
 
 class Deleted(BaseModel):
-    """What was deleted of one kind.
-
-    Attributes:
-        kind: what it was.
-        count: how many.
-        bytes: how much this freed.
-    """
+    """How much was deleted of one kind."""
 
     kind: str
     count: int
@@ -33,13 +27,7 @@ class Deleted(BaseModel):
 
 
 class Kept(BaseModel):
-    """What was kept although the rules would have deleted it.
-
-    Attributes:
-        kind: what it is.
-        names: policy versions, or folders.
-        reason: what needs it.
-    """
+    """Policy versions or folders that were kept although the rules would have deleted them."""
 
     kind: str
     names: list[str]
@@ -47,15 +35,7 @@ class Kept(BaseModel):
 
 
 class PrunedRun(BaseModel):
-    """What pruning did to one run, or would do.
-
-    Attributes:
-        run: name of the run.
-        folder: where it is stored.
-        deleted: what was deleted, by kind.
-        kept: what was kept, by kind and reason.
-        notes: what else people should know.
-    """
+    """What pruning did to one run, or would do; the notes say what else people should know."""
 
     run: str
     folder: str
@@ -65,13 +45,11 @@ class PrunedRun(BaseModel):
 
 
 class PruneSummary(BaseModel):
-    """What pruning did, or would do.
+    """What pruning did, or in a dry run would do.
 
     Attributes:
-        dry_run: nothing was changed.
         bytes: freed in total.
         schedules: whether a Prefect server reported what it will run.
-        runs: the runs in the order of the request.
     """
 
     dry_run: bool
@@ -88,7 +66,10 @@ def prune(request: PruneRequest) -> PruneSummary:
         StorageError: a disk or a bucket refuses it.
     """
     check_request(request)
-    stores = _find_runs(request)
+    stores = [find_run(source, request.root) for source in request.sources]
+    places = [store.path() for store in stores]
+    if twice := sorted({place for place in places if places.count(place) > 1}):
+        raise InputErrors([InputError("RUN", twice, "A run is named twice; name each once.")])
     scheduled = read_scheduled()
     now = datetime.now(UTC)
     runs: list[PrunedRun] = []
@@ -102,14 +83,6 @@ def prune(request: PruneRequest) -> PruneSummary:
             runs.append(run)
     freed = sum(each.bytes for run in runs for each in run.deleted)
     return PruneSummary(dry_run=request.dry_run, bytes=freed, schedules=scheduled is not None, runs=runs)
-
-
-def _find_runs(request: PruneRequest) -> list[ArtifactStore]:
-    stores = [find_run(source, request.root) for source in request.sources]
-    places = [store.path() for store in stores]
-    if twice := sorted({place for place in places if places.count(place) > 1}):
-        raise InputErrors([InputError("RUN", twice, "A run is named twice; name each once.")])
-    return stores
 
 
 @contextmanager

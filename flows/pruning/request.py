@@ -10,45 +10,27 @@ from grpo_core.errors import InputError, InputErrors
 POLICIES_LAST = 2
 """Versions kept at the end of a run by default."""
 
-_AGE = re.compile(r"(\d{1,6})(d|h|i)")
+_AGE = re.compile(r"(\d{1,6})([dhi])")
 
 
 @dataclass(frozen=True)
 class Age:
-    """A minimum age of what is deleted.
+    """A minimum age of what is deleted: in days (`d`), hours (`h`), or iterations back from the last one (`i`)."""
 
-    Attributes:
-        time: time since it was made; None for an age in iterations.
-        iterations: number of iterations back from the last one; None for an age in time.
-    """
-
-    time: timedelta | None
-    iterations: int | None
+    number: int
+    unit: str
 
     def reached(self, made: datetime, now: datetime, iteration: int | None = None, last: int | None = None) -> bool:
-        """Whether something is at least as old.
-
-        Args:
-            made: when it was made.
-            now: the current time.
-            iteration: the iteration that it belongs to; None if it belongs to none.
-            last: the run's last iteration.
-        """
-        if self.time is not None:
-            return now - made >= self.time
-        assert self.iterations is not None, "an age is one of the two"
-        return iteration is not None and last is not None and iteration <= last - self.iterations
+        """Return whether something is at least as old; it may belong to an iteration of a run with a last one."""
+        if self.unit == "i":
+            return iteration is not None and last is not None and iteration <= last - self.number
+        return now - made >= timedelta(hours=self.number * (24 if self.unit == "d" else 1))
 
 
 def read_age(text: str | None) -> Age | None:
     """Read an age such as 30d, 12h or 20i; None for None and for any other text."""
     found = _AGE.fullmatch(text.strip()) if text is not None else None
-    if found is None:
-        return None
-    number, unit = int(found[1]), found[2]
-    if unit == "i":
-        return Age(None, number)
-    return Age(timedelta(days=number) if unit == "d" else timedelta(hours=number), None)
+    return Age(int(found[1]), found[2]) if found else None
 
 
 @dataclass(frozen=True)
@@ -57,13 +39,11 @@ class PruneRequest:
 
     Attributes:
         sources: runs under the root, or paths of their folders.
-        root: where runs are stored.
         policies_every: keep policy versions that are multiples of it; None for no such rule.
         policies_last: number of versions to keep at the end; None for the default.
         images_older_than: age of rollouts whose images are deleted; None keeps all.
         evaluations: whether images of evaluations are deleted too.
         previous_older_than: age of folders in `previous/` and `quarantine/` that are deleted; None keeps all.
-        dry_run: report, and change nothing.
     """
 
     sources: tuple[str, ...]
@@ -108,10 +88,7 @@ def check_request(request: PruneRequest) -> None:
 
 def _problems(request: PruneRequest) -> Iterator[InputError]:
     numbers = {"--policies-every": request.policies_every, "--policies-last": request.policies_last}
-    ages = {
-        "--images-older-than": request.images_older_than,
-        "--previous-older-than": request.previous_older_than,
-    }
+    ages = {"--images-older-than": request.images_older_than, "--previous-older-than": request.previous_older_than}
     if all(value is None for value in (*numbers.values(), *ages.values())):
         hint = (
             "Say what may be deleted: --policies-every N, --policies-last K, --images-older-than AGE or "
@@ -128,7 +105,7 @@ def _problems(request: PruneRequest) -> Iterator[InputError]:
         if age is None:
             back = "; or iterations back from the last, as 20i" if images else ""
             yield InputError(option, text, f"Write days or hours, as 30d or 12h{back}.")
-        elif age.time is None and not images:
+        elif age.unit == "i" and not images:
             yield InputError(option, text, "These folders belong to no iteration; write days or hours, as 30d.")
     if request.evaluations and request.images_older_than is None:
         yield InputError("--evaluations", True, "Say how old their images must be with --images-older-than.")

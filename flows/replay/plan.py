@@ -11,7 +11,7 @@ from flows.pipeline.requests import ReplayRequest
 from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import model_digest
-from tasks.runs.lookup import find_run
+from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import (
     RECOMPUTED,
@@ -23,7 +23,6 @@ from tasks.runs.stored import (
     stored_config,
 )
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.run_description import CONFIG_FILE, read_description
 from tasks.storage.artifacts.store import ArtifactStore
 
 # The stored rollouts or an option of the command decide these.

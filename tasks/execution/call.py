@@ -16,9 +16,8 @@ from tasks.execution.fingerprint import code_fingerprint
 from tasks.execution.stages import STAGES, Arguments, Reference, Stage, stage_named
 from tasks.execution.versions import library_versions
 from tasks.progress import listener
-from tasks.storage.artifacts.open_store import described, open_store_elsewhere
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.artifacts.store import ArtifactStore, described, open_store_elsewhere, use_store
 
 CALLS = ".calls"
 """Folder of a run for the calls of its stages to other machines, and for their outcomes."""

@@ -22,7 +22,7 @@ from tasks.execution.stages import Reference
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
+from tasks.storage.filesystem.files import dump_checked, load_checked
 
 
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:

@@ -25,7 +25,6 @@ class ModelSpec(BaseModel):
     """Which model is trained, and how.
 
     Attributes:
-        section: the configuration's policy section.
         digest: digest of the model's files.
         adapter_seed: seed of the adapters' random initialisation.
         reference: where the reference is kept when every weight is trained; `none` if it is not needed.
@@ -82,13 +81,10 @@ class ResidentPolicy:
         self._loaded: _Loaded | None = None
 
     def at(self, reference: PolicyRef, spec: ModelSpec, settings: Any, placement: PlacementSection) -> Policy:
-        """Return the policy with the weights of a version.
+        """Return the policy with the weights of a version; the model is loaded if it is not in memory.
 
         Args:
-            reference: the version.
-            spec: the model, loaded if another one, or none, is in memory.
             settings: settings of the family's sampler, for sampling and scoring.
-            placement: device and threads.
 
         Raises:
             InputError: this machine's files of the model differ from those of the run.

@@ -54,12 +54,7 @@ def policy_folder(version: int) -> str:
 
 
 def evaluation_folder(version: int, others: str | None = None) -> str:
-    """Return the folder of a policy version's evaluation.
-
-    Args:
-        version: policy version.
-        others: name of other prompts or settings; None for the run's.
-    """
+    """Return the folder of a policy version's evaluation; `others` names prompts or settings that are not the run's."""
     return f"{EVALUATIONS if others is None else f'{OTHER_EVALUATIONS}/{others}'}/{version:06d}"
 
 

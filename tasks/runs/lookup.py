@@ -1,18 +1,76 @@
-"""Find a run by name or path, and refuse one of another schema version."""
+"""Find a run by name or path, and read and write its description: run.json and config.yaml, whose sha256 it states."""
 
-import json
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_core.errors import InputError
 from tasks.prompts.files import nearest_names
 from tasks.runs.reader import RunReader
-from tasks.storage.artifacts.run_description import RUN_FILE
-from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import CHECKSUM, load_checked
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors
+from tasks.storage.filesystem.files import dump_checked, load_checked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
+
+CONFIG_FILE, CONFIG_SHA256 = "config.yaml", "config_sha256"
+_HINT = "Start the run again with its own command, which writes it again."
+
+
+def write_description(store: ArtifactStore, described: Mapping[str, Any], config: bytes) -> None:
+    """Write both files; a reader between the two writes finds a configuration that does not match."""
+    store.write_file(CONFIG_FILE, config)
+    store.write_file(RUN_FILE, dump_checked({**described, CONFIG_SHA256: hashlib.sha256(config).hexdigest()}))
+
+
+def read_description(store: ArtifactStore) -> Mapping[str, Any]:
+    """Return the content of run.json; empty where there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    content = store.read_file(RUN_FILE)
+    try:
+        return {} if content is None else load_checked(content)
+    except ValueError as error:
+        raise InputError(f"{store.run}/{RUN_FILE}", str(error), f"It is damaged. {_HINT}") from error
+
+
+def read_config_file(store: ArtifactStore) -> bytes:
+    """Return the configuration that the run was made with, as YAML.
+
+    Raises:
+        InputError: it is missing or was changed.
+    """
+    content = store.read_file(CONFIG_FILE)
+    if content is None:
+        hint = f"It has no {CONFIG_FILE}, so it is unknown how its rollouts were made; name another run."
+        raise InputError("RUN", store.run, hint)
+    found = hashlib.sha256(content).hexdigest()
+    if read_description(store).get(CONFIG_SHA256, found) != found:
+        hint = f"It is not what the run wrote. {_HINT}"
+        raise InputError(f"{store.run}/{CONFIG_FILE}", f"sha256 {found[:12]}", hint)
+    return content
+
+
+def require_schema(store: ArtifactStore) -> None:
+    """Refuse a run that an older or newer version of this program wrote; nothing in it is changed.
+
+    Raises:
+        InputError: with the schema version that run.json states.
+    """
+    try:
+        version = read_description(store).get("schema_version")
+    except InputError:
+        # A damaged file has no known version; its readers report the damage.
+        return
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        hint = (
+            f"This program reads version {SCHEMA_VERSION}, and nothing was changed. Start under a new run name, or use "
+            "the version that wrote it."
+        )
+        raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
 
 
 def find_run(name: str, root: str) -> ArtifactStore:
@@ -31,29 +89,6 @@ def find_run(name: str, root: str) -> ArtifactStore:
         raise InputError("RUN", name, f"{reason} {_known_runs(name, root)}")
     require_schema(found)
     return found
-
-
-def require_schema(store: ArtifactStore) -> None:
-    """Refuse a run that an older or newer version of this program wrote; nothing in it is changed.
-
-    Raises:
-        InputError: with the schema version that run.json states.
-    """
-    content = store.read_file(RUN_FILE) or b"{}"
-    try:
-        described = json.loads(content)
-        if CHECKSUM in described:
-            described = load_checked(content)
-        version = described.get("schema_version")
-    except (ValueError, TypeError, AttributeError):
-        # A damaged file has no known version; its readers report the damage.
-        return
-    if isinstance(version, int) and version != SCHEMA_VERSION:
-        hint = (
-            f"This program reads version {SCHEMA_VERSION}, and nothing was changed. Start under a new run name, or use "
-            "the version that wrote it."
-        )
-        raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
 
 
 def spans(numbers: Sequence[int]) -> str:

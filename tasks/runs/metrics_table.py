@@ -28,8 +28,6 @@ def gather_metrics(
 
     Args:
         rounds: rollouts and rewards; empty for a replay, which samples none.
-        advantages: advantages of the samples of all rounds.
-        update: the checkpoint.
         heldout: advantages of the evaluation of the policy that the iteration made; None without an evaluation.
         guardrails: scores of the same evaluation by label.
     """

@@ -24,12 +24,12 @@ from tasks.runs.layout import (
     metrics_file,
     policy_folder,
 )
+from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, MovedFiles, RunView, Stages
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.run_description import CONFIG_FILE, CONFIG_SHA256, RUN_FILE
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
-from tasks.storage.filesystem.checked_json import load_checked
+from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, RUN_FILE
+from tasks.storage.filesystem.files import load_checked
 
 Found = dict[str, dict[tuple[int, str], StoredArtifact]]
 """Artifacts by stage, then by sampling round from 1 and reward label; advantages are those of the last round."""
@@ -39,8 +39,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     """Read a run. Everything that is shown is verified, and of the rest as much as about a second of reading allows.
 
     Args:
-        reader: reader of the run.
-        shown: iteration to show; None for the last one whose samples have rewards.
+        shown: iteration to show; None for the last one with advantages, or without one the last that has any stage.
     """
     iterations = {number: _find_stages(reader, iteration_folder(number)) for number in reader.iterations()}
     for version in reader.policies():
@@ -48,14 +47,19 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
             iterations.setdefault(version, {})[UPDATE] = {(1, ""): found}
     policies = {number: stages[UPDATE][1, ""] for number, stages in iterations.items() if UPDATE in stages}
     evaluations = {version: _find_stages(reader, evaluation_folder(version)) for version in reader.evaluations()}
-    chosen = _last_scored(iterations) if shown is None else shown
+    begun = [number for number in sorted(iterations) if iterations[number]]
+    rated = [number for number in begun if ADVANTAGES in iterations[number]]
+    chosen = next(reversed(rated or begun), None) if shown is None else shown
     scored = [version for version, stages in evaluations.items() if ADVANTAGES in stages]
     _drop_damaged(reader, [iterations.get(chosen or 0, {})], always=True)
     _drop_damaged(reader, [evaluations[version] for version in {*scored[:1], *scored[-1:]}], always=True)
     _drop_damaged(reader, [*iterations.values(), *evaluations.values()], always=False)
     kept = {version: found for version, found in policies.items() if UPDATE in iterations[version]}
     described = _read_description(reader)
-    version, digest = _last_policy(reader, kept) or (0, _base_digest(reader, described))
+    latest = _last_policy(reader, kept)
+    if latest is None and described is None:
+        reader.report_damage(RUN_FILE, "it is missing")
+    version, digest = latest or (0, (described or {}).get("model_digest"))
     heldout = tuple(
         EvaluationView(number, _references(stages), _read_guardrails(reader, number))
         for number, stages in evaluations.items()
@@ -110,13 +114,6 @@ def _references(stages: Found) -> Stages:
     return {stage: tuple(part.reference for part in stages[stage].values()) for stage in STAGES if stages.get(stage)}
 
 
-def _last_scored(iterations: Mapping[int, Found]) -> int | None:
-    """Return the last iteration with rewards; without one, the last that has any stage."""
-    begun = [number for number in sorted(iterations) if iterations[number]]
-    rated = [number for number in begun if ADVANTAGES in iterations[number]]
-    return next(reversed(rated or begun), None)
-
-
 def _drop_damaged(reader: RunReader, groups: Sequence[Found], *, always: bool) -> None:
     """Drop what does not verify; checkpoints, which are large and never shown, are verified within the budget."""
     for stages in groups:
@@ -136,13 +133,6 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
         if STATE_FILE in policies[version].manifest.files and reader.verify(policies[version], [STATE_FILE]):
             return version, _read_json(reader, f"{policy_folder(version)}/{STATE_FILE}").get("policy_digest")
     return None
-
-
-def _base_digest(reader: RunReader, described: Mapping[str, Any] | None) -> str | None:
-    """Return the digest of the initial model."""
-    if described is None:
-        reader.report_damage(RUN_FILE, "it is missing")
-    return (described or {}).get("model_digest")
 
 
 def _iteration_view(reader: RunReader, number: int, stages: Found, heldout: float | None) -> IterationView:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, is_later_round, parse_iteration
-from tasks.storage.artifacts.manifest import Manifest, read_manifest
-from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
-from tasks.storage.filesystem.files import is_local, sha256_of
+from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.files import is_local
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 VERIFIED_BYTES = 512 * 2**20
@@ -18,12 +17,7 @@ VERIFIED_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that differs from what was written.
-
-    Attributes:
-        place: the file, or the folder of an artifact, within the run.
-        reason: what is wrong with it.
-    """
+    """A file, or the folder of an artifact, within the run, and how it differs from what was written."""
 
     place: str
     reason: str
@@ -31,12 +25,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class StoredArtifact:
-    """An artifact whose manifest is valid and whose files exist.
-
-    Attributes:
-        reference: stands for the artifact.
-        manifest: names the files with their sha256.
-    """
+    """An artifact whose manifest is valid and whose files exist."""
 
     reference: ArtifactRef
     manifest: Manifest
@@ -52,7 +41,6 @@ class RunReader:
     """
 
     def __init__(self, store: ArtifactStore) -> None:
-        """Point at a run that exists."""
         self.store = store
         self.damages: list[Damage] = []
         self.pruned: dict[str, Mapping[str, Any]] = {}
@@ -131,26 +119,22 @@ class RunReader:
             return None
         if manifest.pruned is not None:
             self.pruned[folder] = manifest.pruned
-        missing = [
-            file for file in manifest.files if not self.store.filesystem.exists(self.store.path(f"{folder}/{file}"))
-        ]
-        for file in missing:
-            self.report_damage(f"{folder}/{file}", "it is missing")
+        places = [f"{folder}/{file}" for file in manifest.files]
+        missing = [place for place in places if not self.store.filesystem.exists(self.store.path(place))]
+        for place in missing:
+            self.report_damage(place, "it is missing")
         return None if missing else StoredArtifact(reference, manifest)
 
     def verify(self, artifact: StoredArtifact, only: Iterable[str] | None = None) -> bool:
         """Return whether the files, or `only` these of them, have the sha256 that the manifest states."""
-        folder, manifest = artifact.reference.folder, artifact.manifest
-        valid = True
+        folder, manifest, valid = artifact.reference.folder, artifact.manifest, True
         for name in manifest.files if only is None else only:
             try:
-                found = sha256_of(self.store.filesystem, self.store.path(f"{folder}/{name}"))
+                reason = self.store.files.damage_of(self.store.path(folder), manifest, name)
             except OSError as error:
-                self.report_damage(f"{folder}/{name}", f"it cannot be read ({error})")
-                valid = False
-                continue
-            if found not in manifest.accepted(name):
-                self.report_damage(f"{folder}/{name}", f"it has sha256 {found[:12]}, not {manifest.files[name][:12]}")
+                reason = f"cannot be read ({error})"
+            if reason is not None:
+                self.report_damage(f"{folder}/{name}", f"it {reason}")
                 valid = False
         if valid and only is None:
             self._verified.add(folder)

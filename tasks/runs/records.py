@@ -8,12 +8,7 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 @dataclass(frozen=True)
 class SamplingRound:
-    """One collection of rollouts, scored.
-
-    Attributes:
-        rollouts: the samples.
-        rewards: a table of scores by reward label, with a row per sample.
-    """
+    """One collection of rollouts, with a table of scores by reward label; each has a row per sample."""
 
     rollouts: ArtifactRef
     rewards: Mapping[str, ArtifactRef]
@@ -29,7 +24,7 @@ class StoredIteration:
     """One stored iteration, every file verified.
 
     Attributes:
-        number: number of the iteration, from 1.
+        number: from 1.
         rounds: the sampling rounds that the advantages cover.
         advantages: advantages of the samples of all rounds.
         samplers: version and digest of the policies that sampled the rows.
@@ -47,14 +42,7 @@ class StoredIteration:
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """One evaluation, every file verified.
-
-    Attributes:
-        rollouts: the held-out samples.
-        advantages: rewards and advantages of these samples.
-        rewards: tables of scores by label.
-        guardrails: tables of scores by label.
-    """
+    """One evaluation, every file verified; rewards and guardrails are tables of scores by label."""
 
     rollouts: ArtifactRef
     advantages: ArtifactRef

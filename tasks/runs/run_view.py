@@ -46,8 +46,6 @@ class EvaluationView:
     """The held-out prompts, sampled by one policy version.
 
     Attributes:
-        version: policy version.
-        stages: valid artifacts by stage.
         guardrails: mean score of each guardrail over the same samples, by label.
     """
 
@@ -73,13 +71,7 @@ class EvaluationView:
 
 @dataclass(frozen=True)
 class MovedFiles:
-    """Files that a later start of the run moved to `quarantine/` or `previous/`.
-
-    Attributes:
-        place: folder within the run.
-        reason: why they were moved.
-        paths: where they were, within the run.
-    """
+    """What a start of the run moved to a folder of `quarantine/` or `previous/`; paths are within the run."""
 
     place: str
     reason: str
@@ -91,13 +83,10 @@ class RunView:
     """Everything about a run except its samples.
 
     Attributes:
-        name: name of the run.
         folder: path or URL of the run.
         config_text: content of config.yaml; None without a readable one.
-        config: keys and values of the configuration.
         iterations: iterations in order; only those that have at least one valid stage.
         shown: the iteration to show; None where it has no valid stage.
-        evaluations: evaluations in the order of their policy versions.
         policy_version: number of updates; 0 is the initial model.
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
         moved: files in `quarantine/`, then those in `previous/`.
@@ -181,7 +170,6 @@ class RunSummary(BaseModel):
     """Rewards, time and place of a run, under the names that every command's `--json` uses.
 
     Attributes:
-        run: name of the run.
         iterations: number of policy updates.
         reward_first: mean training reward of the first iteration; None without rewards.
         reward_last: mean training reward of the last iteration; None without rewards.

@@ -25,11 +25,10 @@ from tasks.runs.layout import (
     policy_folder,
     rescoring_folder,
 )
-from tasks.runs.lookup import spans
+from tasks.runs.lookup import read_config_file, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.run_description import read_config_file
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
@@ -39,10 +38,6 @@ STORED, RECOMPUTED = "stored", "recomputed"
 
 def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration that a run was made with; of a replay, without its replay section.
-
-    Args:
-        store: the run.
-        overrides: changes as `section.key=value`.
 
     Raises:
         InputError, InputErrors: config.yaml is missing, damaged, or not a configuration.
@@ -74,10 +69,9 @@ def read_range(text: str) -> tuple[int, int]:
 def read_iterations(
     store: ArtifactStore, chosen: tuple[int, int] | None, advantages: str
 ) -> tuple[StoredIteration, ...]:
-    """Read the iterations of a run that a policy can be trained on, in order.
+    """Read the iterations of a run that a policy can be trained on, in order; nothing is changed.
 
     Args:
-        store: the run; nothing in it is changed.
         chosen: first and last; None for all that have advantages.
         advantages: `stored`, `recomputed`, or the name of a rescoring.
 
@@ -167,8 +161,6 @@ def find_evaluation(
     """Find the evaluation in this folder of the run; None unless all its stages are valid.
 
     Args:
-        store: the run.
-        folder: folder of the evaluation.
         config: names the rewards and guardrails that the evaluation must have.
         policy: policy that must have sampled it; None for any.
     """
@@ -203,10 +195,9 @@ def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
 
 
 def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
-    """Return a version of the policy, and a note for every damaged version that was skipped.
+    """Return a version of the policy, and a note for every damaged version that was skipped; nothing is changed.
 
     Args:
-        store: the run; nothing in it is changed.
         version: 0 for the initial model; None for the last valid version.
         model_digest: digest of the initial model.
 

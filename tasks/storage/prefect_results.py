@@ -15,8 +15,7 @@ from prefect.serializers import JSONSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, current_store
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
-from tasks.storage.filesystem.files import is_local, write_file_atomically
+from tasks.storage.filesystem.files import dump_checked, is_local, load_checked, write_file_atomically
 
 FOLDER = ".stages"
 """Folders of records: in the run, so that its folder suffices to continue; next to the runs, which share them."""
@@ -64,7 +63,7 @@ def _keep(store: ArtifactStore, name: str, content: bytes) -> None:
     """Write a record in the run and next to the runs; a record lost there is only a cache miss of another run."""
     if not is_local(store.filesystem):
         store.write_file(name, content)
-        store.write_shared(name, content)
+        store.write_file(name, content, shared=True)
         return
     with store.staging() as scratch:
         write_file_atomically(store.filesystem, store.path(name), content, scratch=scratch)

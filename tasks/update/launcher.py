@@ -14,8 +14,7 @@ from tasks.execution.child_process import ChildProcess, exit_code
 from tasks.execution.errors import ErrorRecord, LostStageError
 from tasks.execution.resources import resource
 from tasks.models.resident import ResidentPolicy
-from tasks.storage.artifacts.open_store import described
-from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.store import ArtifactStore, described
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusable_placement
 from tasks.update.process import JOB_FILE
 

@@ -44,8 +44,7 @@ def take_part(folder: Path, answers: Answers) -> None:
     """
     from grpo_core.update.accelerated import AcceleratedProcessGroup
     from tasks.models.resident import configure_torch
-    from tasks.storage.artifacts.open_store import open_store
-    from tasks.storage.artifacts.store import use_store
+    from tasks.storage.artifacts.store import open_store, use_store
     from tasks.storage.filesystem.failures import translate_storage_errors
     from tasks.update.job import SharedJob, carry_out
 

@@ -16,12 +16,18 @@ import pytest
 from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
-from tasks.execution.pool import CALLS
-from tasks.pruning.artifacts import delete_images, find_prunable, image_bytes, strip_images
-from tasks.pruning.leftovers import abandoned_writes, delete_moved, moved_folders, old_calls
+from tasks.pruning import (
+    abandoned_writes,
+    delete_images,
+    delete_moved,
+    find_prunable,
+    image_bytes,
+    moved_folders,
+    strip_images,
+)
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import dump_checked
+from tasks.storage.filesystem.files import dump_checked
 from tasks.storage.tables.parquet import TableWriter, part_digests
 from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
 from tests.tasks.reports.made_runs import contents
@@ -168,15 +174,6 @@ class TestMovedFolders:
 
 
 class TestLeftovers:
-    def test_calls_of_more_than_a_day_ago(self, store: ArtifactStore) -> None:
-        assert old_calls(store, datetime.now(UTC)) == []
-        store.write_file(f"{CALLS}/aa.json", b"{}")
-        store.write_file(f"{CALLS}/aa.outcome.json", b"{}")
-        now = datetime.now(UTC)
-        assert old_calls(store, now + timedelta(hours=23)) == []
-        found = old_calls(store, now + timedelta(hours=25))
-        assert [Path(path).name for path in found] == ["aa.json", "aa.outcome.json"]
-
     def test_writes_of_processes_that_are_gone(self, tmp_path: Path) -> None:
         store = ArtifactStore(str(tmp_path), "run")
         with writer_elsewhere(store) as (writer, _), writer_elsewhere(store):

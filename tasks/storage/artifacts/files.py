@@ -1,27 +1,166 @@
-"""Read and verify files of artifacts: on a local disk each time, in a bucket only when they changed."""
+"""Read and verify files of artifacts: on a local disk each time, in a bucket only when they changed.
 
+What was read from a bucket is kept on a disk of this machine. fsspec's file cache is neither bounded nor verified. Here
+contents are kept under their sha256, which is checked each time one is taken. Notes remember the sha256 of an object
+while it has a given size and tag, so that an unchanged object is not read again. Readers get hard links, so evicted
+contents stay valid for them.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 from fsspec import AbstractFileSystem
 
-from tasks.storage.artifacts.manifest import Manifest
-from tasks.storage.filesystem.files import is_local, sha256_of
-from tasks.storage.filesystem.read_cache import ReadCache
+from grpo_core.errors import InputError
+from tasks.storage.artifacts.reference import Manifest
+from tasks.storage.filesystem.files import dump_checked, is_local, load_checked, locked_file, sha256_of
 
+GIB = 2**30
 _TAGS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "updated", "LastModified")
 _ATTEMPTS = 3
 _LOCAL = fsspec.filesystem("file")
 
 
-class ArtifactFiles:
-    """Reads the files below a storage root.
+class ReadCache:
+    """A folder of copies that several processes share; on a full or read-only disk it keeps nothing.
 
     Args:
-        filesystem: the root's filesystem.
-        cache: copies of remote files; None for no copies.
+        folder: a folder of this user alone; nothing is written yet.
+        limit: bytes of all copies; a larger file is not kept.
     """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._contents, self._seen, self._locks = folder / "contents", folder / "seen", folder / "locks"
+
+    def require_usable(self) -> None:
+        """Raise InputError unless copies can be kept there."""
+        try:
+            with tempfile.TemporaryFile(dir=self._made(self._contents)):
+                pass
+        except OSError as error:
+            hint = f"Copies cannot be kept there ({error}). Choose a folder that can be written."
+            raise InputError("storage.cache_dir", str(self.folder), hint) from error
+
+    @contextlib.contextmanager
+    def reading(self, sha256: str) -> Iterator[None]:
+        """Let one process at a time fetch a content; the others then find it in the cache."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(locked_file(self._made(self._locks) / sha256[:2]))
+            yield
+
+    def seen(self, version: str) -> str | None:
+        """Return the sha256 of an object in this version (URL, size and tag), if it was read or written before."""
+        try:
+            known = load_checked(self._note(version).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return str(known.get("sha256")) if known.get("version") == version else None
+
+    def note(self, version: str, sha256: str) -> None:
+        """Remember the content of an object in this version."""
+        with contextlib.suppress(OSError):
+            self._made(self._seen)
+            with _replacing(self._note(version)) as partial:
+                partial.write_bytes(dump_checked({"version": version, "sha256": sha256}))
+
+    def take(self, sha256: str, target: Path) -> bool:
+        """Copy a content to `target`; False if it is not kept, or its copy was damaged.
+
+        Raises:
+            OSError: `target` cannot be written.
+        """
+        kept = self._contents / sha256
+        if not os.access(kept, os.R_OK):
+            return False
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            _link(kept, target)
+            if sha256_of(_LOCAL, str(target)) == sha256:
+                with contextlib.suppress(OSError):
+                    os.utime(kept)
+                return True
+            target.unlink()
+            with contextlib.suppress(OSError):
+                kept.unlink()
+        return False
+
+    def keep(self, path: Path, sha256: str) -> None:
+        """Keep a file whose sha256 is known; the least recently read are evicted until it fits."""
+        size, kept = path.stat().st_size, self._contents / sha256
+        if size > self.limit or kept.exists():
+            return
+        with contextlib.suppress(OSError):
+            self._made(self._contents)
+            self._evict(self.limit - size)
+            _link(path, kept)
+            os.utime(kept)
+
+    def _evict(self, limit: int) -> None:
+        entries: list[tuple[int, int, Path]] = []
+        for path in (*self._contents.iterdir(), *(self._seen.iterdir() if self._seen.exists() else ())):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= limit:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _made(self, folder: Path) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _note(self, version: str) -> Path:
+        return self._seen / f"{hashlib.sha256(version.encode()).hexdigest()}.json"
+
+
+def default_cache(limit: int = 20 * GIB) -> ReadCache | None:
+    """Return the cache in the user's cache folder; None for a user without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return ReadCache(base / "grpo", limit)
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """Yield a file that replaces `target` in one step; the file of a killed process is evicted like any other."""
+    partial = target.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        # Renaming a hard link to another link of the same file keeps both.
+        partial.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file another name, or copy it where the disk has no links."""
+    with _replacing(target) as partial:
+        try:
+            partial.hardlink_to(source)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copyfile(source, partial)
+
+
+class ArtifactFiles:
+    """Reads the files below a storage root; without a cache, remote files are not copied."""
 
     def __init__(self, filesystem: AbstractFileSystem, cache: ReadCache | None) -> None:
         self.filesystem, self.cache = filesystem, None if is_local(filesystem) else cache
@@ -34,23 +173,22 @@ class ArtifactFiles:
         """
         if self.cache is None:
             return sha256_of(self.filesystem, path)
-        version = self._version(path)
-        known = None if version is None else self.cache.seen(version)
-        if known is not None:
+        if (known := self._known(path)) is not None:
             return known
         with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
             return self._download(path, Path(folder) / "file")
 
     def damage(self, folder: str, manifest: Manifest) -> str | None:
         """Return what is wrong with the files in `folder`; None if they match the manifest."""
-        for name in manifest.files:
-            try:
-                found = self.sha256(f"{folder}/{name}")
-            except FileNotFoundError:
-                return f"{name} is missing"
-            if found not in manifest.accepted(name):
-                return _changed(name, found, manifest)
-        return None
+        found = ((name, self.damage_of(folder, manifest, name)) for name in manifest.files)
+        return next((f"{name} {reason}" for name, reason in found if reason is not None), None)
+
+    def damage_of(self, folder: str, manifest: Manifest, name: str) -> str | None:
+        """Return what is wrong with one of the manifest's files; None if it matches."""
+        try:
+            return _difference(manifest, name, self.sha256(f"{folder}/{name}"))
+        except FileNotFoundError:
+            return "is missing"
 
     def fetch(self, folder: str, manifest: Manifest, target: Path) -> str | None:
         """Copy the files of a remote folder below `target`; return what is wrong with them, or None.
@@ -61,11 +199,11 @@ class ArtifactFiles:
             place = target / name
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
-                found = self._fetch(f"{folder}/{name}", place, manifest.accepted(name))
+                reason = _difference(manifest, name, self._fetch(f"{folder}/{name}", place, manifest.accepted(name)))
             except FileNotFoundError:
-                return f"{name} is missing"
-            if found not in manifest.accepted(name):
-                return _changed(name, found, manifest)
+                reason = "is missing"
+            if reason is not None:
+                return f"{name} {reason}"
         return None
 
     def keep(self, path: str, local: Path, sha256: str) -> None:
@@ -88,13 +226,16 @@ class ArtifactFiles:
         tag = next((name for name in _TAGS if info.get(name)), None)
         return None if tag is None else f"{self.filesystem.unstrip_protocol(path)} {info['size']} {tag} {info[tag]}"
 
+    def _known(self, path: str) -> str | None:
+        version = self._version(path)
+        return None if version is None or self.cache is None else self.cache.seen(version)
+
     def _fetch(self, path: str, target: Path, accepted: frozenset[str]) -> str:
         """Put a file at `target` and return its sha256."""
         if self.cache is None:
             return self._download(path, target)
         with self.cache.reading(min(accepted)):
-            version = self._version(path)
-            known = None if version is None else self.cache.seen(version)
+            known = self._known(path)
             if known is not None and (known not in accepted or self.cache.take(known, target)):
                 return known
             return self._download(path, target)
@@ -118,5 +259,7 @@ class ArtifactFiles:
         return found
 
 
-def _changed(name: str, found: str, manifest: Manifest) -> str:
-    return f"{name} has sha256 {found[:12]}, not {manifest.files[name][:12]}"
+def _difference(manifest: Manifest, name: str, found: str) -> str | None:
+    if found in manifest.accepted(name):
+        return None
+    return f"has sha256 {found[:12]}, not {manifest.files[name][:12]}"

@@ -1,10 +1,22 @@
-"""References that tasks pass to each other instead of artifacts: never the data, never a path of one machine."""
+"""References that tasks pass to each other instead of artifacts, and the manifests that they stand for.
 
+A reference never contains data or a path of one machine. A manifest is the file that makes a folder an artifact: a
+description, the sha256 of every file in it, and a checksum.
+"""
+
+import hashlib
 import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from grpo_core.errors import InputError
+from tasks.storage.filesystem.files import dump_checked, load_checked
+
+MANIFEST_ENDING = ".manifest.json"
 
 
 class ArtifactRef(BaseModel):
@@ -33,7 +45,7 @@ class ArtifactRef(BaseModel):
     @field_validator("uri")
     @classmethod
     def _stay_below_the_root(cls, uri: str) -> str:
-        if "/" not in uri or not stays_inside(uri):
+        if "/" not in uri or not _stays_inside(uri):
             raise ValueError("an artifact lies in a folder of a run, below the storage root")
         return uri
 
@@ -74,7 +86,90 @@ class PrunedArtifactError(InputError):
     """The artifact's files were deleted on purpose; the command line ends with exit code 2."""
 
 
-def stays_inside(name: str) -> bool:
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a manifest.
+
+    Attributes:
+        described: fields of the reference, except its uri and sha256.
+        files: sha256 by name within the artifact's folder.
+        previous: sha256 of the manifests that this one replaced; references to them mean this one.
+        pruned: what was deleted from the artifact and why (a tombstone); None if nothing was deleted.
+        replaced: sha256 of the files that were replaced by smaller ones or deleted. A replaced file is valid in both
+            forms, since the process that replaces it may be killed halfway.
+    """
+
+    described: Mapping[str, Any]
+    files: Mapping[str, str]
+    previous: tuple[str, ...] = ()
+    pruned: Mapping[str, Any] | None = None
+    replaced: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def content(self) -> bytes:
+        """The bytes of its file.
+
+        Raises:
+            ValueError: a metric is not finite.
+        """
+        optional = {"previous": list(self.previous), "pruned": self.pruned, "replaced": dict(self.replaced)}
+        present = {name: value for name, value in optional.items() if value not in ([], None, {})}
+        return dump_checked({**self.described, "files": dict(self.files), **present})
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the manifest itself."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    def reference(self, uri: str) -> ArtifactRef:
+        """Make the reference that stands for the artifact at `uri`.
+
+        Raises:
+            ValueError, TypeError: the manifest describes no artifact.
+        """
+        return ArtifactRef(uri=uri, sha256=self.sha256, **self.described)
+
+    def matches(self, reference: ArtifactRef) -> bool:
+        """Return whether the reference means this manifest, or one that it replaced."""
+        known = (self.sha256, *self.previous)
+        return reference.sha256 in known and self.described.get("digest") == reference.digest
+
+    def equals_in_result(self, other: "Manifest") -> bool:
+        """Return whether later stages get the same from both; measured seconds may differ."""
+        kept = ("digest", "schema_version", "rows", "metrics")
+        same = all(self.described.get(name) == other.described.get(name) for name in kept)
+        return same and set(self.files) == set(other.files) and self.pruned == other.pruned
+
+    def accepted(self, name: str) -> frozenset[str]:
+        """Return every sha256 that a file may have."""
+        return frozenset({self.files[name], self.replaced.get(name, self.files[name])})
+
+
+def read_manifest(content: bytes) -> Manifest:
+    """Read a manifest from its bytes.
+
+    Raises:
+        ValueError: it is no manifest, was changed, or names a file outside of its folder.
+    """
+    found = load_checked(content)
+    files, replaced = _checked(found.pop("files", None)), _checked(found.pop("replaced", {}))
+    previous, pruned = found.pop("previous", []), found.pop("pruned", None)
+    known = isinstance(previous, list) and all(isinstance(each, str) for each in previous)
+    if not known or not isinstance(pruned, Mapping | None):
+        raise ValueError("the manifest has entries of the wrong kind")
+    return Manifest(found, files, tuple(previous), pruned, replaced)
+
+
+def _checked(files: object) -> Mapping[str, str]:
+    if not isinstance(files, dict) or not all(isinstance(sha256, str) for sha256 in files.values()):
+        raise ValueError("the manifest names no files with their sha256")
+    for name in files:
+        if not _stays_inside(name):
+            raise ValueError(f"the manifest names {name!r}, which is not in its folder")
+    return files
+
+
+def _stays_inside(name: str) -> bool:
     """Return whether a relative name leads to a place inside the folder that it is looked up in."""
     if "\\" in name or any(unicodedata.category(letter) == "Cc" for letter in name):
         return False

@@ -5,20 +5,21 @@ replaced file in its old and its new form, so a killed process leaves a valid ar
 the work. A copy is kept, since nothing else records that the files were deleted on purpose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tasks.storage.artifacts.manifest import Manifest, read_manifest
-from tasks.storage.artifacts.reference import ArtifactRef, PrunedArtifactError, StaleReferenceError
+from tasks.storage.artifacts.commit import ArtifactWriter
+from tasks.storage.artifacts.reference import (
+    ArtifactRef,
+    Manifest,
+    PrunedArtifactError,
+    StaleReferenceError,
+    read_manifest,
+)
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import files_below, hashes_of, is_local, settle_folder
 from tasks.storage.filesystem.run_folder import PREVIOUS
-
-if TYPE_CHECKING:
-    from tasks.storage.artifacts.store import ArtifactStore
 
 LINEAGE = "lineage"
 _COPIES = ".pruned"
@@ -26,12 +27,11 @@ _COPIES = ".pruned"
 
 
 def replace_artifact(
-    store: ArtifactStore, reference: ArtifactRef, staged: Path | None, *, pruned: Mapping[str, Any]
+    store: ArtifactWriter, reference: ArtifactRef, staged: Path | None, *, pruned: Mapping[str, Any]
 ) -> ArtifactRef:
     """Replace the files of an artifact of the run by fewer or smaller ones.
 
     Args:
-        store: the run.
         reference: the artifact, or one that it replaced.
         staged: the remaining files under their previous names, in a folder of `staging`; None for no files.
         pruned: what is deleted and why, as JSON values.
@@ -69,7 +69,7 @@ def replace_artifact(
     return manifest.reference(f"{store.run}/{reference.folder}")
 
 
-def is_half_pruned(store: ArtifactStore, folder: str, manifest: Manifest) -> bool:
+def is_half_pruned(store: ArtifactWriter, folder: str, manifest: Manifest) -> bool:
     """Return whether a process was killed while it pruned the artifact in this folder of the run."""
     if manifest.pruned is None:
         return False
@@ -80,7 +80,7 @@ def is_half_pruned(store: ArtifactStore, folder: str, manifest: Manifest) -> boo
     return any(store.files.sha256(f"{place}/{name}") == manifest.replaced[name] for name in replaced)
 
 
-def restored_tombstone(store: ArtifactStore, reference: ArtifactRef) -> Manifest | None:
+def restored_tombstone(store: ArtifactWriter, reference: ArtifactRef) -> Manifest | None:
     """Restore the damaged manifest of a pruned artifact of this run from its copy; None if that is impossible.
 
     A missing manifest is not restored: people remove it to have the artifact made again.
@@ -101,7 +101,7 @@ def restored_tombstone(store: ArtifactStore, reference: ArtifactRef) -> Manifest
     return manifest
 
 
-def pruned_error(store: ArtifactStore, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
+def pruned_error(store: ArtifactWriter, reference: ArtifactRef, manifest: Manifest) -> PrunedArtifactError:
     """Make the error for an artifact whose files were deleted, with a hint what to do."""
     # One in previous/ would be restored.
     folders = sorted(store.filesystem.glob(f"{store.root}/{reference.run}/{PREVIOUS}/*"))
@@ -126,7 +126,7 @@ def _is_damaged(content: bytes | None) -> bool:
         return True
 
 
-def _left_over(store: ArtifactStore, place: str, manifest: Manifest) -> set[str]:
+def _left_over(store: ArtifactWriter, place: str, manifest: Manifest) -> set[str]:
     """Return names of files that are still there although the tombstone says that they are deleted."""
     found = store.filesystem.find(place) if store.filesystem.exists(place) else []
     names = {str(path).removeprefix(f"{place}/") for path in found}

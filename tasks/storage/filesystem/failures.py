@@ -32,13 +32,7 @@ CREDENTIALS = (
 
 
 class StorageError(RuntimeError):
-    """An artifact cannot be written or read; the command line ends with exit code 1.
-
-    Args:
-        place: the setting that names the storage.
-        value: its value.
-        reason: what is wrong there.
-    """
+    """An artifact cannot be written or read where a setting names it; the command line ends with exit code 1."""
 
     def __init__(self, place: str, value: str, reason: str) -> None:
         self.place, self.value, self.reason = place, value, reason

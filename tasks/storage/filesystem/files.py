@@ -1,15 +1,20 @@
-"""Steps of a write that is complete or absent: staging in a locked folder, fsync, rename, fsync of the folder."""
+"""Steps of a write that is complete or absent: staging in a locked folder, fsync, rename, fsync of the folder.
+
+Small JSON documents carry their own checksum.
+"""
 
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -17,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from grpo_core.errors import InputError
 
 _CHUNK = 1 << 20
-_LOCK = "lock"
+_LOCK, _CHECKSUM = "lock", "checksum"
 
 
 def is_local(filesystem: AbstractFileSystem) -> bool:
@@ -59,9 +64,6 @@ def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: by
     """Write or replace a small file so that a reader sees all of it or nothing.
 
     Args:
-        filesystem: where the file goes.
-        path: the file.
-        content: all of it.
         scratch: folder of this process on the same disk, for the unfinished file.
     """
     if not is_local(filesystem):
@@ -150,3 +152,32 @@ def locked_file(path: Path, *, wait: bool = True) -> Iterator[None]:
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def dump_checked(described: Mapping[str, Any]) -> bytes:
+    """Encode a record as JSON with a `checksum`: the sha256 of everything else.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    return _text({**described, _CHECKSUM: _digest(described)})
+
+
+def load_checked(content: bytes) -> dict[str, Any]:
+    """Decode what `dump_checked` encoded.
+
+    Raises:
+        ValueError: it is no such record, or was changed.
+    """
+    described = json.loads(content)
+    if not isinstance(described, dict) or described.pop(_CHECKSUM, None) != _digest(described):
+        raise ValueError("it does not match its checksum")
+    return described
+
+
+def _text(described: Mapping[str, Any]) -> bytes:
+    return json.dumps(described, indent=1, sort_keys=True, allow_nan=False).encode()
+
+
+def _digest(described: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(described)).hexdigest()

@@ -25,10 +25,7 @@ _ATTEMPTS = {"mode": "standard", "total_max_attempts": 3}
 
 
 def open_root(root: str) -> tuple[AbstractFileSystem, str]:
-    """Open the filesystem of a root and return it with the path in it.
-
-    Args:
-        root: a folder or a URL.
+    """Open the filesystem of a root, a folder or a URL, and return it with the path in it.
 
     Raises:
         InputError: credentials in the URL, a URL of an unknown kind, of one whose package is not installed, or within

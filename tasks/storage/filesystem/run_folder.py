@@ -23,8 +23,7 @@ from tasks.storage.filesystem.files import (
     write_file_atomically,
 )
 from tasks.storage.filesystem.roots import open_root, probe_filesystem
-from tasks.storage.locks.lease import Lease, wait_for_lease
-from tasks.storage.locks.lock_holder import this_process
+from tasks.storage.locks.lease import Lease, this_process, wait_for_lease
 
 QUARANTINE, PREVIOUS = "quarantine", "previous"
 """Folders for damaged files, and for results of an older configuration."""
@@ -37,9 +36,7 @@ class RunFolder:
     """One run under a storage root that may be any fsspec URL.
 
     Attributes:
-        filesystem: the root's filesystem.
-        root: the root's path in it.
-        run: the run's name.
+        root: the root's path in the filesystem.
         reasons: what was moved to `quarantine/` or `previous/` since this store was opened, and why.
         unread: records and artifacts of finished stages that a bucket failed to return.
         requested: file with the request for what is written; the run removes it to withdraw the request.
@@ -164,13 +161,7 @@ class RunFolder:
             raise UnreachableStorageError("storage.root", self.path(), loss)
 
     def quarantine(self, paths: Sequence[str], *, reason: str, copy: bool = False) -> None:
-        """Move damaged files and folders of this run to `quarantine/`, with the reason.
-
-        Args:
-            paths: paths within the run.
-            reason: text for people.
-            copy: copy them, since the caller is about to overwrite them.
-        """
+        """Move damaged files of this run to `quarantine/`, or copy those that the caller is about to overwrite."""
         self._move_away(QUARANTINE, paths, reason, copy=copy)
 
     def move_to_previous(self, paths: Sequence[str], *, reason: str) -> None:
@@ -217,15 +208,9 @@ class RunFolder:
             return None
         return content
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """Write a small file of the run, complete or not at all."""
-        self._write(self.path(name), content)
-
-    def write_shared(self, name: str, content: bytes) -> None:
-        """Write a small file that all runs of the root share, complete or not at all."""
-        self._write(f"{self.root}/{name}", content)
-
-    def _write(self, path: str, content: bytes) -> None:
+    def write_file(self, name: str, content: bytes, *, shared: bool = False) -> None:
+        """Write a small file of the run, or `shared` by all runs of the root, complete or not at all."""
+        path = f"{self.root}/{name}" if shared else self.path(name)
         if is_local(self.filesystem):
             with self.staging() as staged:
                 write_file_atomically(self.filesystem, path, content, scratch=staged)

@@ -1,4 +1,4 @@
-"""A lock in a bucket: a lease that its holder renews, with one object per time that it was taken.
+"""The holder of a lock, and a lock in a bucket: a lease that its holder renews, with one object each time it was taken.
 
 `.lock/000001`, `.lock/000002`, ...: the highest number has the lock. Each object is created on the condition that it
 does not exist, so only one of two processes gets the next number, and one that slept through the loss of its lease
@@ -7,22 +7,114 @@ that wants it has seen no renewal for LEASE_SECONDS.
 """
 
 import contextlib
+import getpass
 import json
+import os
+import shlex
+import socket
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import psutil
 from fsspec import AbstractFileSystem
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.storage.filesystem.failures import is_conflict
-from tasks.storage.locks.lock_holder import Holder, holder_name, read_holder
 
 RENEWAL_SECONDS, LEASE_SECONDS = 5.0, 60.0
 _FRESH = 3
 """Number of late renewals after which a holder checks whether it still has the lease."""
 _POLL_SECONDS = 0.5
+_CLOCK_SECONDS = 2.0
+"""Tolerance between two readings of a process's start, since the clock may be set in between."""
+_MAX_COMMAND = 200
 _RELEASED = b'{"released": true}'
+
+
+class Holder(BaseModel):
+    """A process that has a lock.
+
+    Attributes:
+        token: identifies this acquisition of the lock.
+        machine: boot and process namespace, within which a process id means one process; empty if unknown.
+        started: start of the process, seconds since 1970.
+        since: when it took the lock, UTC.
+        command: command line, shortened.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str
+    user: str
+    host: str
+    machine: str
+    pid: int
+    started: float
+    since: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.user} on {self.host}, process {self.pid}, since {self.since} ({self.command})"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process certainly ended; a process of another machine or container counts as alive."""
+        if not self.machine or self.machine != _machine():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            return abs(process.create_time() - self.started) > _CLOCK_SECONDS
+        except psutil.NoSuchProcess:
+            return True
+
+
+def this_process() -> Holder:
+    """Describe this process as a holder from this moment on."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # The user of a container may have no name.
+        user = f"user {os.getuid()}"
+    return Holder(
+        token=uuid.uuid4().hex,
+        user=user,
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=os.getpid(),
+        started=psutil.Process().create_time(),
+        since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        command=command if len(command) <= _MAX_COMMAND else f"{command[:_MAX_COMMAND]} ...",
+    )
+
+
+def read_holder(content: bytes) -> Holder | None:
+    """Read the holder from a lock's content; None if it is empty or damaged."""
+    try:
+        return Holder.model_validate_json(content)
+    except ValidationError:
+        return None
+
+
+def holder_name(holder: Holder | None) -> str:
+    """Name the holder of a lock for people."""
+    return str(holder or "another process, which has not written its name")
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 class _Objects:
@@ -43,6 +135,9 @@ class _Objects:
     def highest(self) -> int:
         return max(self.numbers(), default=0)
 
+    def path(self, number: int) -> str:
+        return f"{self.folder}/{number:06d}"
+
     def read(self, number: int) -> bytes:
         """Read an object; empty if it was removed meanwhile."""
         try:
@@ -53,9 +148,6 @@ class _Objects:
 
     def holder(self, number: int) -> Holder | None:
         return _holder(self.read(number))
-
-    def write(self, number: int, content: bytes) -> None:
-        self.filesystem.pipe_file(self.path(number), content)
 
     def create(self, number: int, content: bytes) -> bool:
         """Write an object that does not exist; False if it does."""
@@ -71,9 +163,6 @@ class _Objects:
     def remove(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.rm_file(self.path(number))
-
-    def path(self, number: int) -> str:
-        return f"{self.folder}/{number:06d}"
 
 
 class Lease:
@@ -101,12 +190,15 @@ class Lease:
                 self._loss = self._check()
                 if self._loss is not None:
                     return
-                self._objects.write(self._number, _held(self._holder, count))
+                self._write(_held(self._holder, count))
                 self._renewed, self._failure = begun, None
             except Exception as error:
                 # Clients of buckets raise errors of many kinds, and most pass; if the lease is lost by this one,
                 # the next stage reports it.
                 self._failure = error
+
+    def _write(self, content: bytes) -> None:
+        self._objects.filesystem.pipe_file(self._objects.path(self._number), content)
 
     def find_loss(self) -> str | None:
         """Return why the lease was lost; None while this process has it."""
@@ -129,12 +221,10 @@ class Lease:
         """Release the lease; afterwards the object names no holder."""
         self._ended.set()
         self._thread.join()
-        try:
+        # The work has ended, perhaps with an error that a failure here must not hide; the lease then becomes stale.
+        with contextlib.suppress(Exception):
             if self._is_own():
-                self._objects.write(self._number, _RELEASED)
-        except Exception as error:
-            # The work has ended, perhaps with an error that this one must not hide; the lease becomes stale.
-            self._failure = error
+                self._write(_RELEASED)
 
     def _is_own(self) -> bool:
         holder = self._objects.holder(self._number)
@@ -151,13 +241,9 @@ def wait_for_lease(filesystem: AbstractFileSystem, folder: str, holder: Holder) 
 def take_lease(
     filesystem: AbstractFileSystem, folder: str, holder: Holder, on_wait: Callable[[str], None] = lambda line: None
 ) -> Lease | str:
-    """Take a lease, or return who has it; waits while it is not known whether the holder is alive.
+    """Take a lease for this process, or return who has it; waits while it is not known whether the holder is alive.
 
-    Args:
-        filesystem: the bucket's filesystem.
-        folder: folder of the lease's objects.
-        holder: this process.
-        on_wait: called with a message before a wait.
+    `on_wait` is called with a message before a wait.
     """
     objects = _Objects(filesystem, folder)
     number = objects.highest
@@ -186,10 +272,8 @@ def _is_stale(objects: _Objects, number: int, content: bytes, on_wait: Callable[
     while time.monotonic() < until:
         time.sleep(min(_POLL_SECONDS, RENEWAL_SECONDS))
         seen = objects.read(number)
-        if seen == _RELEASED:
-            return True
         if seen != content:
-            return False
+            return seen == _RELEASED
     return True
 
 

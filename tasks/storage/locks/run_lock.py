@@ -17,8 +17,7 @@ from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors, translate_storage_errors
 from tasks.storage.filesystem.files import is_local
-from tasks.storage.locks.lease import Lease, take_lease
-from tasks.storage.locks.lock_holder import Holder, holder_name, read_holder, this_process
+from tasks.storage.locks.lease import Lease, holder_name, read_holder, take_lease, this_process
 
 LOCK = ".lock"
 _HELD: set[int] = set()
@@ -45,14 +44,14 @@ class FileLock:
         previous: the last holder, if it ended without releasing the lock.
     """
 
-    def __init__(self, descriptor: int, path: Path, holder: Holder) -> None:
+    def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor, self._path = descriptor, path
         self.previous = read_holder(_content(descriptor))
         if os.fstat(descriptor).st_uid == os.geteuid():
             # Every user who may write in the folder may take the lock after this process.
             os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.model_dump_json(indent=1).encode(), 0)
+        os.pwrite(descriptor, this_process().model_dump_json(indent=1).encode(), 0)
         _HELD.add(descriptor)
 
     def find_loss(self) -> str | None:
@@ -69,14 +68,10 @@ class FileLock:
 
 
 class RunLock:
-    """A lock of a place in a run that this process has.
-
-    Attributes:
-        place: the run, or a folder of it, for people.
-    """
+    """A lock of a run, or of a folder of it, that this process has."""
 
     def __init__(self, hold: FileLock | Lease, place: str, store: ArtifactStore) -> None:
-        self.place, self._hold, self._store = place, hold, store
+        self._place, self._hold, self._store = place, hold, store
 
     def require_held(self) -> None:
         """Refuse to write after the lock was lost.
@@ -89,7 +84,7 @@ class RunLock:
             reason = self._hold.find_loss()
         if reason is not None:
             raise LockLostError(
-                f"{self.place} is no longer held by this process: {reason}. This process stops here; complete "
+                f"{self._place} is no longer held by this process: {reason}. This process stops here; complete "
                 "artifacts are kept, and the process that has the lock continues from there."
             )
 
@@ -99,10 +94,8 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
     """Lock a place of a run; the lock of a dead holder is taken over, and that is logged.
 
     Args:
-        store: the run.
         place: folder within the run; by default the run.
-        setting: the setting that names the place, for the error.
-        value: value of the setting.
+        setting, value: the setting that names the place, for the error.
 
     Raises:
         InputError: another process has the lock, or the file system has no locks.
@@ -112,7 +105,7 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
     with translate_storage_errors(store.filesystem, store.root), translate_remote_errors(store.filesystem, store.root):
         hold: FileLock | Lease | str
         if is_local(store.filesystem):
-            hold = _take_file(Path(path), this_process())
+            hold = _take_file(Path(path))
         else:
             hold = take_lease(store.filesystem, path, this_process(), on_wait=log)
     if isinstance(hold, str):
@@ -126,7 +119,7 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
         hold.release()
 
 
-def _take_file(path: Path, holder: Holder) -> FileLock | str:
+def _take_file(path: Path) -> FileLock | str:
     """Take the lock, or return who has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -136,7 +129,7 @@ def _take_file(path: Path, holder: Holder) -> FileLock | str:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Between opening and locking, the folder may have been moved away.
             if _is_at(descriptor, path):
-                return FileLock(descriptor, path, holder)
+                return FileLock(descriptor, path)
             os.close(descriptor)
         except BlockingIOError:
             content = _content(descriptor)
@@ -159,8 +152,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         there = path.stat()
     except FileNotFoundError:
         return False
-    here = os.fstat(descriptor)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return os.path.samestat(there, os.fstat(descriptor))
 
 
 _CURRENT: ContextVar[RunLock] = ContextVar("run_lock")

@@ -17,7 +17,7 @@ from flows.evaluation.evaluate import EvaluateSummary, evaluate
 from flows.pipeline.requests import EvaluateRequest
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
+from tasks.storage.filesystem.files import dump_checked, load_checked
 from tasks.storage.locks.run_lock import locked
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start, flip, heard_of, refused, sha256_of
 

@@ -11,12 +11,11 @@ import pytest
 from grpo_core.errors import InputError
 from tasks.execution.call import StageCall, StageOutcome, code_of
 from tasks.execution.pool import CALLS, leave_outcome, read_call, read_outcome
-from tasks.storage.artifacts.open_store import described
+from tasks.storage.artifacts.files import ReadCache
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.replace import replace_artifact
-from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore, use_store
-from tasks.storage.filesystem.checked_json import dump_checked
-from tasks.storage.filesystem.read_cache import ReadCache
+from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore, described, use_store
+from tasks.storage.filesystem.files import dump_checked
 from tasks.storage.locks.run_lock import LOCK, locked
 from tasks.storage.prefect_results import FOLDER, StageRecords
 from tests.flows.conftest import Runs, flip

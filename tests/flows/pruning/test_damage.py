@@ -12,27 +12,9 @@ from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError
 from tests.flows.conftest import Runs, Start, flip
-from tests.flows.pruning.conftest import RUN, again, best, deleted, images, iteration, kept, pruned
+from tests.flows.pruning.conftest import RUN, again, deleted, images, iteration, kept, pruned
 
 PRUNES = {"policies_last": 1, "images_older_than": "1i"}
-
-
-def test_damaged_manifests_of_what_was_pruned(runs: Runs, trained: tuple[Runs, Start]) -> None:
-    pruned(runs, **PRUNES)
-    chance = random.Random(5)
-    manifests = [
-        *(runs.path("policies", f"{version:06d}.manifest.json", run=RUN) for version in {1, 2, 3} - {best(runs)}),
-        *(runs.path(iteration(number), "rollouts.manifest.json", run=RUN) for number in (1, 3)),
-    ]
-    original = [path.read_bytes() for path in manifests]
-    for path in manifests[1:]:
-        flip(path, chance)
-    manifests[0].write_bytes(b"")
-    start = again(runs)
-    assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
-    assert [path.read_bytes() for path in manifests] == original
-    assert sum("took its place" in reason for reason in runs.reasons(RUN)) == len(manifests)
-    assert again(runs).summary.quarantined == []
 
 
 def test_without_its_description_what_was_pruned_comes_back(runs: Runs, trained: tuple[Runs, Start]) -> None:

@@ -5,7 +5,6 @@ import os
 import shutil
 from datetime import UTC, datetime
 
-import fsspec
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -14,8 +13,8 @@ from flows.command_line.main import application
 from flows.pruning.plan import CALLS, ENDS, HELDOUT_IMAGES, IMAGES, MOVED, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
+from tasks.runs.lookup import read_config_file, read_description, write_description
 from tasks.runs.stored import stored_versions
-from tasks.storage.artifacts.run_description import read_config_file, read_description, write_description
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import REPOSITORY, Runs, Start
 from tests.flows.pruning.conftest import (
@@ -80,24 +79,6 @@ class TestPruned:
         os.utime(manifest, (long_ago, long_ago))
         assert deleted(pruned(runs, images_older_than="30d")) == {IMAGES: 1}
         assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [4, 0, 4, 4]
-
-    def test_a_root_that_is_no_folder(self, runs: Runs) -> None:
-        memory = fsspec.filesystem("memory")
-        for lock in runs.root.rglob(".lock"):
-            lock.unlink()
-        memory.put(f"{runs.root}/", "/prune/", recursive=True)
-        try:
-            here = pruned(runs, **EVERYTHING)
-            there = prune(PruneRequest((RUN,), root="memory://prune", **EVERYTHING))
-            assert there.model_dump(exclude={"runs": {0: {"folder"}}}) == here.model_dump(
-                exclude={"runs": {0: {"folder"}}}
-            )
-            store = ArtifactStore("memory://prune", RUN)
-            assert stored_versions(store) == stored_versions(ArtifactStore(str(runs.root), RUN))
-            place = f"{RUN}/{iteration(1)}/rollouts/part-00000.parquet"
-            assert memory.cat_file(f"/prune/{place}") == (runs.root / place).read_bytes()
-        finally:
-            memory.rm("/prune", recursive=True)
 
     def test_leftovers(self, runs: Runs) -> None:
         store = ArtifactStore(str(runs.root), RUN)

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from flows.evaluation.evaluate import evaluate
 from flows.inspection.inspect_run import inspect_run
-from flows.pipeline.requests import EvaluateRequest, ReplayRequest
+from flows.pipeline.requests import EvaluateRequest
+from flows.pruning.needs import EVALUATE, RESCORE, TRAIN, means_run
 from flows.pruning.plan import IMAGES, VERSIONS
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.pruning.scheduled import EVALUATE, RESCORE, TRAIN, means_run
 from flows.rescoring.rescore import rescore
 from flows.rewards.analysis import analyse_rewards
 from flows.training.train import train
@@ -38,15 +38,6 @@ class TestReaders:
     def gone(self, runs: Runs) -> Runs:
         pruned(runs, policies_every=2, images_older_than="0i")
         return runs
-
-    def test_a_deleted_version_is_refused_with_its_number(self, gone: Runs) -> None:
-        result = CliRunner().invoke(application, ["evaluate", RUN, "--policy", "1", "--root", str(gone.root)])
-        assert result.exit_code == 2
-        assert result.stderr.startswith("error: --policy: got 1.")
-        (error,) = refused(lambda: ReplayRequest(source=RUN, root=str(gone.root), policy=1).plan)
-        assert (error.place, error.value) == ("--policy", 1)
-        assert "versions 2 to 4" in error.hint
-        assert EvaluateRequest(run=RUN, root=str(gone.root)).plan.policy.version == 4
 
     def test_an_iteration_without_images_is_shown(self, gone: Runs, tmp_path: Path) -> None:
         page = tmp_path / "page.html"

@@ -55,51 +55,32 @@ class TestSameAsUnpruned:
 
 
 KILLED = """
-import os, shutil, signal, sys
+import shutil, sys
 from pathlib import Path
 from fsspec.implementations.local import LocalFileSystem
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from tasks.pruning import artifacts
+from tasks import pruning
 from tasks.storage.artifacts.store import ArtifactStore
+from tests.flows.pruning.conftest import EVERYTHING, RUN
+from tests.tasks.storage.kill_steps import kill_before_each_step
 
-root, run = Path(sys.argv[1]), sys.argv[2]
-EVERYTHING = dict(policies_last=1, images_older_than="0i", evaluations=True)
-STEPS = [(ArtifactStore, "write_manifest"), (ArtifactStore, "put_file"), (LocalFileSystem, "rm_file"),
-         (artifacts, "strip_images")]
-left = 0
+def prepare(number):
+    root = Path(sys.argv[1], f"killed-{number}")
+    shutil.copytree(Path(sys.argv[1], RUN), root / RUN)
+    steps = [(ArtifactStore, "write_manifest"), (ArtifactStore, "put_file"), (LocalFileSystem, "rm_file"),
+             (pruning, "strip_images")]
+    return lambda: (steps, lambda: prune(PruneRequest((RUN,), root=str(root), **EVERYTHING)))
 
-def counted(real):
-    def step(*arguments):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-    return step
-
-for module, name in STEPS:
-    setattr(module, name, counted(getattr(module, name)))
-number = 0
-while True:
-    number += 1
-    shutil.copytree(root / run, root / f"killed-{number}" / run)
-    pid = os.fork()
-    if pid == 0:
-        left = number
-        prune(PruneRequest((run,), root=str(root / f"killed-{number}"), **EVERYTHING))
-        os._exit(0)
-    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
-        break
-print(number - 1)
+kill_before_each_step(prepare)
 """
 
 
 def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    command = [sys.executable, "-c", KILLED, str(runs.root), RUN]
+    command = [sys.executable, "-c", KILLED, str(runs.root)]
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
-    kills = int(ended.stdout.split()[-1])
+    kills = int(ended.stdout.split()[-1]) - 1
     assert kills >= 20
     pruned(runs, **EVERYTHING)
     expected = files_of_artifacts(runs.root / RUN)

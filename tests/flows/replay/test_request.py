@@ -18,7 +18,7 @@ from flows.replay.plan import root_of
 from flows.replay.replay import replay
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
+from tasks.storage.filesystem.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
 from tests.flows.replay.replays import policy_digest, request_replay, run_replay
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from PIL import Image
 
 from tasks.runs.layout import SCORES_FILE
+from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.run_description import write_description
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import TableWriter, write_table
 from tasks.storage.tables.schemas import (

@@ -58,15 +58,6 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert run.seconds["total"] == 0
 
 
-def test_rewards_of_a_round_take_as_long_as_the_slowest(tmp_path: Path) -> None:
-    one, two = (read(whole_run(tmp_path, name, labels=labels)) for name, labels in (("a", ("x",)), ("b", ("x", "y"))))
-    assert two.seconds == one.seconds
-    assert two.shown is not None
-    assert (two.shown.metrics["seconds/rewards"], two.shown.metrics["step_time"]) == (2.0, 10.0)
-    assert two.series("rewards/x/mean") == two.series("rewards/y/mean") == [(1.0, 0.5), (2.0, 0.6)]
-    assert two.damages == ()
-
-
 def test_guardrails_by_label(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
     for version, label, mean in ((0, "jpeg", 0.5), (2, "jpeg", 0.25), (2, "words", 1.0)):

@@ -5,7 +5,7 @@ import pytest
 
 from tasks.runs import reader as artifact_reader
 from tasks.runs.reader import RunReader
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
+from tasks.storage.filesystem.files import dump_checked, load_checked
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte
 
 SCORES = "iteration_000001/rewards/ssim"

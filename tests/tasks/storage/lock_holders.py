@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -111,23 +110,3 @@ def refusal(store: ArtifactStore, place: str = "") -> str:
         pass
     assert caught.value.place == "run.name"
     return str(caught.value)
-
-
-def winners(store: ArtifactStore, count: int) -> int:
-    """How many of so many threads that begin at one moment get the lock before the first releases it."""
-    begin, end, got = threading.Barrier(count), threading.Barrier(count), []
-
-    def take() -> None:
-        begin.wait()
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(InputError):
-                stack.enter_context(held(store))
-                got.append(1)
-            end.wait()
-
-    threads = [threading.Thread(target=take) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return len(got)

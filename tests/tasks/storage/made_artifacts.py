@@ -4,16 +4,20 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
 
 FOLDER = "iteration_000001/rollouts"
 MANIFEST = f"{FOLDER}.manifest.json"
 PART = f"{FOLDER}/part-00000.parquet"
 FILES = {"part-00000.parquet": b"first part", "nested/part-00001.bin": bytes(range(256))}
+FEWER = {"part-00000.parquet": b"first"}
+PRUNED = {"removed": "images", "older_than_days": 30}
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
@@ -29,6 +33,17 @@ def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, 
         return store.commit(
             staged, folder, digest="d" * 64, schema_version=1, rows=rows, seconds=seconds, metrics={"reward": 0.5}
         )
+
+
+def replace(
+    store: ArtifactStore, reference: ArtifactRef, files: dict[str, bytes] | None, pruned: Mapping[str, Any] = PRUNED
+) -> ArtifactRef:
+    """Replace the files of an artifact by these, or by none."""
+    if files is None:
+        return replace_artifact(store, reference, None, pruned=pruned)
+    with store.staging() as staged:
+        stage(staged, files)
+        return replace_artifact(store, reference, staged, pruned=pruned)
 
 
 def root_url(store: ArtifactStore) -> str:

@@ -23,9 +23,8 @@ from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.rollouts.collect import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.storage.artifacts.open_store import described
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.artifacts.store import ArtifactStore, current_store, described
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tasks.storage.artifacts.manifest import Manifest, read_manifest
-from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.filesystem.checked_json import dump_checked, load_checked
+from tasks.storage.artifacts.reference import ArtifactRef, Manifest, read_manifest
+from tasks.storage.filesystem.files import dump_checked, load_checked
 
 DESCRIBED = {"schema_version": 2, "rows": 4, "seconds": 0.1, "metrics": {"loss": 1e-9}, "files": {"a": "b"}}
 

@@ -1,48 +1,30 @@
 """Files deleted from an artifact under a tombstone: every reference to it stays valid, at every moment in between."""
 
-import json
-import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.storage.artifacts.reference import ArtifactRef, PrunedArtifactError, StaleReferenceError
-from tasks.storage.artifacts.replace import is_half_pruned, replace_artifact
+from tasks.storage.artifacts.reference import PrunedArtifactError, StaleReferenceError
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
-from tasks.storage.filesystem.checked_json import dump_checked
+from tasks.storage.filesystem.files import dump_checked
 from tests.tasks.storage.made_artifacts import (
+    FEWER,
     FILES,
     FOLDER,
     MANIFEST,
     PART,
-    REPOSITORY,
+    PRUNED,
     another,
     commit,
     contents,
     moved,
     overwrite,
     read,
-    stage,
+    replace,
 )
 
-PRUNED = {"removed": "images", "older_than_days": 30}
 SMALLER = {"part-00000.parquet": b"first", "nested/part-00001.bin": FILES["nested/part-00001.bin"]}
-FEWER = {"part-00000.parquet": b"first"}
-
-
-def replace(
-    store: ArtifactStore, reference: ArtifactRef, files: dict[str, bytes] | None, pruned: Mapping[str, Any] = PRUNED
-) -> ArtifactRef:
-    if files is None:
-        return replace_artifact(store, reference, None, pruned=pruned)
-    with store.staging() as staged:
-        stage(staged, files)
-        return replace_artifact(store, reference, staged, pruned=pruned)
 
 
 @pytest.mark.parametrize("files", [SMALLER, FEWER], ids=["smaller", "fewer"])
@@ -207,48 +189,3 @@ def test_only_a_valid_artifact_is_replaced_and_by_nothing_new(store: ArtifactSto
         replace(store, reference, FEWER)
     with pytest.raises(StaleReferenceError, match="part-00000"):
         store.local_files(reference, tmp_path / "fetched")
-
-
-KILLED = """
-import sys
-from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.storage.artifacts.test_replace import FEWER, replace
-from tests.tasks.storage.kill_steps import kill_before_each_step
-from tests.tasks.storage.made_artifacts import FOLDER
-
-def prepare(number):
-    store = ArtifactStore(sys.argv[1], f"run{number}")
-    reference = store.find(FOLDER)
-    steps = [(store, name) for name in ("write_file", "write_manifest", "put_file")] + [(store.filesystem, "rm_file")]
-    return steps, lambda: replace(store, reference, {"fewer": FEWER, "none": None}[sys.argv[2]])
-
-kill_before_each_step(prepare)
-"""
-
-
-@pytest.mark.parametrize(("kind", "left"), [("fewer", FEWER), ("none", None)])
-def test_a_kill_at_any_step_leaves_a_valid_artifact_and_once_more_finishes_it(
-    local: ArtifactStore, kind: str, left: dict[str, bytes] | None
-) -> None:
-    reference = commit(local)
-    for number in range(1, 7):
-        shutil.copytree(local.path(), f"{local.root}/run{number}")
-    command = [sys.executable, "-c", KILLED, local.root, kind]
-    kills = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
-    assert kills == ["1", "2", "3", "4"]  # the copy, the tombstone, and two files
-    for number in kills:
-        store = another(local, f"run{number}")
-        mine = reference.model_copy(update={"uri": f"run{number}/{FOLDER}"})
-        assert store.restore_artifact(mine) == mine
-        manifest = store.valid_manifest_at(store.path(FOLDER))
-        assert manifest is not None
-        assert is_half_pruned(store, FOLDER, manifest) == (manifest.pruned is not None) == (int(number) > 2)
-        final = replace(store, mine, left)
-        assert store.restore_artifact(mine) == mine
-        assert store.find(FOLDER) == final
-        finished = store.valid_manifest_at(store.path(FOLDER))
-        assert finished is not None
-        assert not is_half_pruned(store, FOLDER, finished)
-        assert json.loads(finished.content)["files"].keys() == (left or {}).keys()
-        assert set(contents(store)) == {MANIFEST, *([PART] if left else [])}
-        assert moved(store) == []

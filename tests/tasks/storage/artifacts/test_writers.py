@@ -1,22 +1,31 @@
 """An artifact is complete or absent, with several writers and after a kill at any step."""
 
 import contextlib
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tasks.storage.artifacts.store import INCOMING, PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.replace import is_half_pruned
+from tasks.storage.artifacts.store import INCOMING, PREVIOUS, ArtifactStore
+from tasks.storage.filesystem.files import is_local
+from tests.tasks.storage.kill_steps import Steps
 from tests.tasks.storage.made_artifacts import (
+    FEWER,
     FILES,
     FOLDER,
+    MANIFEST,
     REPOSITORY,
     another,
     commit,
     contents,
     moved,
     read,
+    replace,
     root_url,
     writer_elsewhere,
 )
@@ -24,7 +33,6 @@ from tests.tasks.storage.made_artifacts import (
 # Both writers have the same result for the first three runs, and each its own for the others.
 AT_ONCE = """
 import sys
-from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.storage.made_artifacts import commit
 
 root, number = sys.argv[1], int(sys.argv[2])
@@ -64,93 +72,76 @@ def test_writers_at_once_get_the_first_result_or_move_it_to_previous(store: Arti
             assert [run.restore_artifact(each) for each in references] == references
 
 
-# Before which step of a commit, over another artifact, the writer is killed.
-STEPS = {
-    "settle_folder": "staged",
-    "clear_place": "the old one in its place",
-    "move_folder": "the old one moved",
-    "put_file": "the old one moved",
-    "write_manifest": "files in their place",
-    "never": "",
+CHANGES: dict[str, Callable[[ArtifactStore, ArtifactRef], ArtifactRef]] = {
+    "another result": lambda store, reference: commit(store, rows=5),
+    "fewer files": lambda store, reference: replace(store, reference, FEWER),
+    "no files": lambda store, reference: replace(store, reference, None),
 }
 KILL = """
-import os, signal, sys
-from tasks.storage.artifacts import store as module
-from tests.tasks.storage.made_artifacts import commit
-
-root, steps = sys.argv[1], sys.argv[2:]
-for step in steps:
-    commit(module.ArtifactStore(root, step), rows=4)
-    pid = os.fork()
-    if pid == 0:
-        owner = module if hasattr(module, step) else module.ArtifactStore
-        setattr(owner, step, lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))
-        commit(module.ArtifactStore(root, step), rows=5)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (0 if step == "never" else -signal.SIGKILL), step
+import sys
+from tests.tasks.storage.artifacts.test_writers import prepare
+from tests.tasks.storage.kill_steps import kill_before_each_step
+kill_before_each_step(lambda number: prepare(sys.argv[1], f"run{number}", sys.argv[2]))
 """
-LOCAL_STEPS = [step for step in STEPS if step != "put_file"]
-REMOTE_STEPS = [step for step in STEPS if step not in ("settle_folder", "move_folder")]
 
 
-def require_complete(store: ArtifactStore, folder: Path) -> bool:
-    """Whether an artifact is there: then it is valid; after the next commit the new one is."""
-    found = store.find(FOLDER)
-    if found is not None:
-        assert read(store, found, folder / "found") == FILES
-    again = commit(store, rows=5)
-    assert (again.rows, store.find(FOLDER)) == (5, again)
-    assert read(store, again, folder / "again") == FILES
-    assert set(contents(store)) == {f"{FOLDER}.manifest.json", *(f"{FOLDER}/{name}" for name in FILES)}
-    return found is not None
+def prepare(url: str, run: str, change: str) -> Callable[[], tuple[Steps, Callable[[], object]]]:
+    """Commit an artifact, and return what changes it in another process; a step is a change of the disk or bucket."""
+    reference = commit(ArtifactStore(url, run))
+
+    def begin() -> tuple[Steps, Callable[[], object]]:
+        store = ArtifactStore(url, run)
+        requests: Steps = [(store.filesystem, name) for name in ("put_file", "pipe_file", "cp_file")]
+        changing = [(Path, "rename"), (Path, "replace"), (os, "fsync")] if is_local(store.filesystem) else requests
+        return [(store.filesystem, "rm_file"), *changing], lambda: CHANGES[change](store, reference)
+
+    return begin
 
 
 class TestKill:
-    def test_at_every_step_on_a_disk(self, local: ArtifactStore, tmp_path: Path) -> None:
-        subprocess.run([sys.executable, "-c", KILL, local.root, *LOCAL_STEPS], cwd=REPOSITORY, check=True)
-        found = {}
-        for step in LOCAL_STEPS:
-            store = another(local, step)
-            left = [path for path in Path(store.path(INCOMING)).iterdir() if path.is_dir()]
-            assert bool(left) == (step != "never")
-            store.clear_abandoned()
-            assert [path for path in left if path.exists()] == []
-            found[step] = require_complete(store, tmp_path / step)
-            assert len(moved(store, QUARANTINE)) == (1 if step == "write_manifest" else 0)
-        assert found == {step: step not in ("move_folder", "write_manifest") for step in LOCAL_STEPS}
+    def runs(self, store: ArtifactStore, change: str) -> list[ArtifactStore]:
+        command = [sys.executable, "-c", KILL, root_url(store), change]
+        count = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+        return [another(store, f"run{number}") for number in range(1, int(count) + 1)]
 
-    def test_at_every_step_in_a_bucket(self, remote: ArtifactStore, tmp_path: Path) -> None:
-        root = f"s3://{remote.root}"
-        subprocess.run([sys.executable, "-c", KILL, root, *REMOTE_STEPS], cwd=REPOSITORY, check=True)
-        found = {step: require_complete(another(remote, step), tmp_path / step) for step in REMOTE_STEPS}
-        assert found == {step: step not in ("put_file", "write_manifest") for step in REMOTE_STEPS}
+    def test_over_another_artifact_it_is_complete_or_absent(self, store: ArtifactStore, tmp_path: Path) -> None:
+        found = []
+        for run in self.runs(store, "another result"):
+            run.clear_abandoned()
+            assert [path for path in Path(run.path(INCOMING)).glob("*") if path.is_dir()] == []
+            found.append(run.find(FOLDER))
+            if found[-1] is not None:
+                assert read(run, found[-1], tmp_path / run.run / "found") == FILES
+            again = commit(run, rows=5)
+            assert run.find(FOLDER) == again
+            assert read(run, again, tmp_path / run.run / "again") == FILES
+            assert set(contents(run)) == {MANIFEST, *(f"{FOLDER}/{name}" for name in FILES)}
+        assert len(found) > 10
+        rows = [reference and reference.rows for reference in found]
+        assert [rows[0], rows[-1], set(rows)] == [4, 5, {4, None, 5}]
 
-    @pytest.mark.slow
-    def test_before_every_request_to_a_bucket(self, remote: ArtifactStore, tmp_path: Path) -> None:
-        command = [sys.executable, "-c", KILL_REQUESTS, f"s3://{remote.root}"]
-        numbers = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
-        found = [require_complete(another(remote, f"run{number}"), tmp_path / number) for number in numbers]
-        assert len(found) > 15
-        assert found[0]
-        assert found[-1]
-        assert False in found
-
-
-KILL_REQUESTS = """
-import sys
-from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.storage.kill_steps import kill_before_each_step
-from tests.tasks.storage.made_artifacts import commit
-
-CALLS = ("put_file", "pipe_file", "cp_file", "rm_file", "cat_file", "exists", "info", "find", "glob", "ls")
-
-def prepare(number):
-    store = ArtifactStore(sys.argv[1], f"run{number}")
-    commit(store, rows=4)
-    return [(store.filesystem, name) for name in CALLS], lambda: commit(store, rows=5)
-
-kill_before_each_step(prepare)
-"""
+    @pytest.mark.parametrize(("change", "left"), [("fewer files", FEWER), ("no files", {})])
+    def test_while_files_are_deleted_it_is_valid_and_once_more_finishes_it(
+        self, local: ArtifactStore, change: str, left: dict[str, bytes]
+    ) -> None:
+        reference, runs = commit(local), self.runs(local, change)
+        assert len(runs) > 8
+        for run in runs:
+            mine = reference.model_copy(update={"uri": f"{run.run}/{FOLDER}"})
+            assert run.restore_artifact(mine) == mine
+            manifest = run.valid_manifest_at(run.path(FOLDER))
+            assert manifest is not None
+            begun = manifest.pruned is not None
+            assert is_half_pruned(run, FOLDER, manifest) == (begun and run is not runs[-1])
+            final = CHANGES[change](run, mine)
+            assert run.restore_artifact(mine) == mine
+            assert run.find(FOLDER) == final
+            finished = run.valid_manifest_at(run.path(FOLDER))
+            assert finished is not None
+            assert not is_half_pruned(run, FOLDER, finished)
+            assert finished.files.keys() == left.keys()
+            assert set(contents(run)) == {MANIFEST, *(f"{FOLDER}/{name}" for name in left)}
+            assert moved(run) == []
 
 
 @pytest.fixture(autouse=True)

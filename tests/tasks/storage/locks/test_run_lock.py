@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,10 @@ import pytest
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.locks import lease
-from tasks.storage.locks.lease import Lease, take_lease
-from tasks.storage.locks.lock_holder import read_holder, this_process
+from tasks.storage.locks.lease import Lease, read_holder, take_lease, this_process
 from tasks.storage.locks.run_lock import LOCK, LockLostError
 from tests.tasks.storage import lock_holders
-from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal, winners
+from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal
 from tests.tasks.storage.made_artifacts import another
 
 logged = lock_holders.logged
@@ -61,7 +61,20 @@ class TestBothKinds:
             assert [line for line in logged if "taken over" in line] == logged[:1]
 
     def test_one_of_many_at_once(self, store: ArtifactStore) -> None:
-        assert winners(store, 8) == 1
+        begin, end = threading.Barrier(8), threading.Barrier(8)
+
+        def takes(_: int) -> bool:
+            begin.wait()
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(InputError):
+                    stack.enter_context(held(store))
+                    end.wait()
+                    return True
+                end.wait()
+                return False
+
+        with ThreadPoolExecutor(8) as pool:
+            assert sum(pool.map(takes, range(8))) == 1
 
 
 class TestFile:

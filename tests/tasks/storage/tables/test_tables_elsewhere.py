@@ -13,12 +13,17 @@ from PIL import Image
 
 from tasks.storage.tables import schemas
 from tasks.storage.tables.parquet import write_table
-from tests.tasks.storage import table_rows
 from tests.tasks.storage.table_rows import BREAKDOWNS, advantages, image, rollouts
 
-folder = table_rows.folder
-
 Load = Callable[..., datasets.Dataset]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "iteration_000001" / "rollouts"
+    write_table(folder / "part-00000.parquet", schemas.IMAGE_ROLLOUTS, rollouts(3))
+    (folder.parent / "rollouts.manifest.json").write_text("{}")
+    return folder
 
 
 @pytest.fixture

@@ -1,23 +1,40 @@
-"""Artifacts that may be pruned, and rollouts without images: other values, row groups and digests are unchanged."""
+"""Delete what a run can do without: images of rollouts, old calls, unfinished writes, and folders that were moved away.
 
+Rollouts without images keep their other values, row groups and digests, and every reference to them stays valid.
+"""
+
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.storage.artifacts.manifest import Manifest
-from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
+from tasks.execution.call import CALLS
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.replace import is_half_pruned, replace_artifact
-from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.artifacts.store import (
+    INCOMING,
+    MANIFEST_ENDING,
+    PREVIOUS,
+    QUARANTINE,
+    RUN_FILE,
+    ArtifactStore,
+    lineage_of,
+)
+from tasks.storage.filesystem.files import is_local, locked_file
+from tasks.storage.filesystem.run_folder import REASON_FILE
 from tasks.storage.tables.parquet import DIGESTS
 
 IMAGE = "image"
+CALLS_ARE_KEPT = timedelta(days=1)
+"""Longer than any stage takes; a run that was stopped looks for the results of its calls when it continues."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +43,6 @@ class Prunable:
 
     Attributes:
         folder: within the run.
-        reference: reference to the artifact.
-        manifest: manifest of the artifact.
         made: when its manifest was written.
         half_pruned: a process that pruned it was killed.
     """
@@ -47,18 +62,17 @@ class Prunable:
 def find_prunable(store: ArtifactStore, folder: str) -> Prunable | None:
     """Return the artifact in a folder of the run; None if there is none that this program reads."""
     manifest = store.manifest_at(store.path(folder))
-    if manifest is None:
-        return None
     try:
-        reference = manifest.reference(f"{store.run}/{folder}")
+        reference = None if manifest is None else manifest.reference(f"{store.run}/{folder}")
     except (ValueError, TypeError):
         return None
-    made = modified(store, store.path(f"{folder}{MANIFEST_ENDING}"))
+    if manifest is None or reference is None:
+        return None
+    made = _modified(store, store.path(f"{folder}{MANIFEST_ENDING}"))
     return Prunable(folder, reference, manifest, made, is_half_pruned(store, folder, manifest))
 
 
-def modified(store: ArtifactStore, path: str) -> datetime:
-    """Return when a file of the filesystem was last written, UTC."""
+def _modified(store: ArtifactStore, path: str) -> datetime:
     written: datetime = store.filesystem.modified(path)
     return written if written.tzinfo is not None else written.replace(tzinfo=UTC)
 
@@ -129,3 +143,65 @@ def strip_images(source: Path, target: Path) -> None:
             writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, kept.num_rows))
         if digests is not None:
             writer.add_key_value_metadata({DIGESTS: digests.decode()})
+
+
+@dataclass(frozen=True)
+class MovedFolder:
+    """A folder in `previous/` or `quarantine/`.
+
+    Attributes:
+        folder: within the run.
+        since: when a file was last moved there.
+        size: bytes.
+        restorable: the run's current configuration made it, so the run may restore it.
+    """
+
+    folder: str
+    since: datetime
+    size: int
+    restorable: bool
+
+
+def moved_folders(store: ArtifactStore) -> list[MovedFolder]:
+    """Return all folders in `previous/` and `quarantine/` of a run, in order."""
+    current, reader = lineage_of(store), RunReader(store)
+    found = []
+    for folder in [f"{parent}/{name}" for parent in (PREVIOUS, QUARANTINE) for name in reader.names(parent)]:
+        files: dict[str, dict[str, int]] = store.filesystem.find(store.path(folder), detail=True)
+        if not files:
+            continue
+        restorable = current is not None and lineage_of(store, file=f"{folder}/{RUN_FILE}") == current
+        # Moved files keep their own time; the reason is written when they are moved.
+        reason = [path for path in files if path == store.path(f"{folder}/{REASON_FILE}")]
+        since = max(_modified(store, path) for path in reason or files)
+        found.append(MovedFolder(folder, since, sum(each["size"] for each in files.values()), restorable))
+    return found
+
+
+def delete_moved(store: ArtifactStore, folder: str) -> None:
+    """Delete a folder of `previous/` or `quarantine/`; its reason goes last, so that a killed deletion is repeated."""
+    place, reason = store.path(folder), store.path(f"{folder}/{REASON_FILE}")
+    for path in store.filesystem.find(place):
+        if path != reason:
+            store.filesystem.rm_file(path)
+    if store.filesystem.exists(place):
+        store.filesystem.rm(place, recursive=True)
+
+
+def old_calls(store: ArtifactStore, now: datetime) -> list[str]:
+    """Return paths of calls and outcomes that no run waits for."""
+    paths = store.filesystem.find(store.path(CALLS)) if store.filesystem.exists(store.path(CALLS)) else []
+    return sorted(path for path in paths if now - _modified(store, path) > CALLS_ARE_KEPT)
+
+
+def abandoned_writes(store: ArtifactStore) -> list[str]:
+    """Return folders in which a killed process was writing; nothing is changed."""
+    incoming, found = Path(store.path(INCOMING)), []
+    folders = sorted(path for path in incoming.glob("*") if path.is_dir()) if is_local(store.filesystem) else []
+    for folder in folders:
+        # A folder without a lock is one that its process is about to lock.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            if (folder / "lock").exists():
+                with locked_file(folder / "lock", wait=False):
+                    found.append(str(folder))
+    return found

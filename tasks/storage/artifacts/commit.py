@@ -1,0 +1,174 @@
+"""Write artifacts: files are staged and moved to their place; the manifest, which makes them an artifact, is last."""
+
+from pathlib import Path
+
+from tasks.storage.artifacts.files import ArtifactFiles, ReadCache, default_cache
+from tasks.storage.artifacts.reference import (
+    MANIFEST_ENDING,
+    ArtifactRef,
+    Manifest,
+    StaleReferenceError,
+    read_manifest,
+)
+from tasks.storage.filesystem.failures import translate_remote_errors
+from tasks.storage.filesystem.files import (
+    files_below,
+    fsync_path,
+    hashes_of,
+    is_local,
+    move_folder,
+    settle_folder,
+    write_file_atomically,
+)
+from tasks.storage.filesystem.run_folder import RunFolder
+
+_REPLACED = "another result of the same stage took its place"
+_CUT_SHORT = "a file is missing or changed, or its writing was cut short"
+# Filesystems that read as fast as a copy of them would.
+_WITHOUT_CACHE = {"file", "memory"}
+
+
+class ArtifactWriter(RunFolder):
+    """The artifacts of one run, each a folder with a manifest next to it; a folder without a manifest is no artifact.
+
+    Attributes:
+        files: reads and verifies the files below the root.
+    """
+
+    def __init__(self, root: str, run: str, cache: ReadCache | None = None) -> None:
+        """Point at a run; nothing is written yet.
+
+        Args:
+            root: a folder or any fsspec URL.
+            cache: copies of files that are read from a remote root; None for the one in the user's cache folder.
+
+        Raises:
+            InputError: credentials in a URL, one of an unknown kind, or of one whose package is not installed.
+        """
+        super().__init__(root, run)
+        protocol = self.filesystem.protocol
+        near = _WITHOUT_CACHE & ({protocol} if isinstance(protocol, str) else set(protocol))
+        self.files = ArtifactFiles(self.filesystem, cache or (None if near else default_cache()))
+
+    def manifest_path(self, place: str) -> str:
+        """Return where the manifest of the artifact in this folder of the filesystem is."""
+        return f"{place}{MANIFEST_ENDING}"
+
+    def manifest_at(self, place: str) -> Manifest | None:
+        """Read the manifest of the artifact in this folder of the filesystem; None if it is missing or damaged."""
+        content = self._read(self.manifest_path(place))
+        try:
+            return None if content is None else read_manifest(content)
+        except (ValueError, TypeError):
+            return None
+
+    def valid_manifest_at(self, place: str) -> Manifest | None:
+        """Read the manifest of an artifact whose files are all there and unchanged; None if there is none."""
+        manifest = self.manifest_at(place)
+        return manifest if manifest is not None and self.files.damage(place, manifest) is None else None
+
+    def matching_manifest(self, place: str, reference: ArtifactRef) -> Manifest | str:
+        """Read the manifest that the reference means, or return why there is none in this folder of the filesystem."""
+        name = self.manifest_path(reference.folder.rsplit("/", 1)[-1])
+        content = self._read(self.manifest_path(place))
+        if content is None:
+            return f"{name} is missing"
+        try:
+            manifest = read_manifest(content)
+        except (ValueError, TypeError) as error:
+            return f"{name} is damaged ({error})"
+        if not manifest.matches(reference):
+            return f"{name} has sha256 {manifest.sha256[:12]}, not {reference.sha256[:12]}"
+        return manifest
+
+    def damage(self, place: str, reference: ArtifactRef) -> str | None:
+        """Return what is wrong with the artifact in this folder of the filesystem; None if it matches the reference."""
+        manifest = self.matching_manifest(place, reference)
+        return manifest if isinstance(manifest, str) else self.files.damage(place, manifest)
+
+    def find(self, folder: str) -> ArtifactRef | None:
+        """Return the valid artifact in this folder of the run if there is one; it may be pruned (`pruned_reason`)."""
+        with translate_remote_errors(self.filesystem, self.root):
+            manifest = self.valid_manifest_at(self.path(folder))
+        try:
+            return None if manifest is None else manifest.reference(f"{self.run}/{folder}")
+        except (ValueError, TypeError):
+            return None
+
+    def commit(
+        self,
+        staged: Path,
+        folder: str,
+        *,
+        digest: str,
+        schema_version: int,
+        rows: int,
+        seconds: float,
+        metrics: dict[str, float],
+    ) -> ArtifactRef:
+        """Move staged files to their place and then write the manifest that makes them an artifact.
+
+        An artifact in that place is moved away, never overwritten. If another writer of the stage was first and has the
+        same result, its artifact is kept and returned.
+
+        Raises:
+            StorageError: a disk or a bucket refuses it.
+            StaleReferenceError: the run does not request it any more.
+        """
+        if self.requested is not None and self.read_file(self.requested) is None:
+            reason = "the run has its result or continues with another configuration, so the request is withdrawn"
+            raise StaleReferenceError(f"{self.run}/{folder}: {reason}")
+        described = {
+            "digest": digest,
+            "schema_version": schema_version,
+            "rows": rows,
+            "seconds": seconds,
+            "metrics": metrics,
+        }
+        manifest = Manifest(described, hashes_of(staged))
+        assert manifest.content, "a metric that is not finite is refused before anything is moved"
+        if is_local(self.filesystem):
+            settle_folder(staged)
+        with translate_remote_errors(self.filesystem, self.root), self.commit_lock():
+            place = self.path(folder)
+            standing = self.manifest_at(place)
+            if standing is not None and standing.equals_in_result(manifest):
+                if self.files.damage(place, standing) is None:
+                    return standing.reference(f"{self.run}/{folder}")
+                manifest = Manifest(described, manifest.files, previous=(standing.sha256, *standing.previous))
+            self.clear_place(folder)
+            if is_local(self.filesystem):
+                move_folder(staged, Path(place))
+            else:
+                for name, file in files_below(staged).items():
+                    self.put_file(file, f"{place}/{name}", manifest.files[name])
+            self.write_manifest(folder, manifest, staged.parent)
+        return manifest.reference(f"{self.run}/{folder}")
+
+    def put_file(self, file: Path, path: str, sha256: str) -> None:
+        """Put a settled local file into its place, or into the place of an older one, in one step."""
+        if not is_local(self.filesystem):
+            self.filesystem.put_file(str(file), path)
+            self.files.keep(path, file, sha256)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+        fsync_path(target.parent)
+
+    def write_manifest(self, folder: str, manifest: Manifest, scratch: Path) -> None:
+        """Write or replace the manifest of an artifact of the run in one step; the caller has the commit lock."""
+        self.require_commit_lock()
+        path = self.manifest_path(self.path(folder))
+        write_file_atomically(self.filesystem, path, manifest.content, scratch=scratch)
+
+    def clear_place(self, folder: str, *, reason: str | None = None) -> None:
+        """Move an artifact of the run to `previous/` if it is valid, or to `quarantine/` with the reason, if known."""
+        # The manifest moves first: without it the folder is no artifact.
+        present = [path for path in (self.manifest_path(folder), folder) if self.filesystem.exists(self.path(path))]
+        if not present:
+            return
+        if reason is None and self.valid_manifest_at(self.path(folder)) is not None:
+            self.move_to_previous(present, reason=_REPLACED)
+        else:
+            self.quarantine(present, reason=reason or _CUT_SHORT)
