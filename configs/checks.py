@@ -8,7 +8,7 @@ from configs.scoring import RewardSection
 from configs.sections import ImageRolloutSection, PromptsSection
 from grpo_core.advantages import refuse_terms
 from grpo_core.errors import InputError
-from grpo_core.optimizer.schedule import WITH_LENGTH
+from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.family import policy_family
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.schema import RunConfig
-from grpo_core.optimizer.schedule import WITH_LENGTH
+from grpo_core.optimizer.settings import WITH_LENGTH
 
 _STAGES = ("policy", "data", "rollout", "advantages", "update")
 

@@ -19,7 +19,7 @@ from configs.sections import (
     TextRolloutSection,
 )
 from configs.training import AdvantagesSection, MismatchSection, UpdateSection
-from grpo_core.optimizer.schedule import WITH_LENGTH
+from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.trained import Reference
 
 

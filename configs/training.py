@@ -8,7 +8,7 @@ from configs.sections import Section
 from grpo_core.advantages import AdvantageSettings
 from grpo_core.losses import MismatchSettings
 from grpo_core.optimizer import OptimizerSettings
-from grpo_core.optimizer.schedule import ScheduleValue
+from grpo_core.optimizer.settings import ScheduleValue
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.trained import Reference
 from grpo_core.update import UpdateSettings

@@ -16,7 +16,7 @@ _IMPORTED = [
     "pytest",
     "grpo_core.policies.causal_lm.policy",
     "grpo_core.policies.glm_image.policy",
-    "grpo_core.update.sharded",
+    "grpo_core.update.accelerated",
     "tasks.rollouts.collect",
     "tasks.update.job",
     "transformers.models.llama.modeling_llama",

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.advantages.moments import Moments, moments_of
-from grpo_core.advantages.objective import Objective, objective_of
+from grpo_core.advantages.objective import Moments, Objective, moments_of, objective_of
 from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
 from grpo_core.errors import NonFiniteError
+from grpo_core.losses.kl import KlEstimator, estimate_kl
 from grpo_core.rewards.mix.combine import CombinedRewards, combine_rewards
 from grpo_core.rewards.mix.running import RunningMoments
 from grpo_core.rewards.mix.terms import RewardTerm
@@ -162,3 +162,46 @@ def _normalised_over_batch(
     """Compute (S - mean S) / (std S + eps) over all trained samples."""
     batch = moments_of(sums.reshape(1, -1), trained.reshape(1, -1))
     return batch.centred.reshape_as(sums) / torch.where(batch.stds > 0, batch.stds + settings.eps, 1.0)
+
+
+def kl_penalty(
+    logprobs: Float[Tensor, "batch time"],
+    ref_logprobs: Float[Tensor, "batch time"],
+    loss_mask: Bool[Tensor, "batch time"],
+    *,
+    estimator: KlEstimator,
+) -> Float[Tensor, " batch"]:
+    """Sum of the estimator over the trained tokens of each row, in nats, fp64.
+
+    With k1 that is log p(row) - log ref(row), whose mean over samples is the KL of whole sequences (Ouyang et al.,
+    2022, arXiv:2203.02155, equation 2). It is summed, not averaged: a longer row has diverged more.
+
+    Args:
+        logprobs: under the policy that sampled, computed as the reference's were.
+        ref_logprobs: under the reference.
+        loss_mask: True for a trained token; other values are ignored.
+        estimator: k1, k2 or k3.
+    """
+    return estimate_kl(logprobs, ref_logprobs, loss_mask, estimator).detach().sum(-1, dtype=torch.float64)
+
+
+def reward_metrics(result: GroupAdvantages) -> dict[str, float]:
+    """Return mean and spread of the combined rewards, and how many were filled in or left out.
+
+    `reward` and `reward_std` (Bessel-corrected) are over all rewarded samples, dropped groups included;
+    `frac_reward_zero_std` is the share of groups that teach nothing. `reward` is absent without any rewarded sample,
+    `reward_std` with fewer than two.
+    """
+    rewards = result.rewards[result.present].double()
+    metrics = {
+        "frac_reward_zero_std": float(result.constant.double().mean()),
+        "groups_dropped": float(result.dropped.sum()),
+        "groups_kept": float((~result.dropped).sum()),
+        "samples_without_reward": float((~result.present).sum()),
+        "rewards_imputed": float(result.imputed.sum()),
+    }
+    if len(rewards) > 0:
+        metrics["reward"] = float(rewards.mean())
+    if len(rewards) > 1:
+        metrics["reward_std"] = float(rewards.std())
+    return metrics

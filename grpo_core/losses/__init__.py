@@ -1,19 +1,13 @@
 """The terms of the loss, each a small pure function.
 
-registry      every loss as one object: policy term, reduction, importance levels; the user's own by import path
-surrogates    the policy term of a token: clipped, cispo, sapo, vespo, and where their bounds are active
-ratios        importance ratio of a token, or of its sequence (GSPO)
+registry      every loss: options, policy term, reduction, importance levels; the user's own by import path
+ratios        importance ratio of a token, or of its sequence (GSPO); weights for a sampler that is not the policy
 kl            k1, k2, k3 to the reference, times the importance ratio if requested
-masks         overlong rows, tokens of low entropy, rows that the policy has moved away from
-mismatch      weights for a sampler that is not the policy: truncated or masked
-reductions    from one value per token to one number, each with its denominator
-settings      every option, and the combinations that are refused
+reductions    the tokens that count, and from one value per token to one number, each with its denominator
 policy_loss   all of these composed into the loss of a microbatch, and its clip counts
 """
 
 from grpo_core.losses.kl import KlEstimator, estimate_kl
-from grpo_core.losses.masks import entropy_threshold, high_entropy_mask, on_policy_rows, overlong_mask
-from grpo_core.losses.mismatch import MismatchMode, MismatchSettings, mismatch_weights
 from grpo_core.losses.policy_loss import (
     ClipCounts,
     LossInputs,
@@ -22,11 +16,22 @@ from grpo_core.losses.policy_loss import (
     compute_policy_loss,
     count_clipped,
 )
-from grpo_core.losses.ratios import ImportanceLevel, importance_ratio, token_log_ratio
-from grpo_core.losses.reductions import Denominators
-from grpo_core.losses.registry import LOSSES, Loss, custom_loss_digest
-from grpo_core.losses.settings import LossSettings
-from grpo_core.losses.surrogates import PolicyTerm, TermInputs
+from grpo_core.losses.ratios import (
+    ImportanceLevel,
+    MismatchMode,
+    MismatchSettings,
+    importance_ratio,
+    mismatch_weights,
+    token_log_ratio,
+)
+from grpo_core.losses.reductions import (
+    Denominators,
+    entropy_threshold,
+    high_entropy_mask,
+    on_policy_rows,
+    overlong_mask,
+)
+from grpo_core.losses.registry import LOSSES, Loss, LossSettings, PolicyTerm, TermInputs, custom_loss_digest
 
 __all__ = [
     "LOSSES",

@@ -7,12 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.kl import estimate_kl
-from grpo_core.losses.masks import on_policy_rows
-from grpo_core.losses.mismatch import mismatch_weights
-from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, token_log_ratio
-from grpo_core.losses.reductions import Denominators, masked_sum
-from grpo_core.losses.settings import LossSettings
-from grpo_core.losses.surrogates import PolicyTerm, TermInputs
+from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, mismatch_weights, token_log_ratio
+from grpo_core.losses.reductions import Denominators, masked_sum, on_policy_rows
+from grpo_core.losses.registry import LossSettings, PolicyTerm, TermInputs
 
 
 @dataclass(frozen=True)
@@ -115,18 +112,14 @@ def compute_policy_loss(
     return loss, details
 
 
-_NEEDED_BY = {"ref_logprobs": "kl_coef", "rollout_logprobs": "mismatch", "entropy": "entropy_coef"}
-
-
 def _require_inputs(inputs: LossInputs, settings: LossSettings) -> None:
-    switches = {
-        "ref_logprobs": settings.kl_coef > 0,
-        "rollout_logprobs": settings.mismatch.mode != "none",
-        "entropy": settings.entropy_coef > 0,
-    }
-    for name, switched_on in switches.items():
+    for name, switched_on, switch in (
+        ("ref_logprobs", settings.kl_coef > 0, "kl_coef"),
+        ("rollout_logprobs", settings.mismatch.mode != "none", "mismatch"),
+        ("entropy", settings.entropy_coef > 0, "entropy_coef"),
+    ):
         if switched_on and getattr(inputs, name) is None:
-            raise ValueError(f"the loss needs {name}, which is None: give it, or switch off {_NEEDED_BY[name]}")
+            raise ValueError(f"the loss needs {name}, which is None: give it, or switch off {switch}")
 
 
 def _term_inputs(inputs: LossInputs, settings: LossSettings, denominators: Denominators) -> TermInputs:

@@ -1,16 +1,11 @@
 """The optimizer of a policy, its learning-rate schedule, and its state as tensors, without pickle.
 
-- `settings`: which optimizer, which schedule.
-- `schedule`: the learning rate as a function of the step.
-- `kinds`: AdamW of torch, and with 8-bit and paged states of bitsandbytes.
-- `state`: the optimizer's state as tensors, and back.
-- `policy_optimizer`: the optimizer that an update uses.
+settings           which optimizer, and the learning rate as a function of the step
+policy_optimizer   the optimizer that an update uses, and its state as tensors and back
 """
 
-from grpo_core.optimizer.kinds import OptimizerKind, refuse_unavailable
-from grpo_core.optimizer.policy_optimizer import PolicyOptimizer
-from grpo_core.optimizer.schedule import LearningRateSchedule, Schedule
-from grpo_core.optimizer.settings import OptimizerSettings
+from grpo_core.optimizer.policy_optimizer import PolicyOptimizer, refuse_unavailable
+from grpo_core.optimizer.settings import LearningRateSchedule, OptimizerKind, OptimizerSettings, Schedule
 
 __all__ = [
     "LearningRateSchedule",

@@ -1,15 +1,35 @@
-"""The options of the optimizer and of its schedule."""
+"""The options of the optimizer, and the learning rate as a function of the step."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from grpo_core.optimizer.kinds import OptimizerKind
-from grpo_core.optimizer.schedule import LearningRateSchedule, Schedule, ScheduleValue
+from grpo_core.errors import InputError
 from grpo_core.settings import check_fields
 
+OptimizerKind = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+Schedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
+ScheduleValue = float | int | str | bool
+
+WITH_LENGTH = frozenset(
+    {"linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr", "warmup_stable_decay"}
+)
+WITHOUT_KWARGS = frozenset({"constant", "constant_with_warmup", "linear"})
+PROBES = 64
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -48,12 +68,87 @@ class OptimizerSettings:
         check_fields(self, "update")
         self.schedule()
 
-    def schedule(self) -> LearningRateSchedule:
+    def schedule(self) -> "LearningRateSchedule":
         """The learning rate of each step."""
-        return LearningRateSchedule(
-            self.lr_scheduler,
-            self.learning_rate,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.total_steps,
-            kwargs=self.lr_scheduler_kwargs,
+        return LearningRateSchedule(self)
+
+
+class LearningRateSchedule:
+    """One of transformers' schedules as a function of the step.
+
+    Schedules that depend on the length of the run keep the rate of step `total_steps` from there on: a cosine would
+    rise again. Most end at zero, and further steps change nothing.
+    """
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        """Prepare the schedule of these settings.
+
+        Raises:
+            InputError: a length that is missing or too short, or values that the schedule cannot be computed with.
+        """
+        name, given = settings.lr_scheduler, dict(settings.lr_scheduler_kwargs)
+        self._last = settings.total_steps if name in WITH_LENGTH else None
+        if name in WITH_LENGTH:
+            _refuse_length(settings)
+        if given and name in WITHOUT_KWARGS:
+            raise InputError("update.lr_scheduler_kwargs", given, f"{name} has no arguments; leave them out.")
+        self._learning_rate = settings.learning_rate
+        try:
+            self._multiplier = self._built(settings)
+            rates = [self(step) for step in self._probes(settings.warmup_steps)]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            hint = f"{name} cannot be computed with these values ({error})."
+            raise InputError("update.lr_scheduler_kwargs", given, hint) from error
+        if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            hint = f"{name} would give rates from {min(rates):g} to {max(rates):g}; none may be below zero."
+            raise InputError("update.lr_scheduler_kwargs", given, hint)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate after `step` earlier steps."""
+        reached = step if self._last is None else min(step, self._last)
+        return float(self._learning_rate * self._multiplier(reached))
+
+    def _built(self, settings: OptimizerSettings) -> Callable[[int], float]:
+        if settings.lr_scheduler == "constant":
+            return lambda step: 1.0
+        # Importing its schedules takes seconds, and the checks of most configurations need none of them.
+        from transformers import get_scheduler
+
+        # transformers builds a schedule for an optimizer; this one only provides the learning rate.
+        dummy_optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+        scheduler = get_scheduler(
+            settings.lr_scheduler,
+            dummy_optimizer,
+            settings.warmup_steps,
+            self._last,
+            scheduler_specific_kwargs=dict(settings.lr_scheduler_kwargs),
         )
+        multiplier: Callable[[int], float] = scheduler.lr_lambdas[0]
+        return multiplier
+
+    def _probes(self, warmup_steps: int) -> list[int]:
+        """Return steps in every phase of the schedule."""
+        end = 2 * warmup_steps + PROBES if self._last is None else self._last
+        parts = (end * part // PROBES for part in range(PROBES + 1))
+        return sorted({0, max(warmup_steps - 1, 0), warmup_steps, *parts})
+
+
+def _refuse_length(settings: OptimizerSettings) -> None:
+    """Refuse a schedule whose length is missing, or does not fit its phases."""
+    name, total, warmup = settings.lr_scheduler, settings.total_steps, settings.warmup_steps
+    kwargs = dict(settings.lr_scheduler_kwargs)
+    if total is None:
+        hint = "It depends on the length of the run; set update.total_steps, or use constant_with_warmup."
+        raise InputError("update.lr_scheduler", name, hint)
+    if warmup >= total:
+        hint = f"{name} has {total} optimizer steps in all; warm up for fewer."
+        raise InputError("update.warmup_steps", warmup, hint)
+    if name != "warmup_stable_decay":
+        return
+    decay = kwargs.get("num_decay_steps")
+    if not isinstance(decay, int) or isinstance(decay, bool) or not 0 <= decay <= total - warmup:
+        hint = f"Set num_decay_steps, an integer from 0 to {total - warmup}: what warm-up leaves."
+        raise InputError("update.lr_scheduler_kwargs", kwargs, hint)
+    if "num_stable_steps" in kwargs:
+        hint = "Leave out num_stable_steps: it is total_steps without warm-up and decay."
+        raise InputError("update.lr_scheduler_kwargs", kwargs, hint)

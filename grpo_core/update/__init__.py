@@ -1,21 +1,17 @@
 """One policy update over stored rollouts: iteration > epoch > minibatch (one optimizer step) > microbatch.
 
-settings        how rows become optimizer steps
-batches         which rows make a minibatch, and which of them a microbatch
-recompute       log-probs of stored tokens under the policy before the update and under the reference
+settings        how rows become optimizer steps, minibatches and microbatches
+policy_update   the update itself: log-probs before it, the parity gate, the steps
 step            one optimizer step over a minibatch
 metrics         the measurements of the steps, under TRL's names
 process_group   the processes that share one update
-accelerated     a process group over accelerate, the full model in each process
-sharded         the same with a share of the model in each (FSDP2)
-policy_update   the update itself
+accelerated     process groups over accelerate: the full model in each process, or a share of it (FSDP2)
 """
 
-from grpo_core.update.batches import minibatches
 from grpo_core.update.metrics import StepMetrics, UpdateResult
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
-from grpo_core.update.settings import UpdateSettings
+from grpo_core.update.settings import UpdateSettings, minibatches
 
 __all__ = [
     "SINGLE_PROCESS",

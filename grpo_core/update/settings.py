@@ -1,8 +1,10 @@
-"""The options of an update."""
+"""How rows become optimizer steps: the options, the minibatches, and the microbatches."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_core.losses import LossSettings
@@ -37,3 +39,23 @@ class UpdateSettings(LossSettings):
     def with_reference(self) -> bool:
         """Whether the reference's log-probs are needed."""
         return self.kl_coef > 0
+
+
+def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:
+    """Yield the row indices of each minibatch; every epoch has each row once, in a new order."""
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, epoch]).permutation(rows).tolist()
+        for start in range(0, rows, minibatch_size):
+            yield order[start : start + minibatch_size]
+
+
+def microbatches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Group positions of similar length into microbatches, so that little of a pass is padding.
+
+    Args:
+        lengths: tokens of each row.
+        size: rows per microbatch.
+    """
+    # Stable: rows of one length keep their order in the minibatch.
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -21,27 +21,33 @@ from grpo_core.losses import (
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
 from grpo_core.records import TrainingRows
-from grpo_core.update.batches import microbatches
 from grpo_core.update.metrics import StepMetrics, StepSums
 from grpo_core.update.process_group import ProcessGroup, share
-from grpo_core.update.settings import UpdateSettings
+from grpo_core.update.settings import UpdateSettings, microbatches
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The rows of one optimizer step, with the denominators of its loss.
+    """The rows of one optimizer step, with the denominators of its loss; nothing of the rows is copied.
 
     Attributes:
-        rows: with old_logprobs, and everything else that the settings need.
-        trained: tokens that the loss reads.
+        rows: all rows of the update, with old_logprobs and everything else that the settings need.
+        indices: of the minibatch's rows among them.
+        trained: tokens of the minibatch that the loss reads.
         entropy_mask: of these, the ones whose entropy is high enough; None where all train.
         denominators: counts of the full minibatch.
     """
 
     rows: TrainingRows
+    indices: list[int]
     trained: Bool[Tensor, "batch time"]
     entropy_mask: Bool[Tensor, "batch time"] | None
     denominators: Denominators
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Names of the minibatch's rows."""
+        return [self.rows.sample_ids[index] for index in self.indices]
 
 
 def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
@@ -52,33 +58,38 @@ def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor,
 
 
 def make_minibatch(
-    rows: TrainingRows, settings: UpdateSettings, *, rollout_rows: int, rollout_tokens: int, max_length: int
+    rows: TrainingRows,
+    indices: list[int],
+    trained: Bool[Tensor, "rows time"],
+    settings: UpdateSettings,
+    *,
+    max_length: int,
 ) -> Minibatch:
     """Compute the masks and denominators of a minibatch.
 
     Args:
-        rows: the minibatch's rows.
+        rows: all rows of the update.
+        indices: of the minibatch's rows.
+        trained: from `trained_tokens`, of all rows.
         settings: the update's options.
-        rollout_rows: number of rows of the update.
-        rollout_tokens: number of their trained tokens.
         max_length: maximum number of tokens of a row.
     """
-    trained = trained_tokens(rows, settings)
+    own = trained[indices]
     entropy_mask = None
     if settings.entropy_quantile < 1:
         assert rows.old_entropy is not None, "entropies are computed with old_logprobs"
-        threshold = entropy_threshold(rows.old_entropy[trained], settings.entropy_quantile)
-        entropy_mask = high_entropy_mask(rows.old_entropy, trained, threshold=threshold)
-    counted = trained if entropy_mask is None else entropy_mask
+        entropies = rows.old_entropy[indices]
+        threshold = entropy_threshold(entropies[own], settings.entropy_quantile)
+        entropy_mask = high_entropy_mask(entropies, own, threshold=threshold)
     denominators = Denominators(
-        rows=len(rows),
-        tokens=int(trained.sum()),
-        entropy_tokens=int(counted.sum()),
-        rollout_rows=rollout_rows,
-        rollout_tokens=rollout_tokens,
+        rows=len(indices),
+        tokens=int(own.sum()),
+        entropy_tokens=int((own if entropy_mask is None else entropy_mask).sum()),
+        rollout_rows=len(rows),
+        rollout_tokens=int(trained.sum()),
         max_completion_length=max_length,
     )
-    return Minibatch(rows, trained, entropy_mask, denominators)
+    return Minibatch(rows, indices, own, entropy_mask, denominators)
 
 
 def optimizer_step(
@@ -96,7 +107,7 @@ def optimizer_step(
     """
     optimizer.zero_grad()
     sums = StepSums(minibatch.trained)
-    lengths = minibatch.rows.tokens.loss_mask.sum(-1).tolist()
+    lengths = minibatch.rows.tokens.loss_mask[minibatch.indices].sum(-1).tolist()
     for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
         _backward(policy, minibatch, part, settings, sums, counts=counts)
         tick()
@@ -105,7 +116,7 @@ def optimizer_step(
     grad_norm = process_group.gradient_norm(parameters, settings.max_grad_norm)
     if not math.isfinite(grad_norm):
         hint = "Lower the learning rate, or inspect these samples; the last policy version is intact."
-        raise NonFiniteError("gradient", minibatch.rows.sample_ids, hint)
+        raise NonFiniteError("gradient", minibatch.sample_ids, hint)
     learning_rate = optimizer.learning_rate
     optimizer.step()
     _require_finite_weights(optimizer, minibatch, process_group)
@@ -120,14 +131,14 @@ def _require_finite_weights(optimizer: PolicyOptimizer, minibatch: Minibatch, pr
     broken = sum(int(not torch.isfinite(share.detach()).all()) for share in shares)
     if float(process_group.add(torch.tensor(float(broken)))):
         hint = "Lower the learning rate or the weight decay; the last policy version is intact."
-        raise NonFiniteError("weight after a step", minibatch.rows.sample_ids, hint)
+        raise NonFiniteError("weight after a step", minibatch.sample_ids, hint)
 
 
 def _backward(
     policy: Policy, minibatch: Minibatch, part: list[int], settings: UpdateSettings, sums: StepSums, *, counts: bool
 ) -> None:
     """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
-    chunk = minibatch.rows.select(part)
+    chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
     tokens = chunk.tokens.trimmed()
     time = tokens.token_ids.shape[1]
     scored = policy.logprobs(tokens, entropy=True)

@@ -54,7 +54,7 @@ def take_part(folder: Path, answers: Answers) -> None:
     placement = shared.job.placement
     kind: type[AcceleratedProcessGroup] = AcceleratedProcessGroup
     if placement.sharding == "fsdp2":
-        from grpo_core.update.sharded import ShardedProcessGroup
+        from grpo_core.update.accelerated import ShardedProcessGroup
 
         kind = ShardedProcessGroup
     process_group = kind(configure_torch(placement))

@@ -1,6 +1,5 @@
 """Log-probs by hand, and in chunks against all at once: values, gradients and bytes."""
 
-import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.logprobs import entropy_of, score_hidden, score_logits, vocabulary_logprobs
+from grpo_core.logprobs import score_hidden, score_logits, vocabulary_logprobs
 from grpo_core.records import TokenSupport
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes, saved_storages
 
@@ -18,36 +17,11 @@ def log(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities]).log()
 
 
-def test_vocabulary_logprobs_by_hand() -> None:
-    """exp(logit / .5) over the first three ids: e^0, e^2, e^4; the fourth, far larger, does not count."""
-    found = vocabulary_logprobs(torch.tensor([0.0, 1.0, 2.0, 50.0]), 3, 0.5)
-    total = math.log(1 + math.exp(2) + math.exp(4))
-    assert found.tolist() == pytest.approx([-total, 2 - total, 4 - total], abs=1e-6)
-
-
 def test_vocabulary_logprobs_are_computed_in_fp32_from_half_precision() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0], dtype=torch.bfloat16)
     found = vocabulary_logprobs(logits, 3, 0.7)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.log_softmax(logits.double() / 0.7, -1).float(), atol=1e-6, rtol=0)
-
-
-def test_entropy_by_hand() -> None:
-    """Uniform over 8: ln 8. (1/2, 1/4, 1/4): 1.5 ln 2. One certain id, the others impossible: 0."""
-    assert float(entropy_of(torch.full((8,), -math.log(8)))) == pytest.approx(math.log(8), abs=1e-6)
-    assert entropy_of(log(0.5, 0.25, 0.25)).tolist() == pytest.approx([1.5 * math.log(2)], abs=1e-6)
-    assert entropy_of(log(0.0, 1.0, 0.0)).tolist() == [0.0]
-
-
-def test_entropy_has_a_gradient_where_ids_are_impossible() -> None:
-    """dH/dx = -p (log p + H) for a logit x: by hand for 1/3, 2/3 and an id that was cut."""
-    logits = torch.tensor([0.0, math.log(2), 5.0], requires_grad=True)
-    cut = torch.tensor([False, False, True])
-    entropy = entropy_of(logits.masked_fill(cut, -torch.inf).log_softmax(-1))
-    entropy.backward()
-    expected = -1 / 3 * (math.log(1 / 3) + float(entropy.detach()))
-    assert logits.grad is not None
-    assert logits.grad.tolist() == pytest.approx([expected, -expected, 0.0], abs=1e-7)
 
 
 # --- in chunks

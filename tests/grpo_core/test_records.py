@@ -55,11 +55,6 @@ def test_the_support_of_a_row_goes_with_it() -> None:
     assert len(nobody.ids) == 0
 
 
-def test_ids_that_belong_to_no_token_are_refused() -> None:
-    with pytest.raises(AssertionError, match="every id belongs to a token"):
-        TokenSupport(torch.tensor([1, 2]), torch.tensor([[1, 0]]))
-
-
 def test_padding_at_the_end_of_every_row_is_cut_off() -> None:
     mask = torch.tensor([[True, False, False], [True, True, False]])
     support = TokenSupport(torch.tensor([3, 4, 5]), torch.tensor([[1, 0, 0], [1, 1, 0]]))
@@ -70,17 +65,6 @@ def test_padding_at_the_end_of_every_row_is_cut_off() -> None:
     assert trimmed.support.counts.tolist() == [[1, 0], [1, 1]]
     nothing = TokenBatch(("a",), torch.ones(1, 3).long(), torch.zeros(1, 3).bool(), 1.0).trimmed()
     assert nothing.token_ids.tolist() == [[1]]
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
-    with pytest.raises(AssertionError, match="temperature is positive"):
-        TokenBatch(("a", "b", "c"), IDS, MASK, temperature)
-
-
-def test_a_prompt_too_few_is_refused() -> None:
-    with pytest.raises(AssertionError, match="one prompt per row"):
-        TokenBatch(("a", "b"), IDS, MASK, 1.0)
 
 
 def test_shapes_and_dtypes_of_signatures_are_checked_in_tests() -> None:

@@ -33,13 +33,6 @@ def test_uniform_numbers_of_a_sample_depend_on_its_seed() -> None:
     assert torch.equal(uniform_numbers([4], 20)[0], numbers[1, :20])
 
 
-@pytest.mark.parametrize(
-    ("uniform", "expected"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.99, 2), (LARGEST_UNIFORM, 2)]
-)
-def test_draw_inverts_the_cumulative_distribution(uniform: float, expected: int) -> None:
-    assert draw_tokens(log(0.2, 0.3, 0.5), torch.tensor([uniform], dtype=torch.float64)).tolist() == [expected]
-
-
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, LARGEST_UNIFORM, 1.0])
 def test_impossible_ids_are_never_drawn_at_the_edges(uniform: float) -> None:
     drawn = draw_tokens(log(0.0, 0.0, 0.4, 0.0, 0.6, 0.0), torch.tensor([uniform], dtype=torch.float64))
@@ -50,16 +43,6 @@ def test_impossible_ids_are_never_drawn_at_the_edges(uniform: float) -> None:
 def test_an_id_whose_probability_underflows_is_not_drawn(uniform: float) -> None:
     drawn = draw_tokens(torch.tensor([[-2000.0, 0.0, -2000.0]]), torch.tensor([uniform], dtype=torch.float64))
     assert drawn.tolist() == [1]
-
-
-def test_frequencies_follow_the_probabilities() -> None:
-    """Chi-square over 20000 draws, three degrees of freedom: above 16.27 with probability 0.001."""
-    probabilities = [0.5, 0.0, 0.25, 0.2, 0.05, 0.0]
-    uniforms = torch.rand(20_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    counts = torch.bincount(draw_tokens(log(*probabilities).expand(20_000, -1), uniforms), minlength=6)
-    assert counts[1] == counts[5] == 0
-    expected = torch.tensor([0.5, 0.25, 0.2, 0.05]) * 20_000
-    assert float(((counts[[0, 2, 3, 4]] - expected) ** 2 / expected).sum()) < 16.27
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 100))
@@ -169,14 +152,6 @@ def test_a_row_is_cut_alike_alone_and_beside_others(seed: int, top_k: int, top_p
     assert torch.equal(truncate(logprobs, truncation), torch.cat(alone))
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, LARGEST_UNIFORM]))
-def test_nothing_outside_is_drawn(seed: int, uniform: float) -> None:
-    logprobs = torch.randn(6, 40, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
-    cut = truncate(logprobs, Truncation(top_p=0.6))
-    drawn = draw_tokens(cut, torch.full((6,), uniform, dtype=torch.float64)).tolist()
-    assert all(drawn[row] in left for row, left in enumerate(ids_left(cut)))
-
-
 def test_a_row_of_nan_stays_one() -> None:
     """Its log-prob is then refused by name; the row beside it is cut as ever."""
     logprobs = torch.cat([torch.full((1, 3), torch.nan), log(0.2, 0.3, 0.5)])
@@ -196,17 +171,6 @@ def test_values_outside_their_range_are_refused(field: str, value: float) -> Non
 
 
 # --- recording
-
-
-def test_recorded_supports_stand_row_by_row() -> None:
-    recorder = SupportRecorder()
-    recorder.add(log(0.5, 0.0, 0.5).repeat(2, 1))
-    recorder.add(torch.cat([log(0.0, 1.0, 0.0), log(0.2, 0.3, 0.5)]))
-    recorder.add(torch.cat([log(0.0, 0.0, 1.0), log(1.0, 0.0, 0.0)]), torch.tensor([False, True]))
-    support = recorder.support()
-    assert support.counts.tolist() == [[2, 1, 0], [2, 3, 1]]
-    assert support.ids.tolist() == [0, 2, 1, 0, 2, 0, 1, 2, 0]
-    assert support.ids.dtype == torch.int32
 
 
 @given(

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.losses import estimate_kl
@@ -14,7 +12,6 @@ LOGITS = torch.tensor([[0.3, -1.0, 0.7, 0.2]], dtype=torch.float64)
 OLD = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64).log()
 REFERENCE = torch.tensor([[0.4, 0.1, 0.25, 0.25]], dtype=torch.float64).log()
 ALL = torch.ones(1, 4, dtype=torch.bool)
-DIFFERENCES = st.lists(st.floats(-20, 20, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32), min_size=1)
 
 
 def test_by_hand() -> None:
@@ -25,26 +22,6 @@ def test_by_hand() -> None:
         found = estimate_kl(logprobs, reference, mask, estimator)
         assert found[0].tolist() == pytest.approx([expected, 0, 0], abs=1e-6)
     assert float(estimate_kl(reference, logprobs, mask, "k1")[0, 0]) == pytest.approx(-0.693147)
-
-
-@given(DIFFERENCES)
-def test_k2_and_k3_are_never_negative(differences: list[float]) -> None:
-    reference = torch.tensor([differences])
-    mask = torch.ones_like(reference).bool()
-    assert (estimate_kl(torch.zeros_like(reference), reference, mask, "k2") >= 0).all()
-    assert (estimate_kl(torch.zeros_like(reference), reference, mask, "k3") >= 0).all()
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@given(st.lists(st.floats(-20, -0.01) | st.floats(0.01, 20), min_size=1))
-def test_gradient_points_to_the_reference(estimator: Any, differences: list[float]) -> None:
-    """A step down the gradient of k2 or k3 brings the log-prob nearer; k1 knows one direction only: down."""
-    reference = torch.tensor([differences])
-    logprobs = torch.zeros_like(reference).requires_grad_()
-    estimate_kl(logprobs, reference, torch.ones_like(reference).bool(), estimator).sum().backward()
-    assert logprobs.grad is not None
-    expected = torch.ones_like(reference) if estimator == "k1" else -reference.sign()
-    assert torch.equal(logprobs.grad.sign(), expected)
 
 
 def gradient(objective: Tensor, logits: Tensor) -> Tensor:

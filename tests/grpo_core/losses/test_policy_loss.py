@@ -106,14 +106,6 @@ def test_loss_by_hand(settings: LossSettings, expected: float) -> None:
     assert loss_of(by_hand(), settings).value == pytest.approx(expected, abs=1e-6)
 
 
-def test_entropy_mask_by_hand() -> None:
-    """Only the second token of row 1 has a policy term and a bonus; KL and denominators keep all three tokens."""
-    inputs = replace(by_hand(), entropy_mask=torch.tensor([[False, True], [False, True]]))
-    found = loss_of(inputs, plain("dapo", kl_coef=0.1, entropy_coef=0.3))
-    assert found.value == pytest.approx((-0.5 + KL) / 3 - 0.3 * 2, abs=1e-6)
-    assert found.terms[0].active.tolist() == [[False, True], [False, False]]
-
-
 def test_terms_by_hand() -> None:
     terms = loss_of(by_hand(), plain(kl_coef=0.1)).terms[0]
     assert terms.importance_ratio.flatten().tolist() == pytest.approx([1.5, 0.5, 1.0, 0.0])
@@ -230,14 +222,6 @@ def test_on_policy_gradient_is_the_policy_gradient(loss: str, seed: int) -> None
     denominators = count(inputs, rollout_rows=18, rollout_tokens=70)
     expected = -inputs.advantages.unsqueeze(-1) * token_weights(loss, inputs, denominators)
     torch.testing.assert_close(loss_of(inputs, plain(loss), denominators).logprobs, expected)
-
-
-def test_the_bonus_raises_the_entropy_of_its_tokens_alone() -> None:
-    inputs = random_inputs(5)
-    gradient = loss_of(inputs, plain(entropy_coef=0.4)).entropy
-    assert inputs.entropy_mask is not None
-    expected = torch.where(inputs.entropy_mask, -0.4 / int(inputs.entropy_mask.sum()), 0.0)
-    torch.testing.assert_close(gradient, expected.double())
 
 
 def test_drift_is_measured_against_the_old_policy_where_nothing_else_is_known() -> None:

@@ -16,35 +16,29 @@ def relative_change(first: Tensor, second: Tensor) -> float:
     return float((first - second).abs().max() / first.abs().max())
 
 
-def test_bnpo_of_trl_depends_on_the_split() -> None:
-    """TRL's bnpo takes the mean of the microbatches' token means, so a short microbatch's tokens weigh more."""
+HALVES, UNEVEN = [range(3), range(3, 6)], [range(4), range(4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "split", "options", "change"),
+    [
+        # The mean of the microbatches' token means: a short microbatch's tokens weigh more.
+        ("bnpo", HALVES, {}, 0.02),
+        # Each microbatch is divided by its own rows: a last one with fewer rows weighs more a row.
+        *((loss, UNEVEN, {}, 0.1) for loss in ("grpo", "dr_grpo", "sapo", "luspo")),
+        # The bonus is a mean of the microbatches' token means, whatever the loss's own reduction.
+        ("dapo", HALVES, {"entropy_coef": 0.5}, 0.02),
+    ],
+)
+def test_losses_of_trl_depend_on_the_split(
+    loss: str, split: list[range], options: dict[str, float], change: float
+) -> None:
     inputs = replace(random_inputs(9), entropy_mask=None)
-    settings = configured("bnpo")
-    whole = trl_loss(inputs, settings)
-    halves = trl_loss(inputs, settings, split=[range(3), range(3, 6)])
-    assert relative_change(whole.logprobs, halves.logprobs) > 0.02
-    require_equal(loss_of(inputs, settings, split=[range(3), range(3, 6)]), whole)
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "sapo", "luspo"])
-def test_row_means_of_trl_depend_on_an_uneven_split(loss: str) -> None:
-    """TRL divides each microbatch by its own rows, so a last microbatch with fewer rows weighs more a row."""
-    inputs = replace(random_inputs(9), entropy_mask=None)
-    settings = configured(loss)
-    whole = trl_loss(inputs, settings)
-    uneven = trl_loss(inputs, settings, split=[range(4), range(4, 6)])
-    assert relative_change(whole.logprobs, uneven.logprobs) > 0.1
-    require_equal(loss_of(inputs, settings, split=[range(4), range(4, 6)]), whole)
-
-
-def test_entropy_bonus_of_trl_depends_on_the_split() -> None:
-    """TRL's bonus is a mean of the microbatches' token means, whatever the loss's own reduction."""
-    inputs = replace(random_inputs(10), entropy_mask=None)
-    settings = configured("dapo", entropy_coef=0.5)
-    whole = trl_loss(inputs, settings)
-    halves = trl_loss(inputs, settings, split=[range(3), range(3, 6)])
-    assert relative_change(whole.entropy, halves.entropy) > 0.02
-    require_equal(loss_of(inputs, settings, split=[range(3), range(3, 6)]), whole)
+    settings = configured(loss, **options)
+    whole, parts = trl_loss(inputs, settings), trl_loss(inputs, settings, split=split)
+    quantity = "entropy" if options else "logprobs"
+    assert relative_change(getattr(whole, quantity), getattr(parts, quantity)) > change
+    require_equal(loss_of(inputs, settings, split=split), whole)
 
 
 def test_entropy_quantile_of_trl_depends_on_the_split() -> None:

@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from grpo_core.errors import InputError
 from grpo_core.optimizer import LearningRateSchedule, OptimizerSettings, Schedule
-from grpo_core.optimizer.schedule import ScheduleValue
+from grpo_core.optimizer.settings import ScheduleValue
 
 WARMUP, TOTAL, RATE = 3, 12, 1e-2
 KWARGS: dict[str, dict[str, ScheduleValue]] = {
@@ -42,21 +42,21 @@ def unbroken(name: str, kwargs: Mapping[str, ScheduleValue], steps: int) -> list
 
 
 def schedule(name: str, **changes: object) -> LearningRateSchedule:
-    values = {"warmup_steps": WARMUP, "total_steps": TOTAL, "kwargs": KWARGS.get(name, {}), **changes}
-    return LearningRateSchedule(name, RATE, **values)  # type: ignore[arg-type]
+    values = {"warmup_steps": WARMUP, "total_steps": TOTAL, "lr_scheduler_kwargs": KWARGS.get(name, {}), **changes}
+    return OptimizerSettings(RATE, lr_scheduler=name, **values).schedule()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "kwargs"), CASES)
 def test_rates_are_those_of_an_unbroken_scheduler(name: Schedule, kwargs: dict[str, ScheduleValue]) -> None:
     """Asked for the last step first: a rate depends on no earlier call."""
-    ours = schedule(name, kwargs=kwargs)
+    ours = schedule(name, lr_scheduler_kwargs=kwargs)
     expected = unbroken(name, kwargs, TOTAL + 1)
     assert [ours(step) for step in reversed(range(TOTAL + 1))] == expected[::-1]
 
 
 def test_linear_by_hand() -> None:
     """Three steps up to 0.01, then nine down to zero."""
-    ours = schedule("linear", kwargs={})
+    ours = schedule("linear", lr_scheduler_kwargs={})
     expected = [0.0, 0.01 / 3, 0.02 / 3, *(0.01 * left / 9 for left in range(9, -1, -1))]
     assert [ours(step) for step in range(13)] == pytest.approx(expected)
 
@@ -72,14 +72,14 @@ def test_linear_by_hand() -> None:
     ],
 )
 def test_beyond_its_length_a_schedule_holds_its_last_rate(name: Schedule, last: float) -> None:
-    ours = schedule(name, kwargs={} if name == "linear" else KWARGS[name])
+    ours = schedule(name, lr_scheduler_kwargs={} if name == "linear" else KWARGS[name])
     assert [ours(step) for step in (TOTAL, TOTAL + 1, 2 * TOTAL, 50 * TOTAL)] == pytest.approx([last] * 4)
 
 
 def test_a_cosine_does_not_rise_again() -> None:
     """transformers' own does, from its lowest point at the end; without this the test above would be of no use."""
     assert unbroken("cosine", {}, 2 * TOTAL)[-1] > 5e-3
-    assert schedule("cosine", kwargs={})(2 * TOTAL - 1) == pytest.approx(0.0, abs=1e-12)
+    assert schedule("cosine", lr_scheduler_kwargs={})(2 * TOTAL - 1) == pytest.approx(0.0, abs=1e-12)
 
 
 @given(
@@ -123,4 +123,4 @@ def test_values_that_give_no_schedule_are_refused(
     name: Schedule, kwargs: dict[str, ScheduleValue], message: str
 ) -> None:
     with pytest.raises(InputError, match=rf"update\.lr_scheduler_kwargs: .*({message})"):
-        schedule(name, kwargs=kwargs)
+        schedule(name, lr_scheduler_kwargs=kwargs)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.update.batches import microbatches
+from grpo_core.update.settings import microbatches
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))
