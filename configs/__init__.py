@@ -3,9 +3,8 @@
 sections     the sections about prompts, rollouts, placement and storage, and what all sections share
 scoring      the sections about rewards and the watch for reward hacking
 training     the sections about advantages and the update
-schema       the complete configuration of a run, of a replay, and of a file of rewards
+schema       the complete configuration of a run, of a replay, and of a file of rewards; what identifies a run
 checks       combinations of settings that are refused
 keys         TRL's names of keys, and suggestions for unknown keys
 loader       a YAML file and overrides -> a checked configuration
-identity     the settings that determine the results of a run, and how two runs differ
 """

@@ -9,9 +9,8 @@ from configs.sections import ImageRolloutSection, PromptsSection
 from grpo_core.advantages import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
-from grpo_core.policies.family import policy_family
+from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.reward import Reward
 
 MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""
@@ -38,56 +37,34 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
     """Yield every refused combination of prompt files, and of rewards with them; nothing is read."""
     if not config.data.sets:
         yield InputError("data.prompts", None, "Give a prompt file, or several as data.datasets.")
-    for place, section in _sections(config):
-        yield from _one_way(place, section)
-        yield from _names(place, section)
-    yield from _routes(config)
-    yield from _unscored(config)
-
-
-def _sections(config: RunConfig) -> tuple[tuple[str, PromptsSection], ...]:
-    return (("data", config.data), ("evaluate", config.evaluate))
-
-
-def _one_way(place: str, section: PromptsSection) -> Iterator[InputError]:
-    if not section.datasets:
-        return
-    for field in _OF_ONE_FILE:
-        value = getattr(section, field)
-        if value is not None:
-            hint = f"With {place}.datasets it has no effect; move it into one of them."
-            yield InputError(f"{place}.{field}", value, hint)
-
-
-def _names(place: str, section: PromptsSection) -> Iterator[InputError]:
-    for name, times in Counter(each.name for each in section.datasets).items():
-        if times > 1:
-            yield InputError(f"{place}.datasets", name, f"{times} datasets have this name; give each a different one.")
-
-
-def _routes(config: RunConfig) -> Iterator[InputError]:
-    known = sorted({each.name for _, section in _sections(config) for each in section.sets})
-    for index, section in enumerate(config.rewards):
+    sections: dict[str, PromptsSection] = {"data": config.data, "evaluate": config.evaluate}
+    for place, section in sections.items():
+        for field in _OF_ONE_FILE if section.datasets else ():
+            value = getattr(section, field)
+            if value is not None:
+                hint = f"With {place}.datasets it has no effect; move it into one of them."
+                yield InputError(f"{place}.{field}", value, hint)
+        for name, times in Counter(each.name for each in section.datasets).items():
+            if times > 1:
+                hint = f"{times} datasets have this name; give each a different one."
+                yield InputError(f"{place}.datasets", name, hint)
+    known = sorted({each.name for section in sections.values() for each in section.sets})
+    for index, reward in enumerate(config.rewards):
         place = f"rewards.{index}.datasets"
-        if section.datasets == ():
+        if reward.datasets == ():
             yield InputError(place, [], "The reward would score nothing; name a dataset, or leave it out to score all.")
-        for name in section.datasets or ():
+        for name in reward.datasets or ():
             if name not in known:
                 yield InputError(place, name, f"There is no such dataset; there is {', '.join(known) or 'none'}.")
-
-
-def _unscored(config: RunConfig) -> Iterator[InputError]:
-    if not any(reward.weight for reward in config.rewards):
-        return
-    for place, section in _sections(config):
-        for each in section.sets:
-            if any(reward.weight and reward.scores(each.name) for reward in config.rewards):
-                continue
-            hint = (
-                "No reward with a weight scores this dataset, so nothing would be learned from it; add its name "
-                "to the datasets of a reward."
-            )
-            yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
+    weighted = [reward for reward in config.rewards if reward.weight]
+    for place, section in sections.items():
+        for each in section.sets if weighted else ():
+            if not any(reward.scores(each.name) for reward in weighted):
+                hint = (
+                    "No reward with a weight scores this dataset, so nothing would be learned from it; add its name "
+                    "to the datasets of a reward."
+                )
+                yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
 
 
 def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
@@ -125,31 +102,25 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
     if reward.needs_target:
         yield from _targets(config, section, place, parts)
     if isinstance(config.rollout, ImageRolloutSection):
-        yield from size_problems(reward, section, place, config.rollout.width, config.rollout.height)
+        width, height = config.rollout.width, config.rollout.height
+        found = f"{section.reward} of {width}x{height} pixels"
+        if min(width, height) < reward.min_side:
+            hint = f"It needs images of at least {reward.min_side} pixels per side."
+            yield InputError(f"{place}.reward", found, hint)
+        if max(width, height) > reward.max_aspect * min(width, height):
+            hint = f"It needs images whose long side is at most {reward.max_aspect:g} times the short one."
+            yield InputError(f"{place}.reward", found, hint)
 
 
 def _place_in(place: str, section: RewardSection, found: str) -> str:
     """Return the place in the configuration of an error that a reward raised.
 
-    Args:
-        place: place of the reward's entry.
-        section: the reward's entry.
-        found: the error's place: `rewards` (no such reward), `rewards.<reward>.<setting>`, or a place within a file.
+    The error's own place is `rewards` (no such reward), `rewards.<reward>.<setting>`, or a place within a file.
     """
     if found == "rewards":
         return f"{place}.reward"
     setting = found.removeprefix(f"rewards.{section.reward}")
     return f"{place}.settings{setting}" if setting != found else f"{place}: {found}"
-
-
-def size_problems(reward: Reward, section: RewardSection, place: str, width: int, height: int) -> Iterator[InputError]:
-    """Yield errors for images that are too small or too elongated for the reward."""
-    if min(width, height) < reward.min_side:
-        hint = f"It needs images of at least {reward.min_side} pixels per side."
-        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
-    if max(width, height) > reward.max_aspect * min(width, height):
-        hint = f"It needs images whose long side is at most {reward.max_aspect:g} times the short one."
-        yield InputError(f"{place}.reward", f"{section.reward} of {width}x{height} pixels", hint)
 
 
 def _targets(config: RunConfig, section: RewardSection, place: str, parts: Sequence[str]) -> Iterator[InputError]:

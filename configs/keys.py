@@ -67,9 +67,6 @@ _SCALES = {True: "group", False: "none"}
 def translate(values: dict[str, Any]) -> list[InputError]:
     """Rename TRL's settings in a configuration, in place.
 
-    Args:
-        values: sections by name; other values are ignored.
-
     Returns:
         Errors for the settings that cannot be renamed; these are removed.
     """
@@ -108,7 +105,6 @@ def nearest_key(model: type[BaseModel], location: Sequence[str]) -> str:
     """Suggest the full paths of similar keys, and list the keys of the section.
 
     Args:
-        model: of the complete configuration.
         location: path of the unknown key; numbers are indices in a list.
     """
     section, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]

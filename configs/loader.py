@@ -66,7 +66,6 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration file.
 
     Args:
-        path: a YAML file.
         overrides: `section.key=value`, the value as YAML.
 
     Raises:
@@ -92,7 +91,6 @@ def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
     """Read a file of rewards, without checking whether they can be built or fit some rollouts.
 
     Args:
-        path: a YAML file.
         place: the argument or option that names it, for messages.
 
     Raises:
@@ -109,10 +107,7 @@ def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> di
     """Read a YAML file whose top level is a mapping, as plain values.
 
     Args:
-        path: the file.
         place: the argument or option that names it, for messages.
-        example: a valid file, for messages.
-        keys: first keys of such a mapping, for messages.
 
     Raises:
         InputError: it cannot be read, or is not a mapping.
@@ -145,7 +140,6 @@ def validated(
     """Validate plain values from YAML as this model.
 
     Args:
-        model: to validate as.
         values: by the model's keys or TRL's names of them.
         checks: returns further errors of a valid record.
 

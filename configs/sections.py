@@ -142,7 +142,6 @@ class PolicySection(Section):
 
         Args:
             reference: where the reference's weights are kept when every weight is trained.
-            seed: for the random half of the adapters.
         """
         return TrainingChoice(self.lora, self.frozen, reference, self.gradient_checkpointing, seed)
 

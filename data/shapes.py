@@ -1,16 +1,23 @@
-"""Synthetic images of one coloured shape on a plain background, and their captions.
+"""Synthetic images of one coloured shape on a plain background, their captions, image tokens and prompt files.
 
 An image is a grid of 8 x 8 cells with one flat colour each; a cell is 8 x 8 pixels, the size of one large image
 token of the tiny GLM-Image. A caption names colour, shape, position and background, so it determines its image.
+
+The image tokens are codes of one flat colour each. The first codes are the colours and the backgrounds; the rest are
+the blends of a preview cell of which a sprite covers a quarter, a half or three quarters.
 """
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 GRID = 8
 CELL_PIXELS = 8
@@ -75,7 +82,6 @@ def split_scenes(seed: int, heldout_fraction: float) -> tuple[tuple[Scene, ...],
     """Split all scenes into those for supervised training and held-out ones.
 
     Args:
-        seed: the same seed gives the same split.
         heldout_fraction: share of the combinations that is held out, in (0, 1).
 
     Returns:
@@ -103,7 +109,6 @@ def draw_cells(scene: Scene, origin: tuple[int, int] | None = None) -> NDArray[n
     """Draw a scene as one colour per cell.
 
     Args:
-        scene: what to draw.
         origin: cell of the sprite's top left corner; None takes that of the scene's position.
 
     Returns:
@@ -124,3 +129,112 @@ def cells_to_image(cells: NDArray[np.uint8]) -> Image.Image:
 def draw(scene: Scene) -> Image.Image:
     """Draw the image, 64 x 64 RGB, that a scene's caption describes."""
     return cells_to_image(draw_cells(scene))
+
+
+PREVIEW_GRID = GRID // 2
+_COVERAGES = (0.25, 0.5, 0.75)
+
+
+def codebook() -> NDArray[np.float32]:
+    """Return the colour of each code, float32 [codes, 3], RGB in 0..255."""
+    colors = np.array(list(COLORS.values()), dtype=np.float32)
+    backgrounds = np.array(list(BACKGROUNDS.values()), dtype=np.float32)
+    blends = [
+        coverage * color + (1 - coverage) * background
+        for color in colors
+        for background in backgrounds
+        for coverage in _COVERAGES
+    ]
+    return np.concatenate([colors, backgrounds, np.stack(blends).astype(np.float32)])
+
+
+CODEBOOK_SIZE = len(COLORS) + len(BACKGROUNDS) + len(COLORS) * len(BACKGROUNDS) * len(_COVERAGES)
+# Codes below this one are the pure colours, the only ones in the large grid of a synthetic image.
+PURE_CODES = len(COLORS) + len(BACKGROUNDS)
+
+
+def _nearest_code(cells: NDArray[np.floating]) -> NDArray[np.int64]:
+    distance = ((cells[..., None, :] - codebook()) ** 2).sum(-1)
+    nearest: NDArray[np.int64] = distance.argmin(-1).astype(np.int64)
+    return nearest
+
+
+def encode_cells(cells: NDArray[np.uint8]) -> Tensor:
+    """Encode synthetic images as image tokens in the order of generation: the preview grid, then the large grid.
+
+    Args:
+        cells: uint8 [images, 8, 8, 3], one colour per cell.
+
+    Returns:
+        int64 [images, 16 + 64]; a preview cell is the mean of the four cells it covers.
+    """
+    count = len(cells)
+    large = cells.astype(np.float32)
+    preview = large.reshape(count, PREVIEW_GRID, 2, PREVIEW_GRID, 2, 3).mean(axis=(2, 4))
+    tokens = [_nearest_code(grid).reshape(count, -1) for grid in (preview, large)]
+    return torch.from_numpy(np.concatenate(tokens, axis=1))
+
+
+def decode_tokens(large_tokens: Tensor) -> Tensor:
+    """Decode the tokens of the large grid to an image.
+
+    Args:
+        large_tokens: int64 [images, 64], each below :data:`CODEBOOK_SIZE`.
+
+    Returns:
+        float32 [images, 3, 8, 8], cell colours in [-1, 1].
+    """
+    colors = torch.from_numpy(codebook()) / 127.5 - 1
+    return colors[large_tokens].view(-1, GRID, GRID, 3).permute(0, 3, 1, 2).contiguous()
+
+
+TRAIN_FILE = "shapes_train.jsonl"
+HELDOUT_FILE = "shapes_heldout.jsonl"
+
+
+def choose_scenes(scenes: Sequence[Scene], count: int, seed: int) -> tuple[Scene, ...]:
+    """Choose scenes so that every colour, shape, position and background is about equally frequent.
+
+    Args:
+        seed: orders the scenes before the choice, which is greedy.
+
+    Raises:
+        ValueError: there are fewer scenes than count.
+    """
+    if count > len(scenes):
+        raise ValueError(f"count is {count}, but there are only {len(scenes)} scenes")
+    left = [scenes[i] for i in np.random.default_rng(seed).permutation(len(scenes))]
+    chosen: list[Scene] = []
+    used: dict[tuple[str, str], int] = {}
+    for _ in range(count):
+        scene = min(left, key=lambda candidate: sum(used.get(word, 0) for word in _words(candidate)))
+        left.remove(scene)
+        chosen.append(scene)
+        for word in _words(scene):
+            used[word] = used.get(word, 0) + 1
+    return tuple(chosen)
+
+
+def write_prompt_file(scenes: Sequence[Scene], file: Path, targets: Path) -> None:
+    """Write one JSON object per scene, and its image as PNG into the folder of targets.
+
+    The columns are prompt, target (the image's file name within the folder of targets), color, shape, position and
+    background.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    targets.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for scene in scenes:
+        name = "-".join(value for _, value in _words(scene)).replace(" ", "-") + ".png"
+        draw(scene).save(targets / name, optimize=True)
+        lines.append(json.dumps({"prompt": scene.caption, "target": name, **dict(_words(scene))}))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _words(scene: Scene) -> tuple[tuple[str, str], ...]:
+    return (
+        ("color", scene.color),
+        ("shape", scene.shape),
+        ("position", scene.position),
+        ("background", scene.background),
+    )

@@ -64,11 +64,7 @@ def collect_rollouts(
     """Sample and render every group, in order; `prompts_per_batch` groups are sampled at once.
 
     Args:
-        policy: with the weights that sample.
-        requests: groups of one size.
-        prompts_per_batch: groups sampled at once.
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
-        rows_per_pass: rows of a forward pass of the reference.
 
     Raises:
         NonFiniteError: a log-prob is not finite; the samples are named.

@@ -21,11 +21,6 @@ def vocabulary_logprobs(
 
     Sampling and scoring both go through here: the same temperature and the same restriction on both sides is
     what makes stored and recomputed log-probs agree.
-
-    Args:
-        logits: unnormalised scores.
-        vocabulary: ids [0, vocabulary) can be sampled; the others have probability zero.
-        temperature: divides the logits.
     """
     return torch.log_softmax(logits[..., :vocabulary].float() / temperature, dim=-1)
 
@@ -66,9 +61,6 @@ def score_hidden(
         head: hidden states [tokens, dim] -> logits [tokens, ids], at least `vocabulary` of them; gradients reach
             the parameters it uses.
         token_ids: any ids where the mask is False.
-        loss_mask: only these tokens are computed.
-        vocabulary: ids [0, vocabulary) could be sampled.
-        temperature: divides the logits.
         support: the ids each token was sampled from; None without truncation.
         entropy: compute entropies too, with gradients; otherwise they are zero.
         chunk_tokens: tokens whose logits are in memory at once.

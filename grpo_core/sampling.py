@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from grpo_core.errors import InputError
@@ -69,13 +71,34 @@ class Truncation:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def truncate(logprobs: Float[Tensor, "rows vocab"], truncation: Truncation) -> Float[Tensor, "rows vocab"]:
-    """Return normalised log-probs over the ids that stay, -inf at the others; at least one stays.
+@dataclass(frozen=True, kw_only=True)
+class TokenSamplingSettings:
+    """How tokens are sampled, whatever they are rendered to.
 
-    Args:
-        logprobs: normalised; temperature and restriction to a vocabulary have been applied.
-        truncation: what to cut.
+    Attributes:
+        temperature: of the token distribution.
+        top_k: only the k likeliest ids can be sampled; 0: off.
+        top_p: only the likeliest ids that together have this probability can be sampled; 1: off.
+        min_p: only ids at least this times as probable as the likeliest can be sampled; 0: off.
     """
+
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which ids can be sampled.
+
+        Raises:
+            InputError: a value outside its range.
+        """
+        return Truncation(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+def truncate(logprobs: Float[Tensor, "rows vocab"], truncation: Truncation) -> Float[Tensor, "rows vocab"]:
+    """Return normalised log-probs over the ids that stay, -inf at the others; at least one stays."""
     if not truncation.active:
         return logprobs
     kept = logprobs
@@ -111,7 +134,6 @@ class SupportRecorder:
         """Record one token of every row.
 
         Args:
-            logprobs: from `truncate`.
             active: rows that have this token; the others get no ids. None: all rows.
         """
         # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.

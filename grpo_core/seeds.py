@@ -9,7 +9,6 @@ def derive_seed(run_seed: int, *place: int | str) -> int:
     """Derive the seed for one place of a run; the same on every platform and independent of what ran before.
 
     Args:
-        run_seed: the run's seed.
         place: where the number is used, from the general to the particular: iteration, stage, sample.
 
     Returns:

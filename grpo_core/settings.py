@@ -24,7 +24,6 @@ def check_fields(settings: "DataclassInstance", place: str) -> None:
 
     Args:
         settings: a dataclass; the annotations of its fields may carry pydantic's constraints.
-        place: section of the configuration that the settings belong to.
 
     Raises:
         InputError: `place` is ``<place>.<field>``.

@@ -17,8 +17,7 @@ from transformers import (
 )
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-from data.codebook import CODEBOOK_SIZE
-from data.shapes import CELL_PIXELS, IMAGE_PIXELS, all_scenes
+from data.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
 from data.tiny_glm_image.recipe import TinyRecipe
 
 IMAGE_START_ID = CODEBOOK_SIZE
@@ -79,7 +78,6 @@ def build_identity_vae(latent_std: float, sample_size: int) -> AutoencoderKL:
 
     Args:
         latent_std: the pipeline's latents are pixels in [-1, 1] divided by it.
-        sample_size: pixels per side, stored in the configuration.
 
     Returns:
         The autoencoder in evaluation mode; encoding and decoding keep pixels in [-1, 1] within 1e-4.

@@ -93,11 +93,7 @@ def evaluate_tiny_model(
     """Sample and measure `group_size` images for each scene's caption.
 
     Args:
-        folder: a saved pipeline.
         scenes: usually the held-out ones of :func:`data.shapes.split_scenes`.
-        temperature: of the token distribution.
-        group_size: images per caption, at least two.
-        seed: for tokens and decoder noise.
     """
     captions = [scene.caption for scene in scenes]
     images = sample_images(folder, captions, group_size=group_size, temperature=temperature, seed=seed)

@@ -10,8 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.identity import changed_settings, run_identity
-from configs.schema import RunConfig
+from configs.schema import RunConfig, changed_settings, run_identity
 from grpo_core.errors import InputError
 from tasks.execution.caching import accept_code, accepted_fingerprint
 from tasks.execution.fingerprint import code_fingerprint

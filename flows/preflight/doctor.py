@@ -15,8 +15,8 @@ from configs.sections import ImageRolloutSection
 from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload
-from grpo_core.policies.family import policy_family
+from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.filesystem.files import is_local
@@ -100,7 +100,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
 
 def estimate_model(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
     """Estimate the memory of one GPU and the size of a checkpoint."""
-    family, rollout = policy_family(config.policy.kind), config.rollout
+    rollout = config.rollout
     workload = Workload(
         dtype=config.policy.dtype,
         group_size=rollout.group_size,
@@ -108,7 +108,7 @@ def estimate_model(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
         micro_batch_size=config.update.micro_batch_size,
         eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
     )
-    return family.estimate(config.policy.model, rollout, choice, workload)
+    return estimate_resources(config.policy.kind, config.policy.model, rollout, choice, workload)
 
 
 def _weights(config: RunConfig, counted: str) -> Finding:

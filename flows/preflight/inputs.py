@@ -18,7 +18,7 @@ from configs.sections import DatasetSection, ImageRolloutSection, PromptsSection
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
-from grpo_core.policies.family import policy_family
+from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
 from tasks.models.files import model_digest
 from tasks.models.resident import torch_device

@@ -3,7 +3,6 @@
 `python -m flows.tiny_models.glm_image`; the same recipe gives the same weights on the same machine.
 """
 
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +12,10 @@ from diffusers import GlmImagePipeline
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from data.prompt_files import HELDOUT_FILE, TRAIN_FILE, choose_scenes, write_prompt_file
-from data.recipe_file import write_recipe
-from data.shapes import split_scenes
+from data.shapes import HELDOUT_FILE, TRAIN_FILE, choose_scenes, split_scenes, write_prompt_file
 from data.tiny_glm_image import (
     LIBRARIES,
     AutoregressiveMetrics,
-    DecoderMetrics,
     TinyRecipe,
     build_pipeline,
     evaluate_tiny_model,
@@ -27,11 +23,11 @@ from data.tiny_glm_image import (
     train_autoregressive,
     train_decoder,
 )
+from data.training import write_recipe
 from flows.terminal.progress import training_progress
-from tasks.checkout import CHECKOUT
+from flows.tiny_models import DATA, replace_folder
 from tasks.progress import progress_of
 
-DATA = CHECKOUT / "data"
 MODEL = DATA / "models" / "tiny-glm-image"
 TEMPERATURES = (1.0, 0.7)
 
@@ -44,7 +40,7 @@ def train_token_model(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> Autoreg
 
 
 @task(name="train decoder", cache_policy=NO_CACHE)
-def train_image_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> DecoderMetrics:
+def train_image_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe) -> float:
     """Train with flow matching from tokens to pixels; changes the pipeline in place."""
     report_progress = progress_of("train decoder", recipe.decoder_steps)
     return train_decoder(pipeline, recipe, lambda step, steps, loss: report_progress(step))
@@ -81,15 +77,9 @@ def make_tiny_model(recipe: TinyRecipe, folder: Path) -> None:
     measured: dict[str, object] = {
         "train_seconds": round(time.perf_counter() - started),
         "token_model": asdict(token_model),
-        "decoder": asdict(decoder),
+        "decoder": {"final_loss": decoder},
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "model"
-        measure_and_save(pipeline, recipe, measured, fresh)
-        if folder.exists():
-            folder.rename(Path(scratch) / "previous")
-        fresh.rename(folder)
+    replace_folder(folder, lambda fresh: measure_and_save(pipeline, recipe, measured, fresh))
     write_prompt_files(recipe)
 
 

@@ -3,7 +3,6 @@
 `python -m flows.tiny_models.text`; the same recipe gives the same weights on the same machine.
 """
 
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,32 +12,28 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.recipe_file import write_recipe
 from data.tiny_text import (
     LIBRARIES,
     TinyTextRecipe,
-    TrainingMetrics,
     build_model,
     build_tokenizer,
     evaluate_tiny_text_model,
     save_tiny_text_model,
+    split_words,
     train_model,
     write_prompt_files,
 )
-from data.tiny_text.letters import split_words
+from data.training import write_recipe
 from flows.terminal.progress import training_progress
-from tasks.checkout import CHECKOUT
+from flows.tiny_models import DATA, replace_folder
 from tasks.progress import progress_of
 
-DATA = CHECKOUT / "data"
 MODEL = DATA / "models" / "tiny-text"
 TEMPERATURES = (1.0, 0.1)
 
 
 @task(name="train text model", cache_policy=NO_CACHE)
-def train_text_model(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe
-) -> TrainingMetrics:
+def train_text_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe) -> float:
     """Train with cross-entropy on imperfect answers; changes the model in place."""
     report_progress = progress_of("train text model", recipe.steps)
     return train_model(model, tokenizer, recipe, lambda step, steps, loss: report_progress(step))
@@ -72,15 +67,9 @@ def make_tiny_text_model(recipe: TinyTextRecipe, folder: Path) -> None:
     started = time.perf_counter()
     tokenizer = build_tokenizer()
     model = build_model(recipe, tokenizer)
-    trained = train_text_model(model, tokenizer, recipe)
-    measured: dict[str, object] = {"train_seconds": round(time.perf_counter() - started), **asdict(trained)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "model"
-        measure_and_save(model, tokenizer, recipe, measured, fresh)
-        if folder.exists():
-            folder.rename(Path(scratch) / "previous")
-        fresh.rename(folder)
+    final_loss = train_text_model(model, tokenizer, recipe)
+    measured: dict[str, object] = {"train_seconds": round(time.perf_counter() - started), "final_loss": final_loss}
+    replace_folder(folder, lambda fresh: measure_and_save(model, tokenizer, recipe, measured, fresh))
     write_files(recipe)
 
 

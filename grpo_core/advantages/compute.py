@@ -66,7 +66,6 @@ def compute_advantages(
     Args:
         values: NaN marks a null; a group with fewer samples than the others is filled up with NaN rows.
         terms: one per reward, in the order of the last axis.
-        settings: baseline, scale, aggregation and the rest.
         penalties: KL to the reference in nats, one per sample (`kl_penalty`); needed when `settings.kl_coef` > 0.
         applies: whether a reward is meant for a group; by default all are.
         running: moments of the calls before, with the same terms; None at the first.
@@ -178,9 +177,6 @@ def kl_penalty(
 
     Args:
         logprobs: under the policy that sampled, computed as the reference's were.
-        ref_logprobs: under the reference.
-        loss_mask: True for a trained token; other values are ignored.
-        estimator: k1, k2 or k3.
     """
     return estimate_kl(logprobs, ref_logprobs, loss_mask, estimator).detach().sum(-1, dtype=torch.float64)
 

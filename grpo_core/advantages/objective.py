@@ -84,12 +84,6 @@ def objective_of(
     """Normalise each reward as its term says (`normalize_then_sum`: all of them by group), and sum.
 
     A standard deviation of zero is not divided by.
-
-    Args:
-        combined: rewards by reward, scaled and gated.
-        terms: one per reward.
-        settings: aggregation and eps.
-        running: of the scaled values, this call's among them.
     """
     whole_mix = settings.aggregation == "normalize_then_sum"
     kinds: list[Normalization] = ["group" if whole_mix else term.normalize for term in terms]

@@ -28,9 +28,6 @@ def estimate_kl(
     """Return one estimate per token, in nats, 0 where masked; the gradient reaches `logprobs` and the ratio.
 
     Args:
-        logprobs: under the policy.
-        ref_logprobs: under the reference; a constant.
-        loss_mask: True for a trained token.
         estimator: k1 = logprobs - ref_logprobs, of either sign; k2 = k1^2 / 2 and k3 = exp(-k1) + k1 - 1 are never
             negative. The exponent of k3 is clamped at MAX_LOG_RATIO, without a gradient beyond it.
         importance_ratio: with gradient; multiplies the estimate (DeepSeek-V3.2, arXiv:2512.02556). That gives the

@@ -72,11 +72,6 @@ def compute_policy_loss(
     reduce(policy term + kl_coef KL) - entropy_coef * (mean entropy). With the counts of the whole minibatch, the
     values and gradients of its microbatches add up to the minibatch's.
 
-    Args:
-        inputs: one microbatch.
-        settings: the loss and its coefficients.
-        denominators: counts of the whole minibatch and rollout set.
-
     Raises:
         ValueError: a term is switched on and one of its inputs is missing.
     """

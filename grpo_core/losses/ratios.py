@@ -38,11 +38,6 @@ def log_ratio_at(
 
     The mean is the length-th root of the sequence's ratio (Zheng et al., 2025, GSPO, arXiv:2507.18071, equation 7);
     it is 0 for a row without tokens.
-
-    Args:
-        log_ratio: of each token, from :func:`token_log_ratio`.
-        loss_mask: True for a trained token.
-        level: "token" or "sequence".
     """
     if level == "token":
         return log_ratio
@@ -97,14 +92,7 @@ def mismatch_weights(
     loss_mask: Bool[Tensor, "batch time"],
     settings: MismatchSettings,
 ) -> Float[Tensor, "batch time"]:
-    """Return the weights of the policy term, 1 where masked; at sequence level all tokens of a row have the row's.
-
-    Args:
-        old_logprobs: recomputed under the policy before the update.
-        rollout_logprobs: as recorded while sampling.
-        loss_mask: True for a trained token.
-        settings: mode ("truncate" or "mask"), level and bounds.
-    """
+    """Return the weights of the policy term, 1 where masked; at sequence level all tokens of a row have the row's."""
     log_ratio = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if settings.level == "sequence":
         log_ratio = torch.where(loss_mask, log_ratio.sum(-1, keepdim=True), 0.0)

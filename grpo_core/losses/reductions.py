@@ -60,10 +60,6 @@ def on_policy_rows(
     rarely sample again teaches little and destabilises.
 
     Args:
-        logprobs: under the policy that is being trained.
-        sampling_logprobs: as recorded while sampling.
-        advantages: one per row.
-        loss_mask: True for a trained token.
         threshold: nats per token.
     """
     difference = torch.where(loss_mask, sampling_logprobs - logprobs, 0.0).detach()

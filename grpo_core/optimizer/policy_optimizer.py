@@ -29,10 +29,6 @@ _CODES = 256
 def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
     """Refuse an optimizer that this machine cannot run, before any model is loaded.
 
-    Args:
-        kind: of the optimizer.
-        device: of the parameters.
-
     Raises:
         InputError: bitsandbytes is not installed, or a paged optimizer without CUDA.
     """
@@ -53,8 +49,6 @@ class PolicyOptimizer:
         """Build the optimizer.
 
         Args:
-            parameters: what is trained, by name, in a fixed order.
-            settings: for AdamW and its schedule.
             steps: optimizer steps already made; the schedule continues from there.
 
         Raises:

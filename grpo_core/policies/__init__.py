@@ -1,7 +1,6 @@
 """Models that can be trained: each samples tokens, renders them, and recomputes their log-probs.
 
-protocol     the interface of a policy
-family       the kinds of policy by name, and the checks of a model before it is loaded
+protocol     the interfaces of a policy and of a kind of policy, and the kinds by name
 estimate     how much GPU memory and disk space a model needs
 trained/     LoRA or full weights: what is trained, how it is saved, and the reference model
 glm_image/   GLM-Image: an autoregressive model over image tokens, then a diffusion decoder

@@ -9,6 +9,7 @@ Symbols: b bytes per value, h hidden, m intermediate, d heads x head_dim, L ids 
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from torch import nn
@@ -120,6 +121,21 @@ class ModelEstimate:
     counted: str
 
 
+def estimate_resources(
+    kind: str, model: str, settings: Any, choice: TrainingChoice, workload: Workload
+) -> ModelEstimate:
+    """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
+
+    It stands beside the kind's family and not in it: a corrected estimate leaves the stages' cache keys alone.
+
+    Raises:
+        InputError: its configuration is not on this machine, or no parameter is trained.
+    """
+    module = import_module(f"grpo_core.policies.{kind}.estimate")
+    estimate: ModelEstimate = module.estimate(model, settings, choice, workload)
+    return estimate
+
+
 def count_parameters(module: nn.Module) -> int:
     """Count the elements of all parameters, shared ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
@@ -136,9 +152,6 @@ class TransformerEstimate:
         Args:
             trained: the model on the meta device, with the choice applied.
             choice: which parameters are trained.
-            workload: what is computed at once.
-            config: of the language model, from transformers.
-            norms: number of norms in one layer.
         """
         self.choice, self.workload, self.config, self.norms = choice, workload, config, norms
         self.b = BYTES[workload.dtype]
@@ -179,13 +192,7 @@ class TransformerEstimate:
         ]
 
     def sampling_parts(self, length: int, vocabulary: int, ids: int) -> list[MemoryPart]:
-        """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64.
-
-        Args:
-            length: ids of a row that are fed to the model.
-            vocabulary: columns of the output head.
-            ids: number of them that can be sampled.
-        """
+        """Return the key-value cache, and one step's logits with the sampling distribution in fp32 and fp64."""
         sequences = self.workload.prompts_per_batch * self.workload.group_size
         each = 2 * self.config.num_hidden_layers * self.key_value_heads * self.head_dim * self.b
         distribution = sequences * (vocabulary * self.b + (FP32 + 4 * 8) * ids)
@@ -199,9 +206,6 @@ class TransformerEstimate:
         """Return what a microbatch keeps for its backward pass, and what the largest step of that pass allocates.
 
         Args:
-            length: ids of a row that are fed to the model.
-            tokens: sampled tokens of a row.
-            ids: number of ids that can be sampled.
             whole_logits: all logits are computed at once, because another operation follows the output head.
         """
         rows, b, h = self.workload.micro_batch_size, self.b, self.config.hidden_size

@@ -1,14 +1,16 @@
-"""The interface of a policy. Losses and updates use only this, for any model."""
+"""The interfaces of a policy and of a kind of policy. Losses and updates use only these, for any model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from grpo_core.policies.trained import TrainedModel
-from grpo_core.records import Output, SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.policies.trained import TrainedModel, TrainingChoice
+from grpo_core.records import Modality, Output, SampledTokens, TokenBatch, TokenLogprobs
 
 
 class Policy(Protocol):
@@ -31,7 +33,6 @@ class Policy(Protocol):
         """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
-            prompts: one per group; each runs through the model once, and its siblings share the cache.
             group_size: siblings of a prompt.
             seeds: len(prompts) * group_size seeds, one per sample: a sample depends on its prompt and its seed,
                 not on the other rows.
@@ -44,7 +45,6 @@ class Policy(Protocol):
         """Compute the log-probs of the given tokens under the current weights; gradients flow if enabled.
 
         Args:
-            tokens: with the temperature and the support that they were sampled with.
             entropy: compute the entropies too, with gradients; otherwise they are zero.
         """
 
@@ -66,11 +66,54 @@ class Policy(Protocol):
     def load_weights(self, folder: Path | None) -> None:
         """Load the weights of `folder`; None restores the initial ones."""
 
-    def refresh_reference(self, mix: float) -> None:
-        """Make the reference mix * policy + (1 - mix) * reference, weight by weight."""
 
-    def save_reference(self, folder: Path) -> None:
-        """Write a reference that differs from the initial one."""
+class PolicyFamily(Protocol):
+    """One kind of policy; creating it does not import its models' libraries.
 
-    def load_reference(self, folder: Path | None) -> None:
-        """Load the reference of `folder`; None restores the initial one."""
+    Attributes:
+        modality: what its tokens are rendered to.
+    """
+
+    modality: Modality
+
+    def settings(self, values: Mapping[str, Any]) -> Any:
+        """Return the frozen sampling settings from a configuration section or a stored row."""
+
+    def load(
+        self,
+        model: str,
+        settings: Any,
+        choice: TrainingChoice,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        autocast: torch.dtype | None,
+    ) -> Policy:
+        """Load a model by folder or hub name.
+
+        Raises:
+            InputError: no such model, settings that it cannot sample with, or no parameter to train.
+        """
+
+    def refuse_missing(self, model: str) -> None:
+        """Raise InputError if a given folder is missing or contains no model of this kind."""
+
+    def refuse_unusable(self, model: str, settings: Any) -> None:
+        """Raise InputError if the model cannot sample with these settings, as far as its local files show."""
+
+    def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
+        """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
+
+    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
+        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
+
+
+def family_module(kind: str) -> str:
+    """Return the dotted name of the module of a kind of policy."""
+    return f"grpo_core.policies.{kind}.family"
+
+
+def policy_family(kind: str) -> PolicyFamily:
+    """Return the policy family of that name, which is the name of its package."""
+    family: PolicyFamily = import_module(family_module(kind)).FAMILY
+    return family

@@ -93,11 +93,7 @@ class StepSums:
     )
 
     def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
-        """Start at zero.
-
-        Args:
-            trained: the minibatch's tokens that the loss reads.
-        """
+        """Start at zero."""
         self._sums = dict.fromkeys(self.FIELDS, 0.0)
         self._rows = trained.any(-1).cpu()
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
@@ -115,11 +111,6 @@ class StepSums:
         """Add one microbatch.
 
         Args:
-            loss: the microbatch's share of the minibatch's loss.
-            terms: its terms per token.
-            entropy: nats.
-            mask: the microbatch's trained tokens.
-            settings: the loss's options.
             rows: their indices in the minibatch.
         """
 

@@ -36,10 +36,7 @@ def update_policy(
     `settings.mismatch` corrects the difference.
 
     Args:
-        policy: with the weights before the update.
-        optimizer: over the policy's trainable parameters.
         rows: with finite advantages; without rows nothing changes.
-        settings: epochs, sizes, loss, limits.
         seed: decides the order of the rows.
         parity: allowed difference of stored and recomputed log-probs; None: the default for fp32.
         process_group: the processes that share the update; each has all rows and computes its part of them.

@@ -50,12 +50,7 @@ def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Itera
 
 
 def microbatches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Group positions of similar length into microbatches, so that little of a pass is padding.
-
-    Args:
-        lengths: tokens of each row.
-        size: rows per microbatch.
-    """
+    """Group positions of similar length into microbatches, so that little of a pass is padding."""
     # Stable: rows of one length keep their order in the minibatch.
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     return [order[start : start + size] for start in range(0, len(order), size)]

@@ -71,8 +71,6 @@ def make_minibatch(
         rows: all rows of the update.
         indices: of the minibatch's rows.
         trained: from `trained_tokens`, of all rows.
-        settings: the update's options.
-        max_length: maximum number of tokens of a row.
     """
     own = trained[indices]
     entropy_mask = None

@@ -18,8 +18,9 @@ from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.advantages import AdvantageSettings, GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
-from tasks.advantages.running_moments import moments_as_metrics, running_metrics, running_moments
+from grpo_core.rewards.mix.running import RunningMoments
 from tasks.execution.caching import stage_task
+from tasks.metrics.names import RUNNING
 from tasks.progress import progress_of
 from tasks.rollouts.rows import padded
 from tasks.runs import layout
@@ -67,13 +68,7 @@ def compute_advantages_task(
     """Combine the rewards of each sample of all sampling rounds and compare it with its siblings.
 
     Args:
-        rounds: rollouts and their scores.
-        mix: the rewards with their weights and roles.
-        advantages: how they become advantages.
-        folder: where the table is kept.
-        title: name of the iteration or evaluation.
         earlier: advantages of the previous iteration, with the running moments; None in the first.
-        placement: where the stage runs.
     """
     started = time.perf_counter()
     store = current_store()
@@ -253,3 +248,38 @@ def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
         if len(rewards):
             metrics[f"datasets/{name}/reward"] = float(rewards.double().mean())
     return metrics
+
+
+def running_metrics(earlier: ArtifactRef | None, mix: Sequence[RewardSection]) -> dict[str, float]:
+    """Return the stored moments of the rewards that are normalised over the run; empty before the first iteration.
+
+    They pass from iteration to iteration as metrics of the advantages.
+    """
+    if earlier is None:
+        return {}
+    names = [name for section in mix if section.normalize == "running" for name in _names(section)]
+    return {name: earlier.metrics[name] for name in names if name in earlier.metrics}
+
+
+def running_moments(earlier: ArtifactRef | None, mix: Sequence[RewardSection]) -> RunningMoments | None:
+    """Return the moments so far, one entry per reward; None before the first iteration or if no reward uses them."""
+    metrics = running_metrics(earlier, mix)
+    if not metrics:
+        return None
+    entries = [[metrics.get(name, 0.0) for name in _names(section)] for section in mix]
+    counts, means, squares = zip(*entries, strict=True)
+    return RunningMoments(tuple(int(count) for count in counts), means, squares)
+
+
+def moments_as_metrics(moments: RunningMoments, mix: Sequence[RewardSection]) -> dict[str, float]:
+    """Convert moments to metrics for a table's manifest."""
+    metrics: dict[str, float] = {}
+    for section, *entry in zip(mix, moments.counts, moments.means, moments.squares, strict=True):
+        if section.normalize == "running":
+            metrics |= {name: float(value) for name, value in zip(_names(section), entry, strict=True)}
+    return metrics
+
+
+def _names(section: RewardSection) -> tuple[str, str, str]:
+    start = f"{RUNNING}{section.label}"
+    return f"{start}/count", f"{start}/mean", f"{start}/squares"

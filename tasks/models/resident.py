@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
-from grpo_core.policies.family import PolicyFamily, policy_family
-from grpo_core.policies.protocol import Policy
+from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained import Reference, TrainingChoice
 from tasks.models.files import REFERENCE_FOLDER, model_digest
 from tasks.progress import log
@@ -163,5 +162,5 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
             loaded.policy.load_weights(folder)
         if new_reference:
             refreshed = folder is not None and version.reference_digest is not None
-            loaded.policy.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)
+            loaded.policy.trained.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)
     loaded.digest, loaded.reference_digest = version.digest, version.reference_digest

@@ -1,9 +1,11 @@
-"""Select the prompts of an iteration: all equally often, or by their measured difficulty."""
+"""Select the prompts of an iteration: equally often or by measured difficulty, from several sets by their weights."""
 
+import itertools
 import math
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,6 @@ import polars as pl
 
 from configs.sections import CurriculumSection
 from grpo_core.seeds import derive_seed
-from tasks.prompts.mixture import sampled_sets, scheduled_sets
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -47,35 +48,14 @@ class DrawnPrompt:
     target: TargetReference | None
 
 
-@dataclass(frozen=True)
-class GroupStatistics:
-    """The rewards of the groups of one prompt.
-
-    Attributes:
-        mean: mean over its groups of the groups' mean rewards.
-        groups: number of groups with a reward.
-    """
-
-    mean: float
-    groups: int
-
-
-@dataclass(frozen=True)
-class PromptStatistics:
-    """The measured difficulty of the prompts.
-
-    Attributes:
-        by_prompt: statistics of the prompts that were sampled before.
-    """
-
-    by_prompt: Mapping[PromptKey, GroupStatistics]
+PromptStatistics = Mapping[PromptKey, float]
+"""Difficulty of the prompts that were sampled before: mean over a prompt's groups of their mean rewards."""
 
 
 def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> PromptStatistics:
     """Compute statistics of stored groups; groups without any reward are ignored.
 
     Args:
-        store: where the artifacts are.
         advantages: tables of the iterations that count, in any order.
     """
     means: dict[PromptKey, dict[str, float]] = {}
@@ -87,12 +67,7 @@ def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> 
             for dataset, prompt_id, group_id, mean in groups.select(columns).iter_rows():
                 means.setdefault((dataset, prompt_id), {})[group_id] = mean
     # fsum: the order of the tables must not change the last bit, which could change the drawn prompts.
-    return PromptStatistics(
-        {
-            key: GroupStatistics(math.fsum(of_groups.values()) / len(of_groups), len(of_groups))
-            for key, of_groups in sorted(means.items())
-        }
-    )
+    return {key: math.fsum(of_groups.values()) / len(of_groups) for key, of_groups in sorted(means.items())}
 
 
 def difficulty_weight(mean: float | None, curriculum: CurriculumSection) -> float:
@@ -103,7 +78,6 @@ def difficulty_weight(mean: float | None, curriculum: CurriculumSection) -> floa
 
     Args:
         mean: of the prompt's group rewards; None for a prompt that was never sampled, which has weight 1.
-        curriculum: target, width and floor.
     """
     if mean is None:
         return 1.0
@@ -132,18 +106,19 @@ def draw_prompts(
 
     Args:
         sets: with at least one prompt each; their order and that of their prompts matter.
-        seed: the run's seed.
-        iteration: from 1.
         sampling_round: from 1; later rounds replace groups without spread.
         count: prompts wanted; may exceed the number of prompts.
-        curriculum: uniform or by difficulty.
         statistics: measured difficulty; None: all prompts count as never sampled.
         avoided: prompts to use last if possible: those of earlier rounds of the iteration.
 
     Raises:
         ValueError: no prompts, or iteration, sampling_round or count below 1.
     """
-    _require_something(sets, iteration, sampling_round, count)
+    if not sets or not all(each.prompts for each in sets):
+        raise ValueError("draw_prompts: got a set without prompts, or no set. Give each set at least one prompt.")
+    if iteration < 1 or sampling_round < 1 or count < 1:
+        got = f"iteration={iteration}, sampling_round={sampling_round}, count={count}"
+        raise ValueError(f"draw_prompts: got {got}. All start at 1.")
     shares = [each.weight for each in sets]
     if sampling_round == 1:
         places = scheduled_sets(shares, first=(iteration - 1) * count, count=count)
@@ -154,19 +129,13 @@ def draw_prompts(
     indices = []
     for index, each in enumerate(sets):
         wanted = sum(chosen == index for chosen, _ in places)
-        weights = [_weight(each, prompt, curriculum, statistics) for prompt in each.prompts]
-        late = [(each.name, prompt.prompt_id) in avoided for prompt in each.prompts]
+        keys = [(each.name, prompt.prompt_id) for prompt in each.prompts]
+        known = {} if curriculum.kind == "uniform" or statistics is None else statistics
+        weights = [difficulty_weight(known.get(key), curriculum) for key in keys]
+        late = [key in avoided for key in keys]
         place = derive_seed(seed, "curriculum", each.name, iteration, sampling_round)
         indices.append(iter(_sampled(weights, late, wanted, place)))
     return tuple(_prompt(sets[index], next(indices[index])) for index, _ in places)
-
-
-def _require_something(sets: Sequence[PromptSet], iteration: int, sampling_round: int, count: int) -> None:
-    if not sets or not all(each.prompts for each in sets):
-        raise ValueError("draw_prompts: got a set without prompts, or no set. Give each set at least one prompt.")
-    if iteration < 1 or sampling_round < 1 or count < 1:
-        got = f"iteration={iteration}, sampling_round={sampling_round}, count={count}"
-        raise ValueError(f"draw_prompts: got {got}. All start at 1.")
 
 
 def _prompt(source: PromptSet, index: int) -> DrawnPrompt:
@@ -194,15 +163,6 @@ def _raw(seed: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.random.PCG64(np.random.SeedSequence(seed)).random_raw(size)
 
 
-def _weight(
-    source: PromptSet, prompt: Prompt, curriculum: CurriculumSection, statistics: PromptStatistics | None
-) -> float:
-    if curriculum.kind == "uniform" or statistics is None:
-        return 1.0
-    seen = statistics.by_prompt.get((source.name, prompt.prompt_id))
-    return difficulty_weight(seen.mean if seen else None, curriculum)
-
-
 def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: int) -> list[int]:
     """Sample indices by weight without replacement, late ones after all others; start again when all are used.
 
@@ -217,3 +177,64 @@ def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: i
         keys = [-math.log(u) / weight for u, weight in zip(uniform, weights, strict=True)]
         chosen += sorted(range(size), key=lambda index: (late[index], keys[index]))
     return chosen[:count]
+
+
+def scheduled_sets(weights: Sequence[float], *, first: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return places [first, first + count) of an endless stream that serves several sets by weight.
+
+    After any number t of places, a set of share s has been served more than t s - 1 and less than t s + 1 times. A set
+    may be served its next time only when that keeps it below t s + 1; of those, the one that would fall behind soonest
+    is served. That this never fails is the optimality of earliest deadlines for unit jobs (Baruah, Cohen, Plaxton and
+    Varvel, 1996, Proportionate progress, section 3). The stream repeats itself after the smallest number of places
+    that gives every set an integer number of places, so a late place costs no more than one period.
+
+    Args:
+        weights: one per set, above 0; read as exact decimal numbers.
+        first: places before the first wanted one.
+
+    Returns:
+        The index of the set, and how often it was served before, for each place.
+    """
+    shares = _integer_shares(weights)
+    period = sum(shares)
+    rounds, skipped = divmod(first, period)
+    served = [0] * len(shares)
+    places = []
+    for place in range(skipped + count):
+        # In integers: served < (place + 1) share / period, and the place by which the next one is due.
+        waiting = [index for index, share in enumerate(shares) if served[index] * period < (place + 1) * share]
+        chosen = min(waiting, key=lambda index: -(-(served[index] + 1) * period // shares[index]))
+        if place >= skipped:
+            places.append((chosen, rounds * shares[chosen] + served[chosen]))
+        served[chosen] += 1
+    return tuple(places)
+
+
+def sampled_sets(weights: Sequence[float], *, count: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """Sample independent places: each set gets its share to within one, and exactly on average.
+
+    Systematic sampling: equally spaced points with one random offset fall into the sets' intervals.
+
+    Args:
+        weights: one per set, above 0; read as exact decimal numbers.
+
+    Returns:
+        As for :func:`scheduled_sets`, with no set served before.
+    """
+    shares = _integer_shares(weights)
+    offset = Fraction(int(np.random.PCG64(np.random.SeedSequence(seed)).random_raw()), 2**64)
+    points = [(offset + point) / count * sum(shares) for point in range(count)]
+    starts = [sum(shares[:index]) for index in range(len(shares) + 1)]
+    return tuple(
+        (index, place)
+        for index, (low, high) in enumerate(itertools.pairwise(starts))
+        for place in range(sum(low <= point < high for point in points))
+    )
+
+
+def _integer_shares(weights: Sequence[float]) -> list[int]:
+    """Return the smallest integers in proportion to the weights."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
+    scaled = [int(fraction * scale) for fraction in exact]
+    return [number // math.gcd(*scaled) for number in scaled]

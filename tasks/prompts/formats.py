@@ -43,9 +43,7 @@ def read_rows(content: bytes, *, name: str, place: str, text_columns: Collection
     """Read the rows of a prompt file; the ending of its name determines the format.
 
     Args:
-        content: the file's bytes.
         name: the file's name or address; the ending is one of :data:`READERS`, in upper or lower case.
-        place: the place of the file, for errors.
         text_columns: columns of CSV and TSV files that are text even where every cell looks like a number.
 
     Raises:

@@ -10,8 +10,7 @@ from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import open_image, require_aspect, to_rgb
-from tasks.prompts.files import join_uri, list_input_folder, nearest_names, read_input_file
-from tasks.prompts.read import Prompt
+from tasks.prompts.read import Prompt, join_uri, list_input_folder, nearest_names, read_input_file
 
 TARGET_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 """Endings of file names that are images, in upper or lower case."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.sections import ImageRolloutSection, PlacementSection, TextRolloutSection
 from grpo_core.collect import collect_rollouts
-from grpo_core.policies.family import family_module
+from grpo_core.policies.protocol import family_module
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.resources import resource

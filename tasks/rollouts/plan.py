@@ -93,10 +93,6 @@ def plan_round(
 
     Args:
         prompts: one per group.
-        seed: the run's seed.
-        iteration: from 1.
-        sampling_round: from 1.
-        group_size: samples per group.
         shared_noise: whether siblings share the decoder's noise.
     """
     first = sampling_round == 1

@@ -30,11 +30,7 @@ def rollout_columns(
     """Return one group's rows by column; the writer keeps the columns that its schema has.
 
     Args:
-        group: as sampled.
-        planned: the group's entry in the plan.
-        policy: the version that sampled.
         settings: the policy's frozen sampling settings; its fields are columns.
-        max_length: maximum number of tokens of a row.
     """
     request, tokens = group.request, group.tokens
     rows = len(request.sample_ids)
@@ -120,12 +116,13 @@ def _png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def token_batch(table: pl.DataFrame) -> TokenBatch:
+def token_batch(table: pl.DataFrame, support_ids: Tensor) -> TokenBatch:
     """Return the stored tokens of a table's rows, padded on the right.
 
     Args:
-        table: with the columns prompt, token_ids, loss_mask, support_ids, support_counts and temperature; one
-            temperature, and truncated sampling for all rows or none.
+        table: with the columns prompt, token_ids, loss_mask, support_counts and temperature; one temperature, and
+            truncated sampling for all rows or none.
+        support_ids: of all rows, one after another.
 
     Raises:
         ValueError: rows of several temperatures, or with and without a stored support.
@@ -140,11 +137,11 @@ def token_batch(table: pl.DataFrame) -> TokenBatch:
         token_ids=padded(table["token_ids"]).long(),
         loss_mask=padded(table["loss_mask"]),
         temperature=temperatures[0] if temperatures else 1.0,
-        support=_support(table),
+        support=_support(table, support_ids),
     )
 
 
-def _support(table: pl.DataFrame) -> TokenSupport | None:
+def _support(table: pl.DataFrame, ids: Tensor) -> TokenSupport | None:
     missing = table["support_counts"].null_count()
     if missing == table.height:
         return None
@@ -152,7 +149,7 @@ def _support(table: pl.DataFrame) -> TokenSupport | None:
         raise ValueError(
             "some rows were sampled with top_k, top_p or min_p and some without; update on each separately"
         )
-    return TokenSupport(_flat(table["support_ids"]), padded(table["support_counts"]).long())
+    return TokenSupport(ids, padded(table["support_counts"]).long())
 
 
 def padded(lists: pl.Series) -> Tensor:

@@ -131,8 +131,6 @@ def carry_out(
     """Read, check parity, train, and write the next version's files.
 
     Args:
-        job: the same in every process.
-        staged: folder that the first process writes to.
         process_group: the processes that share the update; each takes its part of every minibatch.
         on_progress: called with passes done and the total.
 
@@ -149,6 +147,7 @@ def carry_out(
             job.advantages,
             job.policy,
             job.model.family,
+            Path(fetched),
             max_staleness=job.max_staleness,
         )
         resident = resource(ResidentPolicy)
@@ -202,12 +201,12 @@ def _keep_reference(learner: Policy, job: UpdateJob, staged: Path) -> str | None
     due = every > 0 and job.version % every == 0
     if due:
         resource(ResidentPolicy).begin_reference_refresh()
-        learner.refresh_reference(job.update.reference.mix)
+        learner.trained.refresh_reference(job.update.reference.mix)
     if not due and job.policy.reference_digest is None:
         return None
     folder = staged / REFERENCE_FOLDER
     folder.mkdir()
-    learner.save_reference(folder)
+    learner.trained.save_reference(folder)
     return weights_digest(folder)
 
 

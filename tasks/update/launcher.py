@@ -30,9 +30,7 @@ def carry_out_together(
     The policy that this process keeps is released first if it uses a GPU's memory.
 
     Args:
-        job: the update.
         store: of the artifacts; they are verified here once, before the processes read them.
-        staged: folder for the next version's files.
         on_progress: called with the first process's passes done and the total.
 
     Raises:

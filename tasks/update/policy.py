@@ -8,7 +8,7 @@ from typing import Any
 from configs.sections import PlacementSection
 from configs.training import UpdateSection
 from grpo_core.losses import custom_loss_digest
-from grpo_core.policies.family import family_module
+from grpo_core.policies.protocol import family_module
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory

@@ -35,10 +35,6 @@ def main(folder: Path) -> None:
 def take_part(folder: Path, answers: Answers) -> None:
     """Join the other processes, run the update, and leave the process group.
 
-    Args:
-        folder: has the job.
-        answers: to the process that launched this one.
-
     Raises:
         Exception: any error of the update.
     """

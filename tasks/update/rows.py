@@ -1,14 +1,17 @@
 """Stored rollouts joined with their advantages -> the rows that an update learns from."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
-from grpo_core.policies.family import PolicyFamily
+from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
 from tasks.rollouts.rows import padded, token_batch
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -51,36 +54,37 @@ def read_training_rows(
     advantages: ArtifactRef,
     policy: PolicyRef,
     family: PolicyFamily,
+    fetched: Path,
     *,
     max_staleness: int,
 ) -> StoredRows:
     """Read the rows of an update; rows without an advantage and rows of versions too far away are left out.
 
-    Text and images are not read. The tokens of all rows are in memory at once, about 13 bytes each.
+    Text and images are not read. The tokens of all rows are in memory at once, about 13 bytes each. The ids that a
+    truncated sampler could choose, up to thousands for each token, stay on disk, and microbatches read their own.
 
     Args:
-        store: where the artifacts are kept.
-        rollouts: one artifact per sampling round.
-        advantages: of all of them.
-        policy: the version to train.
-        family: the policy's family.
+        fetched: folder for local files that the rows are read from; it can be deleted after the update.
         max_staleness: maximum number of versions between a row's policy and this one; 0: only rows of this one.
 
     Raises:
         ValueError: the rollouts were sampled by other weights than the policy's and none may be stale, or no sample
             has a reward, or all rows are too stale.
     """
-    with tempfile.TemporaryDirectory() as fetched:
-        tables = [
-            path
-            for number, reference in enumerate(rollouts)
-            for path in sorted(store.local_files(reference, Path(fetched) / str(number)).glob("*.parquet"))
-        ]
-        scored = store.local_files(advantages, Path(fetched) / "advantages")
-        table = pl.concat([_read_rollouts(path) for path in tables])
-        scores = pl.read_parquet(sorted(scored.glob("*.parquet")), columns=["sample_id", "reward", "advantage"])
+    files = [
+        path
+        for number, reference in enumerate(rollouts)
+        for path in sorted(store.local_files(reference, fetched / f"rollouts-{number}").glob("*.parquet"))
+    ]
+    scored = store.local_files(advantages, fetched / "advantages")
+    scores = pl.read_parquet(sorted(scored.glob("*.parquet")), columns=["sample_id", "reward", "advantage"])
+    table = pl.concat([_read_rollouts(path) for path in files])
     table = table.join(scores, on="sample_id", how="inner", validate="1:1", maintain_order="left")
-    _require_rewards(table)
+    if table["reward"].null_count() == table.height:
+        raise ValueError(
+            "every reward of every sample is null, so there is nothing to learn from; check the rewards' tables, "
+            "and give the prompts what their rewards need (target images, for example)"
+        )
     staleness = (table["policy_version"] - policy.version).abs()
     on_policy = table["policy_digest"] == policy.digest
     if max_staleness == 0:
@@ -94,7 +98,14 @@ def read_training_rows(
         )
     first = table.row(0, named=True)
     return StoredRows(
-        rows=_rows(kept, policy),
+        rows=TrainingRows(
+            sample_ids=tuple(kept["sample_id"]),
+            tokens=token_batch(kept, _mapped_support_ids(files, kept["sample_id"], fetched)),
+            rollout_logprobs=padded(kept["rollout_logprobs"]),
+            advantages=kept["advantage"].cast(pl.Float32).to_torch(),
+            finished=kept["finished"].to_torch(),
+            on_policy=(kept["policy_digest"] == policy.digest).to_torch(),
+        ),
         settings=family.settings(first),
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),
         too_stale=len(too_stale),
@@ -103,15 +114,7 @@ def read_training_rows(
 
 def _read_rollouts(path: Path) -> pl.DataFrame:
     names = pl.read_parquet_schema(path)
-    return pl.read_parquet(path, columns=[name for name in names if name not in ("image", "completion")])
-
-
-def _require_rewards(table: pl.DataFrame) -> None:
-    if table["reward"].null_count() == table.height:
-        raise ValueError(
-            "every reward of every sample is null, so there is nothing to learn from; check the rewards' tables, "
-            "and give the prompts what their rewards need (target images, for example)"
-        )
+    return pl.read_parquet(path, columns=[name for name in names if name not in ("image", "completion", "support_ids")])
 
 
 def _require_own_rows(others: pl.DataFrame, policy: PolicyRef) -> None:
@@ -123,12 +126,13 @@ def _require_own_rows(others: pl.DataFrame, policy: PolicyRef) -> None:
         )
 
 
-def _rows(table: pl.DataFrame, policy: PolicyRef) -> TrainingRows:
-    return TrainingRows(
-        sample_ids=tuple(table["sample_id"]),
-        tokens=token_batch(table),
-        rollout_logprobs=padded(table["rollout_logprobs"]),
-        advantages=table["advantage"].cast(pl.Float32).to_torch(),
-        finished=table["finished"].to_torch(),
-        on_policy=(table["policy_digest"] == policy.digest).to_torch(),
-    )
+def _mapped_support_ids(files: Sequence[Path], kept: pl.Series, folder: Path) -> Tensor:
+    """Write the support ids of the kept rows to one file, in their order, and map it into memory."""
+    path = folder / "support_ids"
+    with path.open("wb") as output:
+        for file in files:
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=16, columns=["sample_id", "support_ids"]):
+                rows = batch.filter(pc.is_in(batch["sample_id"], kept.to_arrow()))
+                output.write(rows["support_ids"].flatten().to_numpy(zero_copy_only=False).tobytes())
+    entries = path.stat().st_size // torch.int32.itemsize
+    return torch.from_file(str(path), size=entries, dtype=torch.int32) if entries else torch.zeros(0, dtype=torch.int32)

@@ -1,18 +1,28 @@
 """Scenes, their captions and tokens, and the shipped prompt files that pair a caption with its image."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import data
-from data.codebook import CODEBOOK_SIZE, codebook, decode_tokens, encode_cells
-from data.prompt_files import HELDOUT_FILE, TRAIN_FILE, choose_scenes
-from data.shapes import BACKGROUNDS, COLORS, Scene, all_scenes, draw, draw_cells, split_scenes
+from data.shapes import (
+    BACKGROUNDS,
+    CODEBOOK_SIZE,
+    COLORS,
+    HELDOUT_FILE,
+    TRAIN_FILE,
+    Scene,
+    all_scenes,
+    choose_scenes,
+    decode_tokens,
+    draw,
+    draw_cells,
+    encode_cells,
+    split_scenes,
+)
 from data.tiny_glm_image import TinyRecipe
 
 SHIPPED = Path(data.__file__).parent
@@ -43,19 +53,6 @@ def test_caption_and_cells_by_hand(scene: Scene, caption: str, rows: list[str]) 
     assert (blocks == expected[:, None, :, None]).all()
 
 
-def test_preview_and_large_tokens_by_hand() -> None:
-    red, white = list(COLORS).index("red"), len(COLORS) + list(BACKGROUNDS).index("white")
-    tokens = encode_cells(draw_cells(Scene("red", "square", "top left", "white"))[None])[0]
-    for grid, side in ((tokens[:16].view(4, 4), 2), (tokens[16:].view(8, 8), 4)):
-        expected = torch.full_like(grid, white)
-        expected[:side, :side] = red
-        assert torch.equal(grid, expected)
-    # The circle's cut corner leaves one background cell of the four under the first preview cell.
-    tokens = encode_cells(draw_cells(Scene("blue", "circle", "top left", "black"))[None])[0]
-    mixed = 0.75 * np.array(COLORS["blue"]) + 0.25 * np.array(BACKGROUNDS["black"])
-    np.testing.assert_allclose(codebook()[tokens[0]], mixed, rtol=1e-6)
-
-
 def test_scenes_differ_and_survive_encoding_and_decoding() -> None:
     """Every caption is distinct, two images differ in at least four cells, and every code is used."""
     scenes = all_scenes()
@@ -69,26 +66,6 @@ def test_scenes_differ_and_survive_encoding_and_decoding() -> None:
     assert tokens.unique().tolist() == list(range(CODEBOOK_SIZE))
     decoded = (decode_tokens(tokens[:, 16:]).permute(0, 2, 3, 1) + 1) * 127.5
     np.testing.assert_allclose(decoded.numpy(), cells, atol=1e-3)
-
-
-def test_split_is_seeded_disjoint_and_complete() -> None:
-    train, heldout = split_scenes(seed=3, heldout_fraction=0.1)
-    assert len(heldout) == 52
-    assert sorted(train + heldout) == sorted(all_scenes())
-    assert split_scenes(seed=3, heldout_fraction=0.1) == (train, heldout)
-    assert split_scenes(seed=4, heldout_fraction=0.1)[1] != heldout
-
-
-def test_chosen_scenes_are_balanced_seeded_and_distinct() -> None:
-    chosen = choose_scenes(all_scenes(), 24, seed=5)
-    assert len(set(chosen)) == 24
-    assert chosen == choose_scenes(all_scenes(), 24, seed=5)
-    assert chosen != choose_scenes(all_scenes(), 24, seed=6)
-    for field in ("color", "shape", "position", "background"):
-        counts = Counter(getattr(scene, field) for scene in chosen).values()
-        assert max(counts) - min(counts) <= 2
-    with pytest.raises(ValueError, match="only 2"):
-        choose_scenes(all_scenes()[:2], 3, seed=0)
 
 
 def test_shipped_files_pair_the_recipes_captions_with_their_images() -> None:

@@ -84,16 +84,6 @@ class TablePolicy:
     def load_weights(self, folder: Path | None) -> None:
         self.table.copy_(self.start if folder is None else load_file(folder / "table.safetensors")["table"])
 
-    @torch.no_grad()
-    def refresh_reference(self, mix: float) -> None:
-        self.reference = mix * self.table + (1 - mix) * self.reference
-
-    def save_reference(self, folder: Path) -> None:
-        save_file({"table": self.reference}, folder / "reference.safetensors")
-
-    def load_reference(self, folder: Path | None) -> None:
-        self.reference = self.start if folder is None else load_file(folder / "reference.safetensors")["table"]
-
 
 def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int = 0) -> TrainingRows:
     """One row a prompt, sampled by the policy, with these advantages."""

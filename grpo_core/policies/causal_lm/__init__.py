@@ -1,12 +1,11 @@
 """Any AutoModelForCausalLM of transformers as a policy over texts.
 
 settings    how completions are sampled
-loading     a folder or a hub name -> model and tokenizer, and the checks before loading
+loading     a folder or a hub name -> model and tokenizer, the checks before loading, and what is trained
 prompts     prompts, plain or as conversations -> left-padded ids with their positions
-stopping    when a completion ends
-sampling    the autoregressive loop
-training    which parameters are trained
+sampling    the autoregressive loop, and when a completion ends
 scoring     log-probs of stored completions
 policy      the Policy protocol on top of these
-family      checks and the memory estimate, without importing the models' libraries
+family      checks, without importing the models' libraries
+estimate    GPU memory and disk space
 """

@@ -9,19 +9,12 @@ import torch
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.estimate import MemoryEstimate, MemoryPart, ModelEstimate, TransformerEstimate, Workload
-from grpo_core.policies.family import PolicyFamily
+from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.policies.trained import TrainedModel, TrainingChoice
 from grpo_core.records import Modality
 
 if TYPE_CHECKING:
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
-
-PROMPT_TOKENS = 512
-"""Assumed number of ids of the longest prompt of a batch."""
-
-AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Configuration fields that announce an operation after the output head."""
 
 
 class CausalLMFamily:
@@ -87,39 +80,14 @@ class CausalLMFamily:
         """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
         from grpo_core.policies.causal_lm.loading import read_config
 
-        _on_meta(model, read_config(model), choice)
-
-    def estimate(
-        self, model: str, settings: CausalLMSettings, choice: TrainingChoice, workload: Workload
-    ) -> ModelEstimate:
-        """Estimate the GPU memory and disk space that the model needs; nothing is loaded."""
-        from grpo_core.policies.causal_lm.loading import read_config
-
-        config = read_config(model)
-        text = config.get_text_config()
-        transformer = TransformerEstimate(_on_meta(model, config, choice), choice, workload, text)
-        # The last sampled token is never fed back.
-        tokens, vocabulary = settings.max_completion_length, text.vocab_size
-        length = PROMPT_TOKENS + tokens - 1
-        b, count = transformer.b, transformer.parameters
-        whole_logits = any(getattr(text, name, None) not in (None, 1, 1.0) for name in AFTER_HEAD)
-        parts = [
-            MemoryPart("weights", "always", count * b, f"{count / 1e9:.3g} B parameters x {b} bytes"),
-            *transformer.training_parts(),
-            *transformer.sampling_parts(length, vocabulary, vocabulary),
-            *transformer.backward_parts(length, tokens, vocabulary, whole_logits=whole_logits),
-        ]
-        counted = f"{count / 1e6:.4g} M parameters in {text.num_hidden_layers} layers{transformer.adapters}"
-        return ModelEstimate(
-            MemoryEstimate(tuple(part for part in parts if part.bytes)), transformer.checkpoint, counted
-        )
+        build_on_meta(model, read_config(model), choice)
 
 
-def _on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
+def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
     """Build the model on the meta device and apply the choice."""
     from transformers import AutoModelForCausalLM
 
-    from grpo_core.policies.causal_lm.training import train_causal_lm
+    from grpo_core.policies.causal_lm.loading import train_causal_lm
 
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config)

@@ -1,7 +1,9 @@
-"""Load a causal language model and its tokenizer by folder or hub name; refuse unusable ones first."""
+"""Load a causal language model by folder or hub name, refuse unusable ones, and choose what is trained."""
 
 import inspect
 import pickle
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained import TrainedModel, TrainingChoice, train_model
 
 CONFIG_FILE = "config.json"
 # Their attention counts distances off the attention mask.
@@ -109,8 +112,6 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name.
-        dtype: of the weights.
-        device: of the weights.
 
     Raises:
         InputError: it does not exist, is another kind of model, lacks weights, or takes no position_ids.
@@ -157,3 +158,25 @@ def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
         hint = f"Its tokenizer has ids up to {highest}, its embedding {rows} rows: they do not belong together."
         raise InputError("policy.model", model.config.name_or_path, hint)
     return int(highest) + 1
+
+
+# In peft's sense: every linear layer but the output head, whatever the architecture calls them.
+ALL_LINEAR = "all-linear"
+
+
+def train_causal_lm(
+    base: Any,
+    choice: TrainingChoice,
+    *,
+    base_name: str,
+    initial_state: Callable[[], dict[str, Tensor]] | None = None,
+) -> TrainedModel:
+    """Call `train_model`; by default every linear layer but the head gets an adapter.
+
+    Raises:
+        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
+    """
+    with warnings.catch_warnings():
+        # peft transposes the matrices of GPT-2's layers, with a warning for each.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
+        return train_model(base, choice, base_name=base_name, default_targets=ALL_LINEAR, initial_state=initial_state)

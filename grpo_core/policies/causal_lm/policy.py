@@ -13,14 +13,13 @@ from grpo_core.policies.causal_lm.loading import (
     load_model,
     load_tokenizer,
     read_initial_state,
+    train_causal_lm,
     vocabulary_size,
 )
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts, uses_template
-from grpo_core.policies.causal_lm.sampling import SamplingRule, sample_completions
+from grpo_core.policies.causal_lm.sampling import SamplingRule, StopTexts, end_tokens, sample_completions
 from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_completions
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.causal_lm.stopping import StopTexts, end_tokens
-from grpo_core.policies.causal_lm.training import train_causal_lm
 from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, refuse_unscaled_float16
 from grpo_core.policies.trained import autocast as autocast_to
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
@@ -40,12 +39,6 @@ class CausalLMPolicy(TrainedPolicy):
         autocast: torch.dtype | None = None,
     ) -> None:
         """Combine the parts; `load` is the usual way.
-
-        Args:
-            trained: the model and its trained parameters.
-            tokenizer: the model's own.
-            settings: how completions are sampled.
-            autocast: dtype that torch.autocast computes in; None: no autocast.
 
         Raises:
             InputError: tokenizer and model do not belong together, or the settings need a missing template.

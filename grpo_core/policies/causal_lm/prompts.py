@@ -142,14 +142,7 @@ def _printed(
 
 
 def require_room(prompt: str, length: int, settings: CausalLMSettings, context: int | None) -> None:
-    """Raise InputError for a prompt that leaves no room for a completion of full length.
-
-    Args:
-        prompt: as given.
-        length: its number of ids.
-        settings: with the maximum length of a completion.
-        context: number of ids that the model can read; None if unbounded.
-    """
+    """Raise InputError for a prompt that leaves no room for a completion of full length."""
     room = None if context is None else context - settings.max_completion_length
     if room is not None and length > room:
         shown = prompt if len(prompt) <= 80 else f"{prompt[:80]}..."
@@ -174,11 +167,8 @@ def encode_prompts(
     Padding has id 0 outside the attention mask, so a tokenizer without a pad token needs none.
 
     Args:
-        tokenizer: the model's own.
         settings: template, system prompt, and the room to leave.
-        prompts: at least one.
         context: number of ids that the model can read; None if unbounded.
-        device: of the result.
 
     Raises:
         InputError: names the first prompt that cannot be read or is too long.

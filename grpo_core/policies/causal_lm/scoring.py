@@ -28,12 +28,8 @@ def score_completions(
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
     Args:
-        model: a causal language model of transformers.
         encoded: one row per sample.
         token_ids: padded on the right.
-        loss_mask: True for a sampled token; they come first in a row.
-        vocabulary: ids [0, vocabulary) could be sampled.
-        temperature: divides the logits.
         support: the ids each token was sampled from; None without truncation.
         entropy: compute entropies too, with gradients; otherwise they are zero.
         whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).

@@ -1,13 +1,10 @@
 """GLM-Image as a policy: its autoregressive half samples image tokens, its diffusion decoder renders them.
 
-settings      how images are sampled, and the token grids of an image size
-folder        checks of a saved pipeline's files that load no weights
-architecture  the networks' configurations, from a folder or of the release, and the networks on the meta device
-loading       a folder or a hub name -> the pipeline
-prompts       prompts -> left-padded ids with their positions
-sampling      the autoregressive loop
-scoring       log-probs of stored tokens
-decoding      stored tokens -> images
-policy        the Policy protocol on top of these
-family        checks and the memory estimate, without importing the models' libraries
+settings        how images are sampled, the token grids of an image size, and checks of files that load no weights
+loading         the networks' configurations, the networks on the meta device, and the pipeline
+autoregressive  prompts -> ids with their positions; the sampling loop; log-probs of stored tokens
+decoding        stored tokens -> images
+policy          the Policy protocol on top of these
+family          checks, without importing the models' libraries
+estimate        GPU memory and disk space
 """

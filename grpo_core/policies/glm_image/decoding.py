@@ -53,10 +53,7 @@ def decode_group(
         pipeline: its autoregressive part is not used.
         prompt: the rows' prompt; the decoder renders its quoted text.
         prior_ids: from large_grid_ids.
-        height: pixels.
-        width: pixels.
         noise_seeds: one per row; equal seeds give equal noise.
-        num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance of the decoder; 1 or less: no guidance.
     """
     # One generator per row: a shared one would continue where the previous row stopped.

@@ -6,26 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_core.policies.estimate import (
-    MemoryEstimate,
-    MemoryPart,
-    ModelEstimate,
-    TransformerEstimate,
-    Workload,
-    count_parameters,
-)
-from grpo_core.policies.family import PolicyFamily
-from grpo_core.policies.glm_image.folder import read_pixel_unit, refuse_missing_folder
-from grpo_core.policies.glm_image.settings import GlmImageSettings, token_grids
+from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, refuse_missing_folder, token_grids
+from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.policies.trained import TrainingChoice
 from grpo_core.records import Modality
 
 if TYPE_CHECKING:
-    from grpo_core.policies.glm_image.architecture import Components
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
-
-PROMPT_TOKENS = 256
-"""Assumed number of ids of the longest prompt of a batch, grid tags included."""
 
 
 class GlmImageFamily:
@@ -71,67 +58,10 @@ class GlmImageFamily:
 
     def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
         """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
-        from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
+        from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 
         train_token_model(build_on_meta(find_configs(model)).autoregressive, choice, model, initial_state=dict)
-
-    def estimate(
-        self, model: str, settings: GlmImageSettings, choice: TrainingChoice, workload: Workload
-    ) -> ModelEstimate:
-        """Estimate the GPU memory and disk space that the model needs; nothing is loaded."""
-        from grpo_core.policies.glm_image.architecture import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.policy import train_token_model
-
-        configs = find_configs(model)
-        networks = build_on_meta(configs)
-        trained = train_token_model(networks.autoregressive, choice, model, initial_state=dict)
-        text = configs.autoregressive.text_config
-        transformer = TransformerEstimate(trained, choice, workload, text, norms=4)
-        unit = 2 * networks.decoder.config.patch_size * 2 ** (len(networks.vae.config.block_out_channels) - 1)
-        tokens = token_grids(settings.height, settings.width, unit).tokens
-        # The last sampled token is never fed back.
-        length = PROMPT_TOKENS + tokens - 1
-        codes = configs.autoregressive.vq_config.num_embeddings
-        counts = {
-            "autoregressive weights": transformer.parameters,
-            "decoder weights": count_parameters(networks.decoder),
-            "autoencoder weights": count_parameters(networks.vae),
-            "glyph encoder weights": count_parameters(networks.text_encoder),
-        }
-        b = transformer.b
-        parts = [
-            *(
-                MemoryPart(name, "always", n * b, f"{n / 1e9:.3g} B parameters x {b} bytes")
-                for name, n in counts.items()
-            ),
-            *transformer.training_parts(),
-            *transformer.sampling_parts(length, text.vision_vocab_size, codes),
-            decoding_part(networks, settings, unit, min(settings.decode_batch_size, workload.group_size), b),
-            *transformer.backward_parts(length, tokens, codes),
-        ]
-        counted = (
-            f"token model {transformer.parameters / 1e9:.3g} B parameters, "
-            f"decoder {counts['decoder weights'] / 1e9:.3g} B{transformer.adapters}; images in units of {unit} pixels"
-        )
-        return ModelEstimate(
-            MemoryEstimate(tuple(part for part in parts if part.bytes)), transformer.checkpoint, counted
-        )
-
-
-def decoding_part(networks: "Components", settings: GlmImageSettings, unit: int, rows: int, b: int) -> MemoryPart:
-    """Return the largest tensors of the image decoder.
-
-    A block of the diffusion transformer has about 16 tensors of [rows, patches, hidden], four patches per large token;
-    the passes of guidance run one after the other. The autoencoder, one image at a time, has about 4 tensors of
-    [channels, height, width] at full resolution and the width of its block before the last.
-    """
-    decoder, widths = networks.decoder.config, networks.vae.config.block_out_channels
-    patches = 4 * token_grids(settings.height, settings.width, unit).large.tokens
-    denoising = 16 * rows * patches * decoder.num_attention_heads * decoder.attention_head_dim * b
-    autoencoder = 4 * widths[min(1, len(widths) - 1)] * settings.height * settings.width * b
-    what = f"{settings.height}x{settings.width}: a decoder block for {rows} images, or the autoencoder for one"
-    return MemoryPart("decoding", "decoding", max(denoising, autoencoder), what)
 
 
 FAMILY: PolicyFamily = GlmImageFamily()

@@ -1,19 +1,196 @@
-"""Load the pipeline's components by folder or hub name, with diffusers' loader."""
+"""The configurations of GLM-Image's four networks, the networks on meta, and the pipeline, by folder or hub name.
 
-from collections.abc import Sequence
+The release is zai-org/GLM-Image. Source: config.json of `vision_language_encoder`, `transformer` and `vae` on the hub.
+The glyph encoder's configuration is not published; it is the encoder of google/byt5-small (Xue et al., 2022,
+arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import GlmImagePipeline
+from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
+from torch import Tensor, nn
+from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageProcessor, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.architecture import AUTOREGRESSIVE
-from grpo_core.policies.glm_image.folder import refuse_missing_folder
-from grpo_core.policies.glm_image.prompts import UnitProcessor, refuse_reserved_tokens
+from grpo_core.policies.glm_image.autoregressive import UnitProcessor, refuse_reserved_tokens
+from grpo_core.policies.glm_image.settings import refuse_missing_folder
+
+RELEASED_MODEL = "zai-org/GLM-Image"
+AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
+
+
+@dataclass(frozen=True)
+class ComponentConfigs:
+    """The configuration of each network.
+
+    Attributes:
+        autoregressive: the token model with its vision tower and quantizer.
+        decoder: arguments of GlmImageTransformer2DModel.
+        vae: arguments of AutoencoderKL.
+        text_encoder: the glyph encoder.
+    """
+
+    autoregressive: GlmImageConfig
+    decoder: Mapping[str, object]
+    vae: Mapping[str, object]
+    text_encoder: T5Config
+
+
+@dataclass(frozen=True)
+class Components:
+    """The networks; those of diffusers have a `config`."""
+
+    autoregressive: nn.Module
+    decoder: Any
+    vae: Any
+    text_encoder: nn.Module
+
+
+def read_configs(folder: Path) -> ComponentConfigs:
+    """Read the configurations of a saved pipeline; no weights are opened.
+
+    Args:
+        folder: written by `save_pretrained`, or a hub snapshot of the configuration files.
+
+    Raises:
+        InputError: a component's config.json is missing or invalid.
+    """
+    for part in (AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER):
+        # For a missing file transformers returns the class's defaults, which are those of the release.
+        if not (folder / part / "config.json").is_file():
+            hint = f"It has no {part}/config.json; give the folder of a complete saved pipeline."
+            raise InputError("policy.model", str(folder), hint)
+    try:
+        return ComponentConfigs(
+            autoregressive=GlmImageConfig.from_pretrained(folder, subfolder=AUTOREGRESSIVE, local_files_only=True),
+            decoder=_diffusers_config(GlmImageTransformer2DModel, folder, DECODER),
+            vae=_diffusers_config(AutoencoderKL, folder, VAE),
+            text_encoder=T5Config.from_pretrained(folder, subfolder=TEXT_ENCODER, local_files_only=True),
+        )
+    except OSError as error:
+        first_line = str(error).strip().splitlines()[0]
+        hint = f"Give the folder of a complete saved pipeline ({first_line})."
+        raise InputError("policy.model", str(folder), hint) from error
+
+
+def _diffusers_config(network: type, folder: Path, subfolder: str) -> Mapping[str, object]:
+    config: Mapping[str, object] = network.load_config(folder, subfolder=subfolder, local_files_only=True)  # type: ignore[attr-defined]
+    return config
+
+
+def find_configs(model: str) -> ComponentConfigs:
+    """Find the configurations of a folder or a hub name: in the local cache, or those of the release given here.
+
+    Args:
+        model: folder or hub name, as in `policy.model`.
+
+    Raises:
+        InputError: no such folder, or a hub name that is neither cached nor the release.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    refuse_missing_folder(model)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return read_configs(folder)
+    try:
+        return read_configs(Path(snapshot_download(model, local_files_only=True, allow_patterns=["*config.json"])))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        if model == RELEASED_MODEL:
+            return released_configs()
+        hint = f"Download it first, or give a folder; without its files only {RELEASED_MODEL} is known."
+        raise InputError("policy.model", model, hint) from error
+
+
+def build_on_meta(configs: ComponentConfigs) -> Components:
+    """Build the networks on the meta device: every shape and name, no memory and no values."""
+    with torch.device("meta"):
+        return Components(
+            autoregressive=GlmImageForConditionalGeneration(configs.autoregressive),
+            decoder=GlmImageTransformer2DModel.from_config(dict(configs.decoder)),
+            vae=AutoencoderKL.from_config(dict(configs.vae)),
+            text_encoder=T5EncoderModel(configs.text_encoder),
+        )
+
+
+def released_configs() -> ComponentConfigs:
+    """Return the configurations of the released model: 10.1 B parameters of the token model, 6.93 B of the decoder."""
+    return ComponentConfigs(
+        autoregressive=_autoregressive(),
+        decoder={
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 30,
+            "attention_head_dim": 128,
+            "num_attention_heads": 32,
+            "text_embed_dim": 1472,
+            "time_embed_dim": 512,
+            "condition_dim": 256,
+            "prior_vq_quantizer_codebook_size": 16384,
+        },
+        vae={
+            "latent_channels": 16,
+            "block_out_channels": (128, 512, 1024, 1024),
+            "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+            "layers_per_block": 3,
+            "mid_block_add_attention": False,
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+            "sample_size": 1024,
+        },
+        text_encoder=T5Config(
+            vocab_size=384,
+            d_model=1472,
+            d_kv=64,
+            d_ff=3584,
+            num_layers=12,
+            num_heads=6,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+        ),
+    )
+
+
+def _autoregressive() -> GlmImageConfig:
+    # Written out in full, so that changed defaults of a library do not change the release's configuration.
+    return GlmImageConfig(
+        text_config={
+            "vocab_size": 168064,
+            "vision_vocab_size": 16512,
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [8, 12, 12],
+            },
+        },
+        vision_config={
+            "depth": 40,
+            "hidden_size": 1536,
+            "num_heads": 16,
+            "intermediate_size": 6144,
+            "image_size": 2048,
+            "patch_size": 16,
+        },
+        vq_config={"embed_dim": 2048, "num_embeddings": 16384, "latent_channels": 1536},
+    )
 
 
 def pixel_unit(pipeline: GlmImagePipeline) -> int:
@@ -26,8 +203,6 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
 
     Args:
         model: a folder written by `save_pretrained`, or a hub name such as zai-org/GLM-Image.
-        dtype: of the weights.
-        device: of the weights.
 
     Raises:
         InputError: the folder does not exist or is no pipeline, or the hub's files are not available.

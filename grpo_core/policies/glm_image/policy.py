@@ -10,11 +10,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
-from grpo_core.policies.glm_image.prompts import EncodedPrompts, encode_prompts
-from grpo_core.policies.glm_image.sampling import sample_tokens
-from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, autocast, train_model
 from grpo_core.records import BrokenImage, SampledTokens, TokenBatch, TokenLogprobs
@@ -58,14 +56,7 @@ class GlmImagePolicy(TrainedPolicy):
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Combine the parts; `load` is the usual way.
-
-        Args:
-            pipeline: its token model is trained.
-            settings: how images are sampled.
-            trained: the token model and its trained parameters.
-            autocast: dtype that torch.autocast computes in; None: no autocast.
-        """
+        """Combine the parts; `load` is the usual way."""
         self.pipeline = pipeline
         self.trained = trained
         self.autocast = autocast

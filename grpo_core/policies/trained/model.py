@@ -1,15 +1,18 @@
-"""The interface of a trained model."""
+"""The interface of a trained model, its reference, and gradient checkpointing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from grpo_core.policies.trained.recompute import enable_recomputation, recompute_layers
-from grpo_core.policies.trained.reference import copied, exchanged, mix_into
+from grpo_core.errors import InputError
+from grpo_core.policies.trained.choice import TrainingChoice
 
 
 class TrainedModel(ABC):
@@ -21,18 +24,19 @@ class TrainedModel(ABC):
 
     model: nn.Module
     # The reference's values of the trained parameters; None if it needs none.
-    _reference: dict[str, Tensor] | None
+    _reference: dict[str, Tensor] | None = None
+    # Where they are kept; None: on the device of each parameter.
+    _reference_device: torch.device | None = None
 
-    def __init__(self, model: nn.Module, *, gradient_checkpointing: bool) -> None:
+    def __init__(self, model: nn.Module, choice: TrainingChoice) -> None:
         """Wrap a model whose parameters are already frozen or trainable.
 
         Raises:
             InputError: activations are to be recomputed, but the model has no layers that can.
         """
         self.model = model
-        self._gradient_checkpointing = gradient_checkpointing
-        self._reference = None
-        if gradient_checkpointing:
+        self._gradient_checkpointing = choice.gradient_checkpointing
+        if choice.gradient_checkpointing:
             enable_recomputation(model)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -75,10 +79,6 @@ class TrainedModel(ABC):
             ValueError: there is none.
         """
 
-    @abstractmethod
-    def _reference_device(self) -> torch.device | None:
-        """Return the device of the reference's values; None: the device of each parameter."""
-
     @contextmanager
     def _as_reference(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
         with torch.no_grad(), exchanged(self.trainable_parameters(), values):
@@ -89,7 +89,7 @@ class TrainedModel(ABC):
             raise ValueError("no reference is kept; train_model keeps one with reference='device' or 'cpu'")
 
     def _stored_reference(self, folder: Path | None) -> dict[str, Tensor]:
-        values = copied(self.trainable_parameters(), self._reference_device())
+        values = copied(self.trainable_parameters(), self._reference_device)
         with self._as_reference(values):
             self.load(folder)
         return values
@@ -141,3 +141,117 @@ class TrainedModel(ABC):
         """
         self._require_reference()
         self._reference = self._stored_reference(folder)
+
+
+def copied(parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> dict[str, Tensor]:
+    """Copy the values, to the same or another device; meta tensors are returned unchanged."""
+    return {
+        name: value.detach() if value.is_meta else value.detach().to(device or value.device, copy=True)
+        for name, value in parameters.items()
+    }
+
+
+@contextmanager
+def exchanged(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Swap the parameters with `values` inside the context, and back at its end.
+
+    The only additional memory is a copy of one parameter at a time. A graph that was built over the parameters before
+    cannot be run backwards afterwards; torch refuses it.
+
+    Args:
+        values: of the same names, shapes and dtypes, on any device; changed in place.
+    """
+    _exchange(parameters, values)
+    try:
+        yield
+    finally:
+        _exchange(parameters, values)
+
+
+@torch.no_grad()
+def _exchange(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        previous = parameter.detach().to(values[name].device, copy=True)
+        parameter.copy_(values[name])
+        values[name].copy_(previous)
+    # A surrounding autocast has cached the previous values in 16 bits.
+    torch.clear_autocast_cache()
+
+
+@torch.no_grad()
+def mix_into(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], mix: float) -> None:
+    """Make the values mix * parameters + (1 - mix) * values, in fp32, rounded once to the values' dtype.
+
+    Args:
+        values: changed in place, where they are.
+        mix: share of the parameters, 0 < mix <= 1.
+
+    Raises:
+        ValueError: mix is outside its range.
+    """
+    if not 0 < mix <= 1:
+        raise ValueError(f"mix is {mix}; it has to be above 0 and at most 1")
+    for name, parameter in parameters.items():
+        current = parameter.detach().to(values[name].device, torch.float32)
+        # 0 times infinity is NaN.
+        mixed = current if mix == 1 else mix * current + (1 - mix) * values[name].float()
+        values[name].copy_(mixed)
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    # Importing transformers takes seconds, and most of what imports this package runs no model.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+
+
+def enable_recomputation(model: nn.Module) -> None:
+    """Let the layers recompute their activations in the backward pass, while `recompute_layers` says so.
+
+    Raises:
+        InputError: the model has no layers that can.
+    """
+    layers = list(_layers(model))
+    if not layers:
+        hint = f"{type(model).__name__} has no layers that recompute their activations; set it to false."
+        raise InputError("policy.gradient_checkpointing", True, hint)
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(_run, layer)
+
+
+def recompute_layers(model: nn.Module, recompute: bool) -> None:
+    """Switch recomputation on or off in a model whose dropout is off.
+
+    Layers are checkpointed only in training mode, so the layers are set to it and the modules inside are not.
+    """
+    for layer in _layers(model):
+        layer.training = recompute
+
+
+def _run(layer: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a layer's forward pass with checkpointing; the layer is in evaluation mode, because some have dropout."""
+
+    def evaluated(*values: Any) -> Any:
+        trains, layer.training = layer.training, False
+        try:
+            return function(*values)
+        finally:
+            layer.training = trains
+
+    # Nothing random happens inside, so no random state has to be kept.
+    return checkpoint(evaluated, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def differing_shapes(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that one side lacks or has in another shape."""
+    return sorted(
+        name
+        for name in stored.keys() | expected.keys()
+        if name not in stored or name not in expected or stored[name].shape != expected[name].shape
+    )
+
+
+def on_cpu(value: Tensor) -> Tensor:
+    """Copy to CPU memory; meta tensors are returned unchanged."""
+    return value if value.is_meta else value.detach().to("cpu", copy=True)

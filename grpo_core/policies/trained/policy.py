@@ -1,4 +1,4 @@
-"""The half of the Policy protocol that the trained model implements."""
+"""The half of the Policy protocol that the trained model implements, and 16-bit arithmetic."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from grpo_core.errors import InputError
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.records import TokenBatch, TokenLogprobs
 
@@ -53,14 +54,22 @@ class TrainedPolicy(ABC):
         """Load the weights of `folder`; None restores the initial ones."""
         self.trained.load(folder)
 
-    def refresh_reference(self, mix: float) -> None:
-        """Make the reference mix * policy + (1 - mix) * reference."""
-        self.trained.refresh_reference(mix)
 
-    def save_reference(self, folder: Path) -> None:
-        """Write the reference as `save_weights` writes the policy."""
-        self.trained.save_reference(folder)
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Return a context that computes matrix products in `dtype`; parameters and gradients keep their dtype.
 
-    def load_reference(self, folder: Path | None) -> None:
-        """Load the reference of `folder`; None restores the initial one."""
-        self.trained.load_reference(folder)
+    Sampling and scoring have to use the same one, or their log-probs differ by rounding.
+    """
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def refuse_unscaled_float16(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> None:
+    """Refuse training in float16: its smallest gradients are zero unless the loss is scaled, and no update scales it.
+
+    Raises:
+        InputError: weights or arithmetic are in float16.
+    """
+    hint = "Small gradients vanish in float16 without a scaled loss; use bfloat16 or float32."
+    for place, found in (("policy.dtype", dtype), ("policy.autocast", autocast_dtype)):
+        if found == torch.float16:
+            raise InputError(place, "float16", hint)

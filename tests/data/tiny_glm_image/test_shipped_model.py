@@ -8,8 +8,7 @@ import pytest
 import torch
 from diffusers import GlmImagePipeline
 
-from data.codebook import CODEBOOK_SIZE, decode_tokens
-from data.shapes import split_scenes
+from data.shapes import CODEBOOK_SIZE, decode_tokens, split_scenes
 from data.tiny_glm_image import TinyRecipe, evaluate_tiny_model
 from grpo_core.policies.glm_image.decoding import decode_group
 from tests.tiny_policy import MODEL

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.tiny_text import TinyTextRecipe, build_tokenizer, evaluate_tiny_text_model
-from data.tiny_text.letters import split_words
+from data.tiny_text import TinyTextRecipe, build_tokenizer, evaluate_tiny_text_model, split_words
 from tests.tiny_text_policy import MODEL
 
 

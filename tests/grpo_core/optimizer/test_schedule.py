@@ -54,13 +54,6 @@ def test_rates_are_those_of_an_unbroken_scheduler(name: Schedule, kwargs: dict[s
     assert [ours(step) for step in reversed(range(TOTAL + 1))] == expected[::-1]
 
 
-def test_linear_by_hand() -> None:
-    """Three steps up to 0.01, then nine down to zero."""
-    ours = schedule("linear", lr_scheduler_kwargs={})
-    expected = [0.0, 0.01 / 3, 0.02 / 3, *(0.01 * left / 9 for left in range(9, -1, -1))]
-    assert [ours(step) for step in range(13)] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("name", "last"),
     [

@@ -58,10 +58,6 @@ def test_every_part_counts_once_and_every_process_takes_as_many(parts: int, coun
     assert sorted(counted) == list(range(parts))
 
 
-def test_alone_everything_is_done_here() -> None:
-    assert share("abc", SINGLE_PROCESS) == [("a", True), ("b", True), ("c", True)]
-
-
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=12), st.integers(1, 20))
 def test_buckets_hold_every_gradient_in_order(sizes: list[tuple[int, bool]], elements: int) -> None:
     tensors = [torch.zeros(size, dtype=torch.float64 if double else torch.float32) for size, double in sizes]

@@ -104,6 +104,7 @@ STAGE_ROOTS = {
         ("grpo_core/collect.py", "def collect_rollouts", {"collect rollouts"}),
         ("grpo_core/advantages/compute.py", "def compute_advantages", {"compute advantages"}),
         ("grpo_core/logprobs.py", "def score_hidden", {"collect rollouts", "update policy"}),
+        ("grpo_core/policies/glm_image/estimate.py", "def decoding_part", set()),
     ],
 )
 def test_a_changed_line_changes_the_stages_that_run_it(

@@ -75,15 +75,6 @@ def test_two_processes_compute_the_weights_of_one(
     assert two.rows == one.rows == 7
 
 
-def test_the_weights_are_not_those_before(store: ArtifactStore, tmp_path: Path) -> None:
-    """Or the comparison of one process with two would show nothing: a step moves them far more than it allows."""
-    rollouts = TEXTS.collect()
-    short = UPDATE.model_copy(update={"epochs": 1})
-    for name, update in (("one", short), ("other", UPDATE)):
-        alone(job_of(TEXTS, rollouts, advantages_of(rollouts), update=update), tmp_path / name)
-    assert largest_difference(tmp_path / "one", tmp_path / "other", "model") > 1e-4
-
-
 @pytest.mark.parametrize("name", MEDIA)
 def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path: Path, name: str) -> None:
     modality = MEDIA[name]

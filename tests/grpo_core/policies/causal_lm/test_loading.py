@@ -30,10 +30,6 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MODEL, tmp_path / "model"))
 
 
-def test_the_shipped_model_is_usable() -> None:
-    FAMILY.refuse_unusable(str(MODEL), SETTINGS)
-
-
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "data/models/nowhere", "a/b/c"])
 def test_a_folder_that_is_not_there(model: str) -> None:
     assert "no such folder" in refused(model).hint

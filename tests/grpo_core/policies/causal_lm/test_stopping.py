@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_core.policies.causal_lm.stopping import StopTexts, end_tokens
+from grpo_core.policies.causal_lm.sampling import StopTexts, end_tokens
 from tests.grpo_core.policies.causal_lm.made_models import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -7,7 +7,7 @@ import torch
 from diffusers import GlmImagePipeline
 
 from data.tiny_glm_image import TinyRecipe, build_pipeline
-from grpo_core.policies.glm_image.architecture import ComponentConfigs
+from grpo_core.policies.glm_image.loading import ComponentConfigs
 
 
 @pytest.fixture(autouse=True, scope="package")

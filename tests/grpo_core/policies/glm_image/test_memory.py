@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
-from grpo_core.policies.causal_lm.training import train_causal_lm
+from grpo_core.policies.causal_lm.loading import train_causal_lm
 from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Workload
-from grpo_core.policies.glm_image.architecture import ComponentConfigs, build_on_meta, released_configs
-from grpo_core.policies.glm_image.family import FAMILY, decoding_part
-from grpo_core.policies.glm_image.loading import load_pipeline
+from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
+from grpo_core.policies.glm_image.estimate import decoding_part, estimate
+from grpo_core.policies.glm_image.loading import ComponentConfigs, build_on_meta, load_pipeline, released_configs
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, train_token_model
-from grpo_core.policies.glm_image.prompts import EncodedPrompts
-from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice
 from tests.grpo_core.policies.causal_lm.made_models import CONFIGS, make_model
@@ -60,7 +58,7 @@ def bytes_of(parameters: Any) -> int:
 def test_weights_are_the_bytes_of_a_loaded_pipeline(tiny_folder: Path, dtype: Any) -> None:
     pipeline = load_pipeline(str(tiny_folder), dtype=getattr(torch, dtype), device=torch.device("cpu"))
     workload = dataclasses.replace(WORKLOAD, dtype=dtype)
-    memory = FAMILY.estimate(str(tiny_folder), SETTINGS, choice_of(lora=True), workload).memory
+    memory = estimate(str(tiny_folder), SETTINGS, choice_of(lora=True), workload).memory
     networks: dict[str, nn.Module] = {
         "autoregressive weights": pipeline.vision_language_encoder,
         "decoder weights": pipeline.transformer,
@@ -193,7 +191,7 @@ def test_more_of_anything_never_needs_less(
 ) -> None:
     choice = choice_of(lora=True, gradient_checkpointing=checkpointed)
     less, greater = (
-        FAMILY.estimate(str(tiny_folder), SETTINGS, choice, dataclasses.replace(WORKLOAD, **{name: number})).memory
+        estimate(str(tiny_folder), SETTINGS, choice, dataclasses.replace(WORKLOAD, **{name: number})).memory
         for number in (value, value + more)
     )
     assert greater.needed >= less.needed

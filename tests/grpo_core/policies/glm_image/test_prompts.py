@@ -5,7 +5,7 @@ import torch
 from diffusers import GlmImagePipeline
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.prompts import EncodedPrompts, UnitProcessor, encode_prompts
+from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
 from tests.tiny_policy import PROMPTS
 
 STATE = ("rope_deltas", "_cached_decode_position_ids", "_prefill_len")
@@ -50,26 +50,6 @@ def test_nothing_is_left_on_the_model(shipped_pipeline: GlmImagePipeline) -> Non
     assert [getattr(model, name) for name in STATE] == [None, None, None]
 
 
-def test_state_left_by_another_caller_does_not_matter(shipped_pipeline: GlmImagePipeline) -> None:
-    model = shipped_pipeline.vision_language_encoder.model
-    expected = encoded(shipped_pipeline, PROMPTS[0])
-    model.rope_deltas, model._prefill_len = torch.full((3, 1), 7), 99
-    model._cached_decode_position_ids = torch.full((3, 3, 50), 7)
-    again = encoded(shipped_pipeline, PROMPTS[0])
-    assert torch.equal(again.position_ids, expected.position_ids)
-    assert model._cached_decode_position_ids is None
-
-
-def test_repeat_and_select_keep_rows_together(shipped_pipeline: GlmImagePipeline) -> None:
-    prompts = encoded(shipped_pipeline, *PROMPTS[:3])
-    repeated = prompts.repeat(2)
-    chosen = prompts.select(torch.tensor([0, 0, 1, 1, 2, 2]))
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        assert torch.equal(getattr(repeated, name), getattr(chosen, name))
-    assert torch.equal(prompts.select(torch.tensor([2])).input_ids[0], prompts.input_ids[2])
-    assert torch.equal(prompts.select(torch.tensor([2])).position_ids[:, 0], prompts.position_ids[:, 2])
-
-
 @pytest.mark.parametrize(
     "tag", ["<sop>", "<eop>", "<|image|>", "<|endoftext|>", "<|dit_token_3|>", "<|dit_token_73|>", "<|dit_token_74|>"]
 )
@@ -99,9 +79,3 @@ def test_any_other_text_is_read_as_it_stands(shipped_pipeline: GlmImagePipeline,
     ids = encoded(shipped_pipeline, prompt).input_ids[0]
     tags = encoded(shipped_pipeline, "").length
     assert tokenizer.decode(ids[: len(ids) - tags]) == prompt
-
-
-def test_a_larger_unit_is_the_stock_processor(shipped_pipeline: GlmImagePipeline) -> None:
-    stock = shipped_pipeline.processor
-    processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
-    assert processor._get_target_shape(1024, 512) == super(UnitProcessor, processor)._get_target_shape(1024, 512)

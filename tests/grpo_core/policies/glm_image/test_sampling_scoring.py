@@ -8,18 +8,10 @@ import pytest
 import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
+from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.glm_image.sampling import sample_tokens
-from grpo_core.policies.glm_image.scoring import score_tokens
 from grpo_core.policies.trained import LoraSettings
 from grpo_core.records import SampledTokens, TokenBatch
 from grpo_core.sampling import Truncation
@@ -113,36 +105,6 @@ def test_the_gate_catches_log_probs_over_other_ids(shipped_pipeline: GlmImagePip
     report = measure_parity(names, sampled.rollout_logprobs, old, sampled.tokens.loss_mask)
     with pytest.raises(ParityError, match="top-k and top-p"):
         require_parity(report, ParityTolerance(0.1, 0.01))
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
-def test_the_stored_ids_are_those_of_transformers_warpers(
-    shipped_pipeline: GlmImagePipeline, truncation: Truncation
-) -> None:
-    """From the logits of one pass over all tokens, warped as generate() warps them."""
-    policy = build_policy(shipped_pipeline, width=64, temperature=0.9, truncation=truncation, disturbed=0.05)
-    tokens = drawn(policy).tokens
-    assert tokens.support is not None
-    arguments = by_hand(policy, tokens)
-    temperature, codes = arguments.pop("temperature"), arguments.pop("vocabulary")
-    with torch.no_grad():
-        logits = policy._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :codes]
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if truncation.top_k:
-        warpers.append(TopKLogitsWarper(truncation.top_k))
-    if truncation.top_p < 1:
-        warpers.append(TopPLogitsWarper(truncation.top_p))
-    if truncation.min_p:
-        warpers.append(MinPLogitsWarper(truncation.min_p))
-    left = warpers(tokens.token_ids, logits.flatten(0, 1)) > -torch.inf
-    assert left.sum(-1).tolist() == tokens.support.counts.flatten().tolist()
-    assert left.nonzero()[:, 1].tolist() == tokens.support.ids.tolist()
-
-
-def test_what_can_be_drawn_is_stored_only_where_something_was_cut(
-    warm: tuple[GlmImagePolicy, SampledTokens],
-) -> None:
-    assert warm[1].tokens.support is None
 
 
 # --- the model's parts

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from grpo_core.errors import InputError
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice, train_model
 from grpo_core.policies.trained.choice import Reference
-from grpo_core.policies.trained.reference import exchanged, mix_into
+from grpo_core.policies.trained.model import exchanged, mix_into
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
 from tests.grpo_core.policies.trained.tiny_models import disturb, logprobs, same, tiny_llama, values_of
 
@@ -61,16 +61,6 @@ def test_weights_are_put_back_after_a_failure(choice: TrainingChoice) -> None:
     assert not torch.equal(logprobs(model.model), reference_logprobs(model))
 
 
-def test_both_places_give_the_same_log_probs() -> None:
-    found = []
-    for place in ("device", "cpu"):
-        model = trained(TrainingChoice(None, reference=place))  # type: ignore[arg-type]
-        disturb(model.trainable_parameters())
-        model.refresh_reference(0.3)
-        found.append(reference_logprobs(model))
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("place", ["device", "cpu"])
 def test_a_reference_is_one_copy_of_what_is_trained_inside_and_outside(place: Reference) -> None:
     """Only the trained part is copied, and entering makes no further copy."""
@@ -110,16 +100,6 @@ def test_without_a_reference_it_cannot_be_asked() -> None:
 
 
 # --- the moving average
-
-
-def test_mixing_by_hand() -> None:
-    """0.6 * 10 + 0.4 * 1 = 6.4, then 0.6 * 20 + 0.4 * 6.4 = 14.56."""
-    weight, values = torch.nn.Parameter(torch.tensor([10.0])), {"w": torch.tensor([1.0])}
-    mix_into(values, {"w": weight}, 0.6)
-    assert values["w"].item() == pytest.approx(6.4, rel=1e-6)
-    weight.data.fill_(20.0)
-    mix_into(values, {"w": weight}, 0.6)
-    assert values["w"].item() == pytest.approx(14.56, rel=1e-6)
 
 
 def test_mixing_is_in_fp32_and_rounds_once() -> None:

@@ -1,0 +1,235 @@
+"""The two trainings of the tiny GLM-Image on imperfect images: cross-entropy for the token model, flow matching."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from diffusers import GlmImagePipeline
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.shapes import (
+    BACKGROUNDS,
+    CELL_PIXELS,
+    CODEBOOK_SIZE,
+    COLORS,
+    GRID,
+    IMAGE_PIXELS,
+    PREVIEW_GRID,
+    SPRITES,
+    Scene,
+    decode_tokens,
+    draw_cells,
+    encode_cells,
+    split_scenes,
+    sprite_mask,
+    sprite_origin,
+)
+from data.tiny_glm_image.recipe import TinyRecipe
+from data.training import ProgressCallback, train
+from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, UnitProcessor, encode_prompts, score_tokens
+from grpo_core.policies.glm_image.loading import pixel_unit
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Captioned images as tokens.
+
+    Attributes:
+        scene_index: int64 [images], which of the given scenes the caption describes.
+        tokens: int64 [images, 16 + 64], preview then large grid.
+    """
+
+    scene_index: Tensor
+    tokens: Tensor
+
+
+def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> Corpus:
+    """Draw `recipe.corpus_size` images of random scenes, with slips, confusions and speckles at its rates."""
+    rng = np.random.default_rng(recipe.seed)
+    index = rng.integers(len(scenes), size=recipe.corpus_size)
+    cells = np.stack([_draw_imperfect(scenes[i], recipe, rng) for i in index])
+    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], dtype=np.uint8)
+    stray = rng.random(cells.shape[:3]) < recipe.speckle_probability
+    cells[stray] = palette[rng.integers(len(palette), size=int(stray.sum()))]
+    return Corpus(torch.from_numpy(index), encode_cells(cells))
+
+
+def _draw_imperfect(scene: Scene, recipe: TinyRecipe, rng: np.random.Generator) -> np.ndarray:
+    if rng.random() < recipe.confusion_probability:
+        scene = replace(scene, shape=str(rng.choice([shape for shape in SPRITES if shape != scene.shape])))
+    row, column = sprite_origin(scene.shape, scene.position)
+    if rng.random() < recipe.slip_probability:
+        height, width = sprite_mask(scene.shape).shape
+        row = int(np.clip(row + rng.integers(-1, 2), 0, GRID - height))
+        column = int(np.clip(column + rng.integers(-1, 2), 0, GRID - width))
+    return draw_cells(scene, origin=(row, column))
+
+
+@dataclass(frozen=True)
+class AutoregressiveMetrics:
+    """The losses that the supervised training reached.
+
+    Attributes:
+        final_loss: mean cross-entropy over the last twentieth of the steps, nats per token.
+        heldout_preview_loss: cross-entropy of clean held-out images' preview tokens, nats per token.
+        heldout_large_loss: the same for the large grid's tokens.
+    """
+
+    final_loss: float
+    heldout_preview_loss: float
+    heldout_large_loss: float
+
+
+def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> EncodedPrompts:
+    """Encode the scenes' captions for the autoregressive model, one row per scene."""
+    stock = pipeline.processor
+    processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
+    processor.unit = pixel_unit(pipeline)
+    captions = [scene.caption for scene in scenes]
+    return encode_prompts(pipeline.vision_language_encoder.model, processor, captions, IMAGE_PIXELS, IMAGE_PIXELS)
+
+
+def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Tensor) -> Tensor:
+    """Compute the negative log-likelihood of the given tokens, float [images, tokens], in nats."""
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    scored = score_tokens(
+        pipeline.vision_language_encoder,
+        encoded,
+        tokens,
+        everything,
+        vocabulary=CODEBOOK_SIZE,
+        entropy=False,
+        temperature=1.0,
+    )
+    return -scored.logprobs
+
+
+def train_autoregressive(
+    pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None
+) -> AutoregressiveMetrics:
+    """Train `pipeline.vision_language_encoder` in place on the recipe's corpus of training captions.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    model = pipeline.vision_language_encoder
+    train_scenes, heldout_scenes = split_scenes(recipe.seed, recipe.heldout_fraction)
+    corpus = draw_corpus(train_scenes, recipe)
+    encoded = encode_scenes(pipeline, train_scenes)
+    # The vision tower and the quantizer read source images, which are not used here.
+    trained = [p for name, p in model.named_parameters() if "visual" not in name and "vqmodel" not in name]
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def loss() -> Tensor:
+        rows = torch.randint(recipe.corpus_size, (recipe.autoregressive_batch,), generator=generator)
+        return token_losses(pipeline, encoded.select(corpus.scene_index[rows]), corpus.tokens[rows]).mean()
+
+    final = train(model, trained, recipe.autoregressive_learning_rate, recipe.autoregressive_steps, loss, on_step)
+    return AutoregressiveMetrics(final, *_heldout_losses(pipeline, heldout_scenes))
+
+
+@torch.no_grad()
+def _heldout_losses(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> tuple[float, float]:
+    tokens = encode_cells(np.stack([draw_cells(scene) for scene in scenes]))
+    losses = token_losses(pipeline, encode_scenes(pipeline, scenes), tokens)
+    preview, large = losses.split([PREVIEW_GRID**2, tokens.shape[1] - PREVIEW_GRID**2], dim=1)
+    return preview.mean().item(), large.mean().item()
+
+
+# Quoted texts, as examples of glyph embeddings; most prompts quote nothing.
+_GLYPH_TEXTS = (
+    "",
+    "",
+    "",
+    "A",
+    "hello",
+    "GRPO 2026",
+    "New Life Cafe",
+    "open 24 hours",
+    "你好世界",
+    "Sale: 50% off today!",
+)
+_TIME_SHIFT = 3.0
+_PURE_NOISE = 0.25
+# Without tokens an image can only be guessed, and that loss would drown the small ones that make cells flat.
+_DROPPED_WEIGHT = 0.3
+
+
+def train_decoder(pipeline: GlmImagePipeline, recipe: TinyRecipe, on_step: ProgressCallback | None = None) -> float:
+    """Train `pipeline.transformer` in place to draw each image token as a flat cell of its colour.
+
+    The straight path x_t = (1 - t) x_0 + t noise and its velocity noise - x_0 are those of Lipman et al. 2023, "Flow
+    Matching for Generative Modeling", section 4.1, example II, with time reversed as in diffusers; t is logit-normal
+    as in Esser et al. 2024, "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 3.1.
+
+    Returns:
+        Weighted mean squared error of the velocity over the last twentieth of the steps, in latent units.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    train_scenes, _ = split_scenes(recipe.seed, recipe.heldout_fraction)
+    large_tokens = draw_corpus(train_scenes, recipe).tokens[:, PREVIEW_GRID**2 :]
+    with torch.no_grad():
+        glyphs = [pipeline._get_glyph_embeds([f'"{text}"']) for text in _GLYPH_TEXTS]
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def loss() -> Tensor:
+        tokens = _draw_tokens(large_tokens, recipe.decoder_batch, generator)
+        glyph = glyphs[int(torch.randint(len(glyphs), (1,), generator=generator))]
+        return _flow_matching_loss(pipeline, tokens, glyph, recipe, generator)
+
+    parameters = pipeline.transformer.parameters()
+    return train(pipeline.transformer, parameters, recipe.decoder_learning_rate, recipe.decoder_steps, loss, on_step)
+
+
+def _draw_tokens(large_tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw corpus images, and as many grids in which a random share of the cells has random codes.
+
+    A policy in training samples grids that are not in the corpus, and the decoder has to render those too.
+    """
+    rows = torch.randint(len(large_tokens), (count,), generator=generator)
+    tokens = large_tokens[rows]
+    share = torch.rand(count, 1, generator=generator) * (torch.arange(count) % 4 > 0).unsqueeze(1)
+    replaced = torch.rand(tokens.shape, generator=generator) < share
+    return torch.where(replaced, torch.randint(CODEBOOK_SIZE, tokens.shape, generator=generator), tokens)
+
+
+def _draw_times(count: int, generator: torch.Generator) -> Tensor:
+    """Draw logit-normal times, shifted towards noise, a quarter of them pure noise.
+
+    Latents are large against the noise, so the image shows through it except near time 1, where the
+    decoder learns to read the tokens.
+    """
+    time = torch.sigmoid(torch.randn(count, generator=generator))
+    shifted = _TIME_SHIFT * time / (1 + (_TIME_SHIFT - 1) * time)
+    return torch.where(torch.rand(count, generator=generator) < _PURE_NOISE, 1.0, shifted)
+
+
+def _flow_matching_loss(
+    pipeline: GlmImagePipeline, tokens: Tensor, glyph: Tensor, recipe: TinyRecipe, generator: torch.Generator
+) -> Tensor:
+    count = len(tokens)
+    cells = decode_tokens(tokens) / recipe.latent_std
+    clean = cells.repeat_interleave(CELL_PIXELS, 2).repeat_interleave(CELL_PIXELS, 3)
+    noise = torch.randn(clean.shape, generator=generator)
+    time = _draw_times(count, generator)
+    mixed = torch.lerp(clean, noise, time.view(-1, 1, 1, 1))
+    # Each large token covers two by two positions of the decoder.
+    prior = tokens.view(-1, GRID, GRID).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+    dropped = torch.rand(count, 1, generator=generator) < recipe.prior_drop_probability
+    velocity = pipeline.transformer(
+        hidden_states=mixed,
+        encoder_hidden_states=glyph.expand(count, -1, -1),
+        prior_token_id=prior,
+        prior_token_drop=dropped.expand(-1, prior.shape[1]),
+        # The pipeline passes its scheduler's timestep minus one.
+        timestep=time * pipeline.scheduler.config.num_train_timesteps - 1,
+        target_size=torch.full((count, 2), float(IMAGE_PIXELS)),
+        crop_coords=torch.zeros(count, 2),
+        return_dict=False,
+    )[0]
+    row_loss = F.mse_loss(velocity, noise - clean, reduction="none").mean(dim=(1, 2, 3))
+    return (row_loss * torch.where(dropped.squeeze(1), _DROPPED_WEIGHT, 1.0)).mean()

@@ -1,0 +1,325 @@
+"""A text model of the stock transformers classes, small enough to train and run on one CPU core.
+
+Its task is to sort the letters of a made-up word. The whole recipe: ``build_tokenizer``, ``build_model``,
+``train_model``, ``save_tiny_text_model``, ``evaluate_tiny_text_model``, ``write_prompt_files``.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from rapidfuzz.distance import Levenshtein
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from data.training import ProgressCallback, train
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.trained import TrainingChoice
+from grpo_core.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class TinyTextRecipe:
+    """How the tiny text model is built and trained; the same recipe gives the same weights on the same machine.
+
+    The supervised answers are imperfect on purpose: the policy learns the task and also the slips, which
+    training with rewards can then remove.
+
+    Attributes:
+        seed: for weights, words, slips and data order.
+        heldout_words: words that are in neither the supervised training nor the training prompts.
+        corpus_size: answers drawn for the supervised training.
+        swap_probability: probability per letter of the answer that another letter replaces it.
+        skip_probability: probability per letter of the answer that it is missing.
+        repeat_probability: probability per letter of the answer that it is repeated.
+        hidden_size, layers, heads, key_value_heads, intermediate_size: of the model.
+        context: ids that it can read and write.
+        initializer_range: standard deviation of its initial weights.
+        steps, batch, learning_rate: of the supervised training.
+        train_prompts, heldout_prompts: sizes of the prompt files for training with rewards.
+    """
+
+    seed: int = 0
+    heldout_words: int = 256
+    corpus_size: int = 32768
+    swap_probability: float = 0.22
+    skip_probability: float = 0.12
+    repeat_probability: float = 0.12
+    hidden_size: int = 96
+    layers: int = 2
+    heads: int = 4
+    key_value_heads: int = 2
+    intermediate_size: int = 192
+    context: int = 512
+    initializer_range: float = 0.05
+    steps: int = 1200
+    batch: int = 64
+    learning_rate: float = 4e-3
+    train_prompts: int = 256
+    heldout_prompts: int = 32
+
+
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_SHORTEST, _LONGEST = 3, 8
+INSTRUCTION = "sort the letters of"
+
+
+def prompt_of(word: str) -> str:
+    """Return the prompt, for example "sort the letters of tomato"."""
+    return f"{INSTRUCTION} {word}"
+
+
+def answer_of(word: str) -> str:
+    """Return the correct answer, for example "amoott"."""
+    return "".join(sorted(word))
+
+
+def draw_words(count: int, rng: np.random.Generator, *, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """Draw distinct words of three to eight alternating consonants and vowels, none of them in `without`."""
+    seen = set(without)
+    words: list[str] = []
+    while len(words) < count:
+        word = _draw_word(rng)
+        if word not in seen:
+            seen.add(word)
+            words.append(word)
+    return tuple(words)
+
+
+def _draw_word(rng: np.random.Generator) -> str:
+    first = int(rng.integers(2))
+    kinds = [(_CONSONANTS, _VOWELS)[(first + place) % 2] for place in range(rng.integers(_SHORTEST, _LONGEST + 1))]
+    return "".join(letters[rng.integers(len(letters))] for letters in kinds)
+
+
+def split_words(seed: int, *, train: int, heldout: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return words for training and held-out words; the held-out ones do not depend on the number of others."""
+    unseen = draw_words(heldout, np.random.default_rng([seed, 1]))
+    return draw_words(train, np.random.default_rng([seed, 2]), without=unseen), unseen
+
+
+TRAIN_FILE = "letters_train.jsonl"
+HELDOUT_FILE = "letters_heldout.jsonl"
+
+
+def write_prompt_files(recipe: TinyTextRecipe, folder: Path) -> None:
+    """Write one JSON object per word, with the columns prompt, answer and word.
+
+    The supervised training uses the training words, with slips, and none of the held-out ones.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    seen, unseen = split_words(recipe.seed, train=recipe.train_prompts, heldout=recipe.heldout_words)
+    for name, words in ((TRAIN_FILE, seen), (HELDOUT_FILE, unseen[: recipe.heldout_prompts])):
+        rows = ({"prompt": prompt_of(word), "answer": answer_of(word), "word": word} for word in words)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+_SYSTEM, _USER, _ASSISTANT, _END, _PAD = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
+_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|' + message.role + '|>' + message.content + '" + _END + "' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '" + _ASSISTANT + "' }}{%- endif -%}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer, with its chat template.
+
+    A word of the instruction is one id, with or without the space before it; every other word is its UTF-8 bytes, so
+    the letters of the word to sort are one id each, any text has ids, and none is unknown.
+    """
+    words = set(INSTRUCTION.split())
+    # Byte-level pre-tokenisation writes the space before a word as this letter, part of the word.
+    words |= {"\u0120" + word for word in words}
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
+    specials = [_PAD, _SYSTEM, _USER, _ASSISTANT, _END]
+    vocabulary = {entry: index for index, entry in enumerate(entries + specials)}
+    # ignore_merges: a word that is an entry is one id, without the merges that would build it from bytes.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
+    built = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, padding_side="left")
+    built.chat_template = _CHAT_TEMPLATE
+    return built
+
+
+def build_model(recipe: TinyTextRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Build a Llama with random weights from the recipe's seed; global random state does not change."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.key_value_heads,
+        max_position_embeddings=recipe.context,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return LlamaForCausalLM(config).eval()
+
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
+"""Libraries whose versions affect the result."""
+
+
+def save_tiny_text_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save model and tokenizer; `AutoModelForCausalLM.from_pretrained(folder)` loads it without this project."""
+    # Its progress bars would break ours.
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Conversations as ids, padded on the right.
+
+    Attributes:
+        ids: int64 [conversations, time], prompt and answer in the chat template.
+        trained: bool [conversations, time], True where an id belongs to the answer or ends it.
+    """
+
+    ids: Tensor
+    trained: Tensor
+
+
+def draw_corpus(tokenizer: PreTrainedTokenizerFast, recipe: TinyTextRecipe) -> Corpus:
+    """Draw `recipe.corpus_size` answers, one per prompt, with slips at the recipe's rates."""
+    words, _ = split_words(recipe.seed, train=recipe.corpus_size, heldout=recipe.heldout_words)
+    rng = np.random.default_rng([recipe.seed, 3])
+    rows = [encode_answer(tokenizer, word, draw_answer(word, recipe, rng)) for word in words]
+    time = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.full((len(rows), time), tokenizer.pad_token_id)
+    trained = torch.zeros(len(rows), time, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        trained[row, len(prompt) : end] = True
+    return Corpus(ids, trained)
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerFast, word: str, answer: str) -> tuple[list[int], list[int]]:
+    """Encode the prompt about a word, and an answer with its end token."""
+    messages = [{"role": "user", "content": prompt_of(word)}]
+    requested = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt: list[int] = tokenizer.encode(requested, add_special_tokens=False)
+    written: list[int] = tokenizer.encode(answer, add_special_tokens=False)
+    return prompt, [*written, tokenizer.eos_token_id]
+
+
+def draw_answer(word: str, recipe: TinyTextRecipe, rng: np.random.Generator) -> str:
+    """Sort the letters with slips: a letter is replaced, missing, or repeated."""
+    swap, skip, repeat = recipe.swap_probability, recipe.skip_probability, recipe.repeat_probability
+    written = []
+    for letter in answer_of(word):
+        chance = rng.random()
+        if chance < swap:
+            written.append(_ALPHABET[rng.integers(len(_ALPHABET))])
+        elif chance >= swap + skip:
+            written.append(letter * (2 if chance < swap + skip + repeat else 1))
+    return "".join(written)
+
+
+def answer_loss(model: LlamaForCausalLM, corpus: Corpus, rows: Tensor) -> Tensor:
+    """Compute the mean negative log-likelihood of the answers' tokens in these rows, in nats, as a scalar tensor."""
+    ids, trained = corpus.ids[rows], corpus.trained[rows, 1:]
+    # Padding is on the right, where a causal model's earlier positions do not see it.
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits[trained], ids[:, 1:][trained])
+
+
+def train_model(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: TinyTextRecipe,
+    on_step: ProgressCallback | None = None,
+) -> float:
+    """Train `model` in place on the recipe's corpus, and call `on_step` after every step.
+
+    Returns:
+        Mean cross-entropy over the last twentieth of the steps, nats per token.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite.
+    """
+    corpus = draw_corpus(tokenizer, recipe)
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def loss() -> Tensor:
+        rows = torch.randint(recipe.corpus_size, (recipe.batch,), generator=generator)
+        return answer_loss(model, corpus, rows)
+
+    return train(model, model.parameters(), recipe.learning_rate, recipe.steps, loss, on_step)
+
+
+LONGEST_ANSWER = 24
+
+
+@dataclass(frozen=True)
+class TinyTextReport:
+    """The quality of a tiny text model's answers, as means over answers.
+
+    Attributes:
+        temperature: of the token distribution.
+        answers: number of answers measured.
+        similarity: 1 - edit distance (Levenshtein, 1966) / length of the longer of the answer and the correct one.
+        exact: share of correct answers.
+        finished: share that was not truncated.
+        mean_length: tokens, including the end token.
+        similarity_group_std: Bessel-corrected standard deviation of the similarity among answers to one prompt: what a
+            reward can distinguish.
+    """
+
+    temperature: float
+    answers: int
+    similarity: float
+    exact: float
+    finished: float
+    mean_length: float
+    similarity_group_std: float
+
+
+def evaluate_tiny_text_model(
+    folder: Path, words: Sequence[str], *, temperature: float, group_size: int = 4, seed: int = 0
+) -> TinyTextReport:
+    """Sample `group_size` answers for each word and measure them.
+
+    Args:
+        words: usually the held-out ones of :func:`data.tiny_text.split_words`.
+    """
+    settings = CausalLMSettings(temperature=temperature, max_completion_length=LONGEST_ANSWER)
+    choice, cpu = TrainingChoice(lora=None), torch.device("cpu")
+    policy = CausalLMPolicy.load(str(folder), settings, choice, dtype=torch.float32, device=cpu)
+    seeds = [derive_seed(seed, "tokens", row) for row in range(len(words) * group_size)]
+    sampled = policy.sample([prompt_of(word) for word in words], group_size=group_size, seeds=seeds)
+    answers = policy.render(sampled.tokens, noise_seeds=seeds)
+    right = [answer_of(word) for word in words for _ in range(group_size)]
+    pairs = list(zip(answers, right, strict=True))
+    similarity = torch.tensor([Levenshtein.normalized_similarity(*pair) for pair in pairs], dtype=torch.float64)
+    return TinyTextReport(
+        temperature=temperature,
+        answers=len(pairs),
+        similarity=similarity.mean().item(),
+        exact=sum(answer == wanted for answer, wanted in pairs) / len(pairs),
+        finished=sampled.finished.double().mean().item(),
+        mean_length=sampled.tokens.loss_mask.sum(-1).double().mean().item(),
+        similarity_group_std=similarity.view(-1, group_size).std(1).mean().item(),
+    )

@@ -1,0 +1,253 @@
+"""The token model: prompts -> ids and positions, the sampling loop, and log-probs of stored tokens.
+
+Positions are given to the model explicitly, always. GLM-Image keeps position state on the module between a prefill and
+its decode steps; a forward pass without `position_ids` reads the state of the previous caller, and the log-probs are
+wrong by nats without a warning.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache, GlmImageForConditionalGeneration, GlmImageProcessor
+
+from grpo_core.errors import InputError
+from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
+from grpo_core.policies.glm_image.settings import Grid, preview_grid
+from grpo_core.records import TokenLogprobs, TokenSupport
+from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
+
+
+class UnitProcessor(GlmImageProcessor):
+    """GlmImageProcessor for any pixel unit, not only 32: a decoder with a smaller patch has a smaller unit."""
+
+    unit = 32
+
+    def _get_target_shape(self, height: int, width: int) -> tuple[int, int, int, int]:
+        large = Grid(height // self.unit, width // self.unit)
+        preview = preview_grid(large, self.unit)
+        return large.rows, large.columns, preview.rows, preview.columns
+
+
+# A saved pipeline names the classes of its parts: it must load without this project.
+UnitProcessor.__name__ = GlmImageProcessor.__name__
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts encoded for the autoregressive model, left-padded to one length.
+
+    Attributes:
+        input_ids: prompt ids with the grid tags and the image's start token.
+        attention_mask: 1 for a prompt id, 0 for left padding.
+        position_ids: (time, height, width) position of every prompt id, of every token of both grids in the
+            order they are sampled, and of the end slot.
+    """
+
+    input_ids: Int[Tensor, "prompts length"]
+    attention_mask: Int[Tensor, "prompts length"]
+    position_ids: Int[Tensor, "3 prompts total"]
+
+    @property
+    def length(self) -> int:
+        """Number of ids of the padded prompt."""
+        return self.input_ids.shape[1]
+
+    def repeat(self, times: int) -> "EncodedPrompts":
+        """Repeat every prompt `times` times, siblings next to each other."""
+        return EncodedPrompts(
+            self.input_ids.repeat_interleave(times, 0),
+            self.attention_mask.repeat_interleave(times, 0),
+            self.position_ids.repeat_interleave(times, 1),
+        )
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
+        """Return these prompts, in this order, repetitions allowed."""
+        return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[:, rows])
+
+
+def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
+    """Raise InputError if a prompt contains a tag that the tokenizer reads as an image or grid token."""
+    tokenizer = processor.tokenizer
+    reserved = {*tokenizer.all_special_tokens, processor.image_token, processor.grid_bos_token, "<|dit_token_"}
+    for token in sorted(reserved):
+        if token and token in prompt:
+            raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as structure, not as text.")
+
+
+def encode_prompts(
+    model: Any, processor: GlmImageProcessor, prompts: Sequence[str], height: int, width: int
+) -> EncodedPrompts:
+    """Encode distinct prompts for one image size.
+
+    Args:
+        model: the inner GlmImageModel, which computes the positions.
+        processor: the pipeline's processor.
+        prompts: at least one.
+
+    Raises:
+        InputError: a prompt contains a reserved tag.
+    """
+    for prompt in prompts:
+        refuse_reserved_tokens(processor, prompt)
+    messages = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
+    inputs = processor.apply_chat_template(
+        messages,
+        tokenize=True,
+        return_dict=True,
+        processor_kwargs={"padding": True, "target_h": height, "target_w": width, "return_tensors": "pt"},
+    )
+    device = next(model.parameters()).device
+    ids, mask = inputs["input_ids"].to(device), inputs["attention_mask"].to(device)
+    with torch.no_grad():
+        prompt_positions, _ = model.get_rope_index(
+            ids,
+            image_grid_thw=inputs["image_grid_thw"].to(device),
+            images_per_sample=inputs["images_per_sample"].to(device),
+            attention_mask=mask,
+        )
+    grid_positions = model._cached_decode_position_ids.permute(1, 0, 2)
+    model.rope_deltas = model._cached_decode_position_ids = model._prefill_len = None
+    return EncodedPrompts(ids, mask, torch.cat([prompt_positions, grid_positions.to(prompt_positions.dtype)], -1))
+
+
+@torch.no_grad()
+def sample_tokens(
+    model: nn.Module,
+    encoded: EncodedPrompts,
+    *,
+    group_size: int,
+    tokens: int,
+    seeds: Sequence[int],
+    vocabulary: int,
+    temperature: float,
+    truncation: Truncation,
+) -> tuple[Int[Tensor, "samples time"], Float[Tensor, "samples time"], TokenSupport | None]:
+    """Sample both grids of every image, without the end slot.
+
+    Args:
+        model: GlmImageForConditionalGeneration, bare or wrapped by peft.
+        seeds: one per image, siblings next to each other.
+        vocabulary: ids [0, vocabulary) are image codes; no other id is ever sampled.
+
+    Returns:
+        Sampled ids, their log-probs, and the ids each could be sampled from; None without truncation.
+    """
+    logits, cache = _prefill(model, encoded, group_size)
+    rows = encoded.repeat(group_size)
+    attention = torch.cat([rows.attention_mask, rows.attention_mask.new_ones(len(seeds), tokens)], 1)
+    uniforms = uniform_numbers(seeds, tokens).to(logits.device)
+    ids = rows.input_ids.new_zeros(len(seeds), tokens)
+    logprobs = torch.zeros(len(seeds), tokens, device=logits.device)
+    recorder = SupportRecorder() if truncation.active else None
+    for index in range(tokens):
+        distribution = truncate(vocabulary_logprobs(logits, vocabulary, temperature), truncation)
+        ids[:, index] = draw_tokens(distribution, uniforms[:, index])
+        logprobs[:, index] = gather_logprobs(distribution, ids[:, index])
+        if recorder:
+            recorder.add(distribution)
+        if index + 1 == tokens:
+            break
+        place = encoded.length + index
+        logits = model(
+            input_ids=ids[:, index : index + 1],
+            attention_mask=attention[:, : place + 1],
+            position_ids=rows.position_ids[:, :, place : place + 1],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+    return ids, logprobs, recorder.support() if recorder else None
+
+
+def _prefill(
+    model: nn.Module, encoded: EncodedPrompts, group_size: int
+) -> tuple[Float[Tensor, "samples vocab"], DynamicCache]:
+    """Run each prompt once; return its last logits and its cache, repeated for each sibling."""
+    cache = DynamicCache()
+    step = model(
+        input_ids=encoded.input_ids,
+        attention_mask=encoded.attention_mask,
+        position_ids=encoded.position_ids[:, :, : encoded.length],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache.batch_repeat_interleave(group_size)
+    return step.logits[:, -1].repeat_interleave(group_size, 0), cache
+
+
+def score_tokens(
+    model: nn.Module,
+    encoded: EncodedPrompts,
+    token_ids: Int[Tensor, "samples time"],
+    loss_mask: Bool[Tensor, "samples time"],
+    *,
+    vocabulary: int,
+    temperature: float,
+    support: TokenSupport | None = None,
+    entropy: bool = True,
+) -> TokenLogprobs:
+    """Compute log-probs of stored tokens with the positions, padding, ids and temperature of their sampling.
+
+    Args:
+        model: GlmImageForConditionalGeneration, bare or wrapped.
+        token_ids: both grids, preview first; a short grid is padded on the right, with any ids.
+        support: the ids each token was sampled from; None without truncation.
+        entropy: compute entropies too, with gradients.
+    """
+    # The padding of a short grid may be the end token, which is not an image code.
+    token_ids = torch.where(loss_mask, token_ids, 0)
+    ids = torch.cat([encoded.input_ids, token_ids[:, :-1]], 1)
+    attention = torch.cat([encoded.attention_mask, loss_mask[:, :-1].to(encoded.attention_mask.dtype)], 1)
+    inner = next(part for part in model.modules() if isinstance(part, GlmImageForConditionalGeneration))
+    hidden = _hidden_states(
+        model,
+        inner,
+        input_ids=ids,
+        attention_mask=attention,
+        position_ids=encoded.position_ids[:, :, : ids.shape[1]],
+    )
+    return score_hidden(
+        hidden[:, encoded.length - 1 :],
+        _head(inner, vocabulary),
+        token_ids,
+        loss_mask,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        support=support,
+        entropy=entropy,
+    )
+
+
+def _hidden_states(
+    model: nn.Module, inner: GlmImageForConditionalGeneration, **inputs: Tensor
+) -> Float[Tensor, "samples length hidden"]:
+    """Return the input of the output head."""
+    caught: list[Tensor] = []
+
+    def catch(module: nn.Module, arguments: object, output: Any) -> None:
+        caught.append(output.last_hidden_state)
+
+    handle = inner.model.register_forward_hook(catch)
+    nothing = torch.zeros(0, dtype=torch.long, device=inputs["input_ids"].device)
+    try:
+        # Through the outermost module: wrappers that shard weights or reduce gradients act on its forward pass.
+        model(**inputs, use_cache=False, logits_to_keep=nothing)
+    finally:
+        handle.remove()
+    return caught[0]
+
+
+def _head(inner: GlmImageForConditionalGeneration, vocabulary: int) -> Head:
+    """Return the function from hidden states to the logits of the first `vocabulary` ids."""
+    head: nn.Linear = inner.lm_head
+    # A subclass has adapters or shards, so its weight alone does not give the logits.
+    if type(head) is not nn.Linear:
+        return head
+    # Cut once: if cut for each chunk, the gradient would be padded to the full weight each time.
+    weight = head.weight[:vocabulary]
+    return lambda states: nn.functional.linear(states, weight)

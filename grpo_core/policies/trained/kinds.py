@@ -1,0 +1,207 @@
+"""The two kinds of trained model: every weight outside the frozen parts, or adapters over a frozen base."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError
+from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
+from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes, on_cpu
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def train_model(
+    base: Any,
+    choice: TrainingChoice,
+    *,
+    base_name: str,
+    default_targets: str | None = None,
+    own_frozen: tuple[str, ...] = (),
+    initial_state: Callable[[], dict[str, Tensor]] | None = None,
+) -> TrainedModel:
+    """Add adapters to a model, or unfreeze its weights.
+
+    Args:
+        base: a transformers model on its device; changed in place.
+        choice: what is trained.
+        base_name: folder or hub name, written into saved adapters for peft to find the base again.
+        default_targets: regular expression, or peft's `all-linear`, if the choice names no targets.
+        own_frozen: prefixes of the names of parameters that this kind of policy never trains.
+        initial_state: reads the initial weights again, for full weights; None keeps a copy of them in CPU memory.
+
+    Raises:
+        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
+    """
+    if choice.lora is not None:
+        return LoraModel(base, choice, base_name, default_targets)
+    return FullModel(base, choice, own_frozen, initial_state)
+
+
+class FullModel(TrainedModel):
+    """Every weight outside the frozen parts is trained.
+
+    The reference differs only in the values of the trained weights. They are kept on the model's device or in CPU
+    memory, and are swapped with the policy's while the reference is used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        choice: TrainingChoice,
+        own_frozen: tuple[str, ...],
+        initial_state: Callable[[], dict[str, Tensor]] | None,
+    ) -> None:
+        """Unfreeze the model outside the frozen parts; arguments and errors are those of `train_model`."""
+        left_alone = _matching(model, choice.frozen) if choice.frozen is not None else set()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (name.startswith(own_frozen) or name in left_alone))
+        super().__init__(model, choice)
+        if not self.trainable_parameters():
+            raise InputError("policy.frozen", choice.frozen, "It leaves nothing to train; narrow it.")
+        self._initial_state: Callable[[], dict[str, Tensor]] = initial_state or _kept(model)
+        self._placement = choice.reference
+        if self._placement == "cpu":
+            self._reference_device = torch.device("cpu")
+        if self.has_reference:
+            self._reference = copied(self.trainable_parameters(), self._reference_device)
+
+    def save(self, folder: Path) -> None:
+        """Write model.safetensors (or its shards) and config.json."""
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+
+    def load(self, folder: Path | None) -> None:
+        """Load the weights of `folder`; None restores the initial ones."""
+        if folder is None:
+            state = self._initial_state()
+        else:
+            state = {}
+            for shard in sorted(folder.glob("model*.safetensors")):
+                state.update(load_file(shard))
+        # Of tied weights only one is stored.
+        tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()
+        differing = [name for name in differing_shapes(state, self.model.state_dict()) if name not in tied]
+        if differing:
+            raise InputError("policy", differing[:3], "The stored weights are for another model.")
+        self.model.load_state_dict(state, strict=False)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference's values are kept."""
+        return self._placement != "none"
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """Give the model with the reference's weights swapped in."""
+        self._require_reference()
+        assert self._reference is not None
+        with self._as_reference(self._reference) as model:
+            yield model
+
+
+def _kept(model: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    start = {name: on_cpu(value) for name, value in model.state_dict().items()}
+    return lambda: start
+
+
+def _matching(model: nn.Module, pattern: str) -> set[str]:
+    names = [name for name, _ in model.named_parameters()]
+    matching = {name for name in names if re.fullmatch(pattern, name)}
+    if not matching:
+        some = ", ".join(names[:: max(1, len(names) // 4)][:4])
+        hint = f"It has to match a parameter's full name; parameters are called {some}."
+        raise InputError("policy.frozen", pattern, hint)
+    return matching
+
+
+class LoraModel(TrainedModel):
+    """Adapters over a frozen base.
+
+    The reference is the base with the adapters off; once refreshed, it is the base with earlier values of the
+    adapters, which are kept on the same device.
+    """
+
+    model: "PeftModel"
+    has_reference = True
+
+    def __init__(self, base: nn.Module, choice: TrainingChoice, base_name: str, default_targets: str | None) -> None:
+        """Add adapters whose initial values change nothing; arguments and errors are those of `train_model`."""
+        settings = choice.lora
+        assert settings is not None, "adapters were chosen"
+        targets = default_targets if settings.targets is None else settings.targets
+        if targets is None:
+            raise ValueError("neither the settings nor default_targets say which layers get an adapter")
+        adapted = _with_adapters(base, settings, targets, choice.seed)
+        adapted.peft_config["default"].base_model_name_or_path = base_name
+        # The model card says nothing about this policy, and its template is compiled at every save.
+        adapted.create_or_update_model_card = lambda output_dir: None
+        super().__init__(adapted, choice)
+        self._initial = {name: on_cpu(value) for name, value in self._state().items()}
+
+    def _state(self) -> dict[str, Tensor]:
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, Tensor] = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        return state
+
+    def save(self, folder: Path) -> None:
+        """Write adapter_model.safetensors and adapter_config.json."""
+        self.model.save_pretrained(str(folder), save_embedding_layers=False)
+
+    def load(self, folder: Path | None) -> None:
+        """Load the adapters of `folder`; None restores the initial ones."""
+        from peft import set_peft_model_state_dict
+
+        state = self._initial if folder is None else load_file(folder / ADAPTER_FILE)
+        # Compared first: peft would load only the matching part, and the policy would mix two versions.
+        differing = differing_shapes(state, self._initial)
+        if differing:
+            hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
+            raise InputError("policy.lora", differing[:3], hint)
+        set_peft_model_state_dict(self.model, state)
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """Give the base with the adapters off; once refreshed, the base with the reference's adapters."""
+        if self._reference is None:
+            with self.model.disable_adapter():
+                yield self.model
+        else:
+            with self._as_reference(self._reference) as model:
+                yield model
+
+    def load_reference(self, folder: Path | None) -> None:
+        """Load the adapters of `folder` for the reference; None: the base without adapters."""
+        if folder is None:
+            self._reference = None
+        else:
+            super().load_reference(folder)
+
+
+def _with_adapters(base: nn.Module, settings: LoraSettings, targets: str, seed: int) -> "PeftModel":
+    # Importing peft takes seconds, and most of what imports this package builds no adapters.
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft reads an attribute of transformers by its previous name.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(base, config)
+        except (ValueError, re.error) as error:
+            hint = f"Give a regular expression over the model's layer names ({error})."
+            raise InputError("policy.lora.targets", targets, hint) from error
