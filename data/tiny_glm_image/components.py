@@ -1,11 +1,12 @@
 """The seven parts of the tiny GLM-Image with fresh weights, and the folder that diffusers loads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     ByT5Tokenizer,
     GlmImageConfig,
@@ -99,10 +100,11 @@ def build_identity_vae(latent_std: float, sample_size: int) -> AutoencoderKL:
             if "resnets" in name and "conv2" in name:
                 parameter.zero_()
         for half in (vae.encoder, vae.decoder):
-            _split_signs(half.conv_in)
+            _set_centres(half.conv_in, [(2 * c + s, c, 1.0 - 2 * s) for c in range(3) for s in (0, 1)])
+            half.conv_in.bias[6:] = torch.tensor([_PIN, -_PIN])
             half.conv_norm_out.weight.fill_(_PIN * (2 / _CHANNELS) ** 0.5)
             half.conv_norm_out.bias.zero_()
-            _join_signs(half.conv_out)
+            _set_centres(half.conv_out, [(c, 2 * c + s, 1.0 - 2 * s) for c in range(3) for s in (0, 1)])
         # Log-variance of the posterior: its samples are its mode.
         vae.encoder.conv_out.bias[3:] = -30.0
         for convolution in (vae.quant_conv, vae.post_quant_conv):
@@ -111,28 +113,14 @@ def build_identity_vae(latent_std: float, sample_size: int) -> AutoencoderKL:
     return vae.eval()
 
 
-def _centre(convolution: nn.Conv2d) -> Tensor:
+def _set_centres(convolution: nn.Conv2d, entries: Sequence[tuple[int, int, float]]) -> None:
+    """Make a convolution zero but for the centres of these (output, input) channels."""
+    assert convolution.bias is not None
+    convolution.weight.zero_()
+    convolution.bias.zero_()
     middle = convolution.kernel_size[0] // 2
-    return convolution.weight[:, :, middle, middle]
-
-
-def _split_signs(convolution: nn.Conv2d) -> None:
-    convolution.weight.zero_()
-    assert convolution.bias is not None
-    convolution.bias.zero_()
-    for channel in range(3):
-        _centre(convolution)[2 * channel, channel] = 1.0
-        _centre(convolution)[2 * channel + 1, channel] = -1.0
-    convolution.bias[6:] = torch.tensor([_PIN, -_PIN])
-
-
-def _join_signs(convolution: nn.Conv2d) -> None:
-    convolution.weight.zero_()
-    assert convolution.bias is not None
-    convolution.bias.zero_()
-    for channel in range(3):
-        _centre(convolution)[channel, 2 * channel] = 1.0
-        _centre(convolution)[channel, 2 * channel + 1] = -1.0
+    for output, source, value in entries:
+        convolution.weight[output, source, middle, middle] = value
 
 
 _GLYPH_SIZE = 16

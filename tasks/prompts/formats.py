@@ -211,22 +211,14 @@ def _refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
 
 
 def _with_plain_types(rows: Sequence[PromptRow], text_columns: Collection[str]) -> list[PromptRow]:
-    """Convert columns of numbers and truth values; the others, and ``text_columns``, stay text."""
-    converters = {
-        name: _column_type({str(row.values[name]) for row in rows if row.values[name] is not None})
-        for name in (rows[0].values if rows else ())
-        if name not in text_columns
-    }
-    return [
-        PromptRow(
-            row.place,
-            {
-                name: converters[name](str(cell)) if name in converters and cell is not None else cell
-                for name, cell in row.values.items()
-            },
-        )
-        for row in rows
-    ]
+    """Convert columns of numbers and truth values in place; the others, and ``text_columns``, stay text."""
+    for name in rows[0].values if rows else ():
+        cells = {str(row.values[name]) for row in rows if row.values[name] is not None}
+        convert = str if name in text_columns else _column_type(cells)
+        for row in rows:
+            if row.values[name] is not None:
+                row.values[name] = convert(str(row.values[name]))
+    return list(rows)
 
 
 def _column_type(cells: Collection[str]) -> Callable[[str], object]:

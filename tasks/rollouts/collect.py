@@ -120,49 +120,35 @@ def collect_rollouts_task(
     placement: PlacementSection,
 ) -> ArtifactRef:
     """Sample every group of the plan and keep every rollout."""
-    return halve_on_out_of_memory(
-        f"{plan.title}: {STAGE}",
-        current_store().run,
-        "rollout.prompts_per_batch",
-        rollout.prompts_per_batch,
-        lambda size: _collect(policy, plan, model, rollout, with_reference, placement, size),
-    )
+    title, store = f"{plan.title}: {STAGE}", current_store()
 
-
-def _collect(
-    policy: PolicyRef,
-    plan: RolloutPlan,
-    model: ModelSpec,
-    rollout: ImageRolloutSection | TextRolloutSection,
-    with_reference: bool,
-    placement: PlacementSection,
-    prompts_per_batch: int,
-) -> ArtifactRef:
-    started = time.perf_counter()
-    store = current_store()
-    report_progress = progress_of(f"{plan.title}: {STAGE}", len(plan.groups) * plan.group_size)
-    sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
-    requests = [plan.request(group) for group in plan.groups]
-    lengths: list[int] = []
-    cut = 0
-    with store.staging() as staged:
-        writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
+    def sample(prompts_per_batch: int) -> ArtifactRef:
+        started = time.perf_counter()
+        report_progress = progress_of(title, len(plan.groups) * plan.group_size)
+        sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
+        requests = [plan.request(group) for group in plan.groups]
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
-        for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-            writer.write(rollout_columns(group, planned, policy, rollout, sampler.max_length))
-            lengths += group.tokens.loss_mask.sum(-1).tolist()
-            cut += int((~group.finished).sum())
-            report_progress(done * plan.group_size)
-        digest = writer.close()
-        return store.commit(
-            staged,
-            f"{plan.folder}/{ROLLOUTS}",
-            digest=digest,
-            schema_version=SCHEMA_VERSION,
-            rows=writer.rows,
-            seconds=time.perf_counter() - started,
-            metrics=_metrics(lengths, cut),
-        )
+        lengths: list[int] = []
+        cut = 0
+        with store.staging() as staged:
+            writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
+            for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
+                writer.write(rollout_columns(group, planned, policy, rollout, sampler.max_length))
+                lengths += group.tokens.loss_mask.sum(-1).tolist()
+                cut += int((~group.finished).sum())
+                report_progress(done * plan.group_size)
+            digest = writer.close()
+            return store.commit(
+                staged,
+                f"{plan.folder}/{ROLLOUTS}",
+                digest=digest,
+                schema_version=SCHEMA_VERSION,
+                rows=writer.rows,
+                seconds=time.perf_counter() - started,
+                metrics=_metrics(lengths, cut),
+            )
+
+    return halve_on_out_of_memory(title, store.run, "rollout.prompts_per_batch", rollout.prompts_per_batch, sample)
 
 
 def _metrics(lengths: Sequence[int], cut: int) -> dict[str, float]:

@@ -43,7 +43,7 @@ def base() -> PolicyRef:
 
 def plan(
     iteration: int = 1,
-    draw: int = 1,
+    sampling_round: int = 1,
     datasets: tuple[str, str] = ("default", "default"),
     targets: tuple[TargetReference | None, TargetReference | None] = (None, None),
 ) -> RolloutPlan:
@@ -52,13 +52,15 @@ def plan(
         DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
         for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
-    return plan_round(prompts, seed=11, iteration=iteration, sampling_round=draw, group_size=2, shared_noise=True)
+    return plan_round(
+        prompts, seed=11, iteration=iteration, sampling_round=sampling_round, group_size=2, shared_noise=True
+    )
 
 
 def collect(
-    policy: PolicyRef, drawn: RolloutPlan, rollout: ImageRolloutSection = ROLLOUT, *, with_reference: bool = False
+    policy: PolicyRef, planned: RolloutPlan, rollout: ImageRolloutSection = ROLLOUT, *, with_reference: bool = False
 ) -> ArtifactRef:
-    return collect_rollouts_task.fn(policy, drawn, spec(), rollout, with_reference, PLACEMENT)
+    return collect_rollouts_task.fn(policy, planned, spec(), rollout, with_reference, PLACEMENT)
 
 
 def score(
@@ -71,15 +73,15 @@ def score(
     return SamplingRound(rollouts, scored)
 
 
-def compare(draw: SamplingRound, **settings: Any) -> ArtifactRef:
-    return compare_draws((draw,), **settings)
+def compare(scored: SamplingRound, **settings: Any) -> ArtifactRef:
+    return compare_rounds((scored,), **settings)
 
 
-def scores_of(store: ArtifactStore, draw: SamplingRound, label: str = "jpeg") -> pl.DataFrame:
-    return pl.read_parquet(store.local_files(draw.rewards[label]) / SCORES_FILE)
+def scores_of(store: ArtifactStore, scored: SamplingRound, label: str = "jpeg") -> pl.DataFrame:
+    return pl.read_parquet(store.local_files(scored.rewards[label]) / SCORES_FILE)
 
 
-def compare_draws(
+def compare_rounds(
     rounds: tuple[SamplingRound, ...],
     folder: str = "iteration_000001",
     mix: tuple[RewardSection, ...] = MIX,

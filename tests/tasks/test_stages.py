@@ -21,11 +21,11 @@ def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
     first, second = [], []
     for results in (first, second):
         rollouts = collect(base(), plan())
-        draw = score(rollouts)
-        advantages = compare(draw)
+        scored = score(rollouts)
+        advantages = compare(scored)
         policy = update(base(), rollouts, advantages)
         assert policy.checkpoint is not None
-        results += [rollouts, draw.rewards["jpeg"], advantages, policy.checkpoint]
+        results += [rollouts, scored.rewards["jpeg"], advantages, policy.checkpoint]
         # Between the two, the weights held are those of version 1, and other rollouts have been drawn.
         collect(policy, plan(2))
         results += [policy, content(store, rollouts), content(store, advantages), content(store, policy.checkpoint)]
@@ -57,9 +57,9 @@ def test_rows_name_their_seeds_and_settings(store: ArtifactStore) -> None:
 
 def test_advantages_are_the_definition_over_the_stored_rewards(store: ArtifactStore) -> None:
     rollouts = collect(base(), plan())
-    draw = score(rollouts)
-    scores = scores_of(store, draw)
-    table = pl.read_parquet(store.local_files(compare(draw)) / "advantages.parquet")
+    scored = score(rollouts)
+    scores = scores_of(store, scored)
+    table = pl.read_parquet(store.local_files(compare(scored)) / "advantages.parquet")
     assert table["reward"].to_list() == scores["value"].to_list()
     for (_,), group in table.group_by("group_id"):
         a, b = group["reward"].to_list()

@@ -21,7 +21,7 @@ from tests.tasks.stage_calls import (
     base,
     collect,
     compare,
-    compare_draws,
+    compare_rounds,
     plan,
     score,
     scores_of,
@@ -54,8 +54,8 @@ def test_an_image_with_broken_pixels_gets_the_lowest_score(
     assert whole["defect"].to_list() == [None] * 4
     assert rows["image"].to_list()[::2] == whole["image"].to_list()[::2]
     mix = (*MIX, RewardSection(reward="ssim"))
-    draw = score(rollouts, mix=mix)
-    jpeg, ssim = (scores_of(store, draw, label) for label in ("jpeg", "ssim"))
+    judged = score(rollouts, mix=mix)
+    jpeg, ssim = (scores_of(store, judged, label) for label in ("jpeg", "ssim"))
     for scores, applies in ((jpeg, (0, 1, 2, 3)), (ssim, (0, 1))):
         for row, scored in enumerate(scores.iter_rows(named=True)):
             assert scored["failure"] is None
@@ -65,9 +65,9 @@ def test_an_image_with_broken_pixels_gets_the_lowest_score(
                 assert (scored["value"], scored["raw"]) == (0.0, None)
             else:
                 assert scored["value"] > 0
-    assert draw.rewards["jpeg"].metrics["rewards/jpeg/null"] == 0.0
-    assert draw.rewards["ssim"].metrics["rewards/ssim/null"] == 2.0
-    advantages = table_of(store, compare_draws((draw,), mix=mix))["advantage"].to_list()
+    assert judged.rewards["jpeg"].metrics["rewards/jpeg/null"] == 0.0
+    assert judged.rewards["ssim"].metrics["rewards/ssim/null"] == 2.0
+    advantages = table_of(store, compare_rounds((judged,), mix=mix))["advantage"].to_list()
     assert min(advantages[::2]) > 0 > max(advantages[1::2])
 
 

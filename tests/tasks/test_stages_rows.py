@@ -12,7 +12,7 @@ from tests.tasks.stage_calls import (
     base,
     collect,
     compare,
-    compare_draws,
+    compare_rounds,
     plan,
     score,
     scores_of,
@@ -43,10 +43,10 @@ def test_a_kl_in_the_reward_needs_reference_logprobs_with_the_rollouts(store: Ar
         compare(score(without), kl_coef=0.5)
     first = update(base(), without, compare(score(without)))
     rollouts = collect(first, plan(2), with_reference=True)
-    draw = score(rollouts)
-    table = table_of(store, compare(draw, kl_coef=0.5))
+    scored = score(rollouts)
+    table = table_of(store, compare(scored, kl_coef=0.5))
     drawn = table_of(store, rollouts)
-    scores = scores_of(store, draw)["value"].to_list()
+    scores = scores_of(store, scored)["value"].to_list()
     for row, penalty, reward, value in zip(
         drawn.iter_rows(named=True), table["kl_penalty"], table["reward"], scores, strict=True
     ):
@@ -69,9 +69,9 @@ def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch
 def test_a_later_round_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
-    first, second = collect(base(), plan()), collect(base(), plan(draw=2))
+    first, second = collect(base(), plan()), collect(base(), plan(sampling_round=2))
     rounds = (score(first), score(second, "iteration_000001/round_02"))
-    dropped = compare_draws(rounds, "iteration_000001/round_02", constant_groups="redraw")
+    dropped = compare_rounds(rounds, "iteration_000001/round_02", constant_groups="redraw")
     assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
     table = table_of(store, dropped)
     assert table.filter(pl.col("advantage").is_null())["group_id"].unique().sort().to_list() == [

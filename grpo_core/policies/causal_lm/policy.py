@@ -120,9 +120,7 @@ class CausalLMPolicy(TrainedPolicy):
             max_tokens=settings.max_completion_length,
         )
         with self._precision():
-            sampled = sample_completions(self._model, encoded, rows, rule, seeds)
-        tokens = TokenBatch(requested, sampled.token_ids, sampled.loss_mask, settings.temperature, sampled.support)
-        return SampledTokens(tokens, sampled.logprobs, sampled.finished)
+            return sample_completions(self._model, encoded, requested, rows, rule, seeds)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[str]:
         """Return the completions as texts, without special tokens, and cut before the first stop text.

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_core.errors import InputError
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
-from grpo_core.records import TokenSupport
+from grpo_core.records import SampledTokens, TokenBatch
 from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
 
 
@@ -74,25 +74,6 @@ class StopTexts:
 
 
 @dataclass(frozen=True)
-class Completions:
-    """Sampled completions, padded on the right to the longest row.
-
-    Attributes:
-        token_ids: including the end token; zero after it.
-        loss_mask: True for a sampled token.
-        logprobs: of each sampled id under the distribution it was sampled from; zero where masked.
-        finished: False for a row that was truncated at the maximum length.
-        support: the ids that could be sampled; None without truncation.
-    """
-
-    token_ids: Int[Tensor, "rows time"]
-    loss_mask: Bool[Tensor, "rows time"]
-    logprobs: Float[Tensor, "rows time"]
-    finished: Bool[Tensor, " rows"]
-    support: TokenSupport | None
-
-
-@dataclass(frozen=True)
 class SamplingRule:
     """How the next token is sampled from logits, and when to stop.
 
@@ -115,13 +96,19 @@ class SamplingRule:
 
 @torch.no_grad()
 def sample_completions(
-    model: Any, encoded: EncodedPrompts, rows: Int[Tensor, " rows"], rule: SamplingRule, seeds: Sequence[int]
-) -> Completions:
+    model: Any,
+    encoded: EncodedPrompts,
+    prompts: tuple[str, ...],
+    rows: Int[Tensor, " rows"],
+    rule: SamplingRule,
+    seeds: Sequence[int],
+) -> SampledTokens:
     """Sample one completion per row; the loop ends when every row has ended.
 
     Args:
         encoded: distinct prompts.
-        rows: index of the prompt that each row continues.
+        prompts: that each row continues.
+        rows: their indices among the encoded ones.
     """
     step = model(
         input_ids=encoded.input_ids,
@@ -146,7 +133,7 @@ def sample_completions(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-    return written.completions(index + 1)
+    return written.sampled(prompts, index + 1)
 
 
 def _shared_cache(cache: Any, rows: Int[Tensor, " rows"]) -> Any:
@@ -196,12 +183,9 @@ class _Written:
             stopped[row] = self.rule.stops.completed(self.written[row])
         return torch.tensor(stopped, device=sampled.device)
 
-    def completions(self, time: int) -> Completions:
-        """Return the first `time` tokens, on the CPU."""
-        return Completions(
-            self.ids[:, :time].cpu(),
-            self.mask[:, :time].cpu(),
-            self.logprobs[:, :time].cpu(),
-            ~self.active.cpu(),
-            None if self.recorder is None else self.recorder.support(),
-        )
+    def sampled(self, prompts: tuple[str, ...], time: int) -> SampledTokens:
+        """Return the first `time` tokens, on the CPU; ids and log-probs after the end of a row are zero."""
+        support = None if self.recorder is None else self.recorder.support()
+        ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
+        tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support)
+        return SampledTokens(tokens, self.logprobs[:, :time].cpu(), ~self.active.cpu())

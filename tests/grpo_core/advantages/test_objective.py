@@ -241,18 +241,3 @@ def test_the_unit_of_a_normalised_reward_does_not_matter(values: Any, factor: fl
         there = computed(samples, kind, SUM)
         back = computed(samples * torch.tensor([factor, 1.0]) + torch.tensor([offset, 0.0]), kind, SUM)
         torch.testing.assert_close(back.advantages, there.advantages, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@given(values=ROWS, cut=st.integers(0, 3))
-def test_calls_in_a_row_end_with_the_moments_of_one_call(values: Any, cut: int) -> None:
-    samples = torch.tensor(values, dtype=torch.float64)
-    terms = terms_of("running", {})
-    running = None
-    for part in (samples[:cut], samples[cut:]):
-        if len(part):
-            running = computed(part, *terms, running=running).running
-    whole = computed(samples, *terms).running
-    assert running is not None
-    assert running.counts == whole.counts
-    assert running.means == pytest.approx(whole.means, rel=1e-12, abs=1e-12)
-    assert running.stds == pytest.approx(whole.stds, rel=1e-12, abs=1e-12)

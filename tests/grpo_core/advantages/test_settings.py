@@ -15,12 +15,6 @@ GDPO = {"aggregation": "normalize_then_sum"}
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("baseline", {"baseline": "median"}),
-        ("scale", {"scale": "groups"}),
-        ("aggregation", {"aggregation": "sum"}),
-        ("missing", {"missing": "zero"}),
-        ("constant_groups", {"constant_groups": "skip"}),
-        ("kl_estimator", {"kl_estimator": "k4"}),
         ("eps", {"eps": -1e-9}),
         ("eps", {"eps": math.nan}),
         ("kl_coef", {"kl_coef": -0.1}),

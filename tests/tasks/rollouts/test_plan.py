@@ -16,11 +16,11 @@ PROMPTS = tuple(
 
 
 def iteration(
-    number: int = 1, *, draw: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
+    number: int = 1, *, sampling_round: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
 ) -> RolloutPlan:
-    drawn = [PROMPTS[place % 5] for place in range(count)]
+    chosen = [PROMPTS[place % 5] for place in range(count)]
     return plan_round(
-        drawn, seed=seed, iteration=number, sampling_round=draw, group_size=group_size, shared_noise=noise
+        chosen, seed=seed, iteration=number, sampling_round=sampling_round, group_size=group_size, shared_noise=noise
     )
 
 
@@ -40,15 +40,17 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
         "i000007.p0001.s01",
     ]
     assert iteration(7).folder == "iteration_000007"
-    assert names(iteration(7, draw=2, count=1)) == ["i000007.d02.p0000.s00", "i000007.d02.p0000.s01"]
-    assert iteration(7, draw=2).folder == "iteration_000007/round_02"
+    assert names(iteration(7, sampling_round=2, count=1)) == ["i000007.d02.p0000.s00", "i000007.d02.p0000.s01"]
+    assert iteration(7, sampling_round=2).folder == "iteration_000007/round_02"
 
 
 def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
-    plans = [iteration(number, draw=draw, count=7, group_size=4) for number in range(1, 6) for draw in (1, 2, 3)]
-    drawn_names = [name for plan in plans for name in names(plan)]
-    drawn_seeds = [seed for plan in plans for seed in seeds(plan)]
-    assert len(set(drawn_names)) == len(set(drawn_seeds)) == 5 * 3 * 7 * 4
+    plans = [
+        iteration(number, sampling_round=later, count=7, group_size=4) for number in range(1, 6) for later in (1, 2, 3)
+    ]
+    all_names = [name for plan in plans for name in names(plan)]
+    all_seeds = [seed for plan in plans for seed in seeds(plan)]
+    assert len(set(all_names)) == len(set(all_seeds)) == 5 * 3 * 7 * 4
 
 
 def test_seeds_depend_on_the_place_alone() -> None:
