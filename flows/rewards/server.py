@@ -8,6 +8,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import anyio
 import anyio.to_thread
@@ -32,23 +33,33 @@ MAX_REQUESTS = 16
 _LOGGER = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RewardService:
-    """Answers the requests of a server; its arguments are those of :func:`create_app`."""
+    """Answers the requests of a server.
 
-    def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        token: str | None,
-        concurrency: int,
-        max_requests: int,
-        max_body_bytes: int,
-        max_pixels: int,
-    ) -> None:
-        self._rewards = dict(rewards)
-        self._described = {name: describe_reward(name, reward) for name, reward in rewards.items()}
-        self._token = token
-        self._threads = anyio.CapacityLimiter(concurrency)
-        self._max_requests, self._max_body_bytes, self._max_pixels = max_requests, max_body_bytes, max_pixels
+    Attributes:
+        rewards: the rewards by their names in requests.
+        token: the bearer token of every request; None to require none.
+        concurrency: batches scored at a time, each in a thread.
+        max_requests: requests that are processed at a time.
+        max_body_bytes: largest body of a request.
+        max_pixels: pixels of all images of a request together, which its bytes do not bound.
+
+    Raises:
+        InputError: a weight file is missing or not the right one.
+    """
+
+    rewards: Mapping[str, Reward]
+    token: str | None = None
+    _: KW_ONLY
+    concurrency: int = 2
+    max_requests: int = MAX_REQUESTS
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_pixels: int = MAX_REQUEST_PIXELS
+
+    def __post_init__(self) -> None:
+        self._described = {name: describe_reward(name, reward) for name, reward in self.rewards.items()}
+        self._threads = anyio.CapacityLimiter(self.concurrency)
         self._pending = 0
 
     async def describe(self, request: Request) -> JSONResponse:
@@ -59,7 +70,7 @@ class RewardService:
 
     async def score(self, request: Request) -> JSONResponse:
         """Answer POST /v1/score."""
-        if self._pending >= self._max_requests:
+        if self._pending >= self.max_requests:
             raise HTTPException(429, f"{self._pending} requests are waiting already", {"Retry-After": "1"})
         self._pending += 1
         try:
@@ -77,10 +88,10 @@ class RewardService:
             self._pending -= 1
 
     def _check_token(self, request: Request) -> None:
-        if self._token is None:
+        if self.token is None:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
             raise HTTPException(401, "this server requires a bearer token, and the request has none or another")
 
     async def _body(self, request: Request) -> bytes:
@@ -89,12 +100,12 @@ class RewardService:
             raise HTTPException(415, "send Content-Type: application/json")
         declared = request.headers.get("Content-Length", "0")
         content = bytearray()
-        too_large = HTTPException(413, f"the request is larger than {self._max_body_bytes} bytes")
-        if not declared.isdigit() or int(declared) > self._max_body_bytes:
+        too_large = HTTPException(413, f"the request is larger than {self.max_body_bytes} bytes")
+        if not declared.isdigit() or int(declared) > self.max_body_bytes:
             raise too_large
         async for part in request.stream():
             content += part
-            if len(content) > self._max_body_bytes:
+            if len(content) > self.max_body_bytes:
                 raise too_large
         return bytes(content)
 
@@ -103,15 +114,15 @@ class RewardService:
             requested = wire.ScoreRequest.model_validate_json(body)
         except ValidationError as error:
             raise HTTPException(422, wire.first_error(error)) from error
-        if requested.reward not in self._rewards:
+        if requested.reward not in self.rewards:
             raise HTTPException(
-                404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self._rewards))}"
+                404, f"no reward {requested.reward!r}; this server has {', '.join(sorted(self.rewards))}"
             )
-        reward, described = self._rewards[requested.reward], self._described[requested.reward]
+        reward, described = self.rewards[requested.reward], self._described[requested.reward]
         try:
             pixels = wire.declared_pixels(requested)
-            if pixels > self._max_pixels:
-                raise HTTPException(413, f"the images have {pixels} pixels together, more than {self._max_pixels}")
+            if pixels > self.max_pixels:
+                raise HTTPException(413, f"the images have {pixels} pixels together, more than {self.max_pixels}")
             batch = wire.read_batch(requested)
             _refuse_unfit(reward, batch)
             scores = score_samples(reward, batch)
@@ -141,29 +152,9 @@ def describe_reward(name: str, reward: Reward) -> wire.RewardDescription:
     )
 
 
-def create_app(
-    rewards: Mapping[str, Reward],
-    token: str | None = None,
-    *,
-    concurrency: int = 2,
-    max_requests: int = MAX_REQUESTS,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    max_pixels: int = MAX_REQUEST_PIXELS,
-) -> FastAPI:
-    """Make the application.
-
-    Args:
-        rewards: the rewards by their names in requests.
-        token: the bearer token of every request; None to require none.
-        concurrency: batches scored at a time, each in a thread.
-        max_requests: requests that are processed at a time.
-        max_body_bytes: largest body of a request.
-        max_pixels: pixels of all images of a request together, which its bytes do not bound.
-
-    Raises:
-        InputError: a weight file is missing or not the right one.
-    """
-    service = RewardService(rewards, token, concurrency, max_requests, max_body_bytes, max_pixels)
+def create_app(rewards: Mapping[str, Reward], token: str | None = None, **limits: int) -> FastAPI:
+    """Make the application of a :class:`RewardService` with these limits."""
+    service = RewardService(rewards, token, **limits)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers={HTTPException: _refuse})
     app.add_route(wire.DESCRIBE_PATH, service.describe, methods=["GET"])
     app.add_route(wire.SCORE_PATH, service.score, methods=["POST"])

@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar, ParamSpec, Protocol, TypeVar
 
 import torch
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch.backends import cudnn
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.reward import Reward
+from grpo_core.rewards.reward import STRICT, Reward
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
-"""``cpu``, ``cuda`` or ``cuda:N``."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{8,64}$")]
 """A sha256 in hexadecimal, complete or at least its first 8 digits."""
@@ -38,10 +38,16 @@ class Weights(Protocol):
         """
 
 
+@dataclass(frozen=True, config=STRICT)
 class ModelReward(Reward):
-    """A reward with weight files and a field `device`."""
+    """A reward computed by a network with weight files.
 
-    device: str
+    Attributes:
+        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
+    """
+
+    device: Device = "cpu"
+
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "weights", "weights_sha256"})
 
     def __post_init__(self) -> None:
@@ -62,18 +68,11 @@ class ModelReward(Reward):
     def preflight(self) -> Sequence[str]:
         """List missing or wrong weights and a missing device."""
         problems = [weights.find_problem() for weights in self.weight_sources().values()]
-        problems.append(find_device_problem(f"rewards.{self.name}.device", self.device))
+        if self.device.startswith("cuda"):
+            seen, index = torch.cuda.device_count(), torch.device(self.device).index or 0
+            hint = f"PyTorch sees {seen} CUDA device(s); set cpu."
+            problems += [] if index < seen else [InputError(f"rewards.{self.name}.device", self.device, hint)]
         return [str(problem) for problem in problems if problem is not None]
-
-
-def find_device_problem(place: str, device: str) -> InputError | None:
-    """Return what is wrong with a device on this machine; None where nothing is."""
-    if not device.startswith("cuda"):
-        return None
-    seen, index = torch.cuda.device_count(), torch.device(device).index or 0
-    if index < seen:
-        return None
-    return InputError(place, device, f"PyTorch sees {seen} CUDA device(s); set cpu.")
 
 
 @contextmanager
@@ -89,23 +88,14 @@ def exact_inference(device: str) -> Iterator[None]:
             yield
             return
         # These switches belong to the process: a thread that ends would switch TF32 on under another.
-        with (
-            _ON_CUDA,
-            cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-            _exact_products(),
-        ):
-            yield
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Switch off TF32 in cuBLAS's matrix products, which cuDNN's switch does not cover."""
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
+        with _ON_CUDA, cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            previous = torch.get_float32_matmul_precision()
+            # For cuBLAS's matrix products, which cuDNN's switch does not cover.
+            torch.set_float32_matmul_precision("highest")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(previous)
 
 
 def load_once(load: Callable[_P, _Model]) -> Callable[_P, _Model]:

@@ -52,30 +52,23 @@ def _cut(arguments: Arguments, shards: int) -> list[Part]:
     place, _, last = arguments["folder"].rpartition("/")
     parts = []
     for index in range(shards):
-        change = {
-            "folder": f"{shard_folder(place, index, shards)}/{last}",
-            "title": f"{title}, shard {index + 1} of {shards}",
-            "placement": unsharded(arguments),
-            "part": (index, shards),
-        }
-        name = f"{change['title']}: score {arguments['section'].label}"
-        parts.append(Part(name, {**arguments, **change}))
+        own = f"{title}, shard {index + 1} of {shards}"
+        folder = f"{shard_folder(place, index, shards)}/{last}"
+        change = {"folder": folder, "title": own, "placement": unsharded(arguments), "part": (index, shards)}
+        parts.append(Part(f"{own}: score {arguments['section'].label}", {**arguments, **change}))
     return parts
 
 
 def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
-    """Join the shards' rows in one table.
-
-    Raises:
-        FailedSamplesError: together more samples could not be scored than is allowed.
-    """
+    """Join the shards' rows in one table, unless together more samples could not be scored than is allowed."""
     started = time.perf_counter()
     store, section = current_store(), arguments["section"]
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         source = store.local_files(arguments["rollouts"], Path(fetched) / "rollouts")
         folders = [store.local_files(part, Path(fetched) / str(number)) for number, part in enumerate(parts)]
         table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
-        _require_enough(section, table, _meant_for(section, _samples(source)))
+        failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
+        _require_enough(section, [f"{name}: {why}" for name, why in failures], _meant_for(section, _samples(source)))
         digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
         return store.commit(
             staged,
@@ -89,10 +82,9 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
         )
 
 
-def _require_enough(section: RewardSection, table: pl.DataFrame, meant: int) -> None:
-    failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
-    if len(failures) > section.max_failures * meant:
-        failed = [f"{sample_id}: {failure}" for sample_id, failure in failures]
+def _require_enough(section: RewardSection, failed: Sequence[str], meant: int) -> None:
+    """Stop once more than section.max_failures of the samples that the reward is meant for could not be scored."""
+    if len(failed) > section.max_failures * meant:
         raise FailedSamplesError(section.label, failed, meant, section.max_failures)
 
 
@@ -132,7 +124,10 @@ def score_reward_task(
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         scored = _score(reward, section, source, wanted, _meant_for(section, everything), report_progress)
         rows = [scored.get(name) or known[name] for name in samples["sample_id"]]
-        digest = write_table(staged / SCORES_FILE, REWARDS, _columns(rows, provenance))
+        columns = {name: [getattr(row.score, name) for row in rows] for name in ("value", "raw", "failure")}
+        columns |= {"sample_id": list(samples["sample_id"]), "seconds": [row.seconds for row in rows]}
+        columns["provenance"] = [provenance] * len(rows)
+        digest = write_table(staged / SCORES_FILE, REWARDS, columns)
         return store.commit(
             staged,
             f"{folder}/{section.label}",
@@ -195,12 +190,7 @@ def _score(
     meant: int,
     report_progress: Callable[[int], None],
 ) -> dict[str, ScoredRow]:
-    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
-
-    Raises:
-        FailedSamplesError: of the samples that the reward is meant for, more than section.max_failures could not be
-            scored.
-    """
+    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried."""
     scored: dict[str, ScoredRow] = {}
     failed: list[str] = []
     batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
@@ -211,21 +201,9 @@ def _score(
     for rows in results:
         scored |= {row.sample_id: row for row in rows}
         failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
-        if len(failed) > section.max_failures * meant:
-            raise FailedSamplesError(section.label, failed, meant, section.max_failures)
+        _require_enough(section, failed, meant)
         report_progress(len(scored))
     return scored
-
-
-def _columns(rows: Sequence[ScoredRow], provenance: str) -> dict[str, Sequence[Any]]:
-    return {
-        "sample_id": [row.sample_id for row in rows],
-        "value": [row.score.value for row in rows],
-        "raw": [row.score.raw for row in rows],
-        "failure": [row.score.failure for row in rows],
-        "seconds": [row.seconds for row in rows],
-        "provenance": [provenance] * len(rows),
-    }
 
 
 def _statistics(label: str, scores: Sequence[Score]) -> dict[str, float]:

@@ -4,55 +4,36 @@ import json
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import polars as pl
 import pytest
-import safetensors.torch
-import torch
-import torchvision
 import yaml
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
 from grpo_core.rewards.registry import REWARDS
 from tests.flows.conftest import REPOSITORY, Runs
+from tests.grpo_core.rewards.conftest import (
+    aesthetic_head,
+    alexnet,
+    clip_config,
+    clip_oracle,
+    clip_weights,
+    trunk_file,
+)
 
-WIDTH = 12
-CLIP = {
-    "embed_dim": WIDTH,
-    "quick_gelu": True,
-    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
-    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
-}
+__all__ = ["aesthetic_head", "alexnet", "clip_config", "clip_oracle", "clip_weights", "trunk_file"]
+
 SHAPES = {"prompts": "data/prompts/shapes_train.jsonl", "targets": "data/targets", "target_column": "target"}
 DATASETS = [{"name": "shapes", **SHAPES}, {"name": "signs", "prompts": "data/prompts/signs_train.jsonl"}]
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> dict[str, dict[str, object]]:
+def weights(
+    trunk_file: Path, clip_config: Path, clip_weights: Path, aesthetic_head: Path
+) -> dict[str, dict[str, object]]:
     """Small random networks in the files that the released ones come in; the settings that name them."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        torch.save(torchvision.models.alexnet(weights=None).state_dict(), tmp_path / "alexnet.pth")
-        config = {"model_cfg": CLIP, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
-        (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-        clip = open_clip.create_model(f"local-dir:{tmp_path}", load_weights=False)
-        safetensors.torch.save_file(clip.state_dict(), tmp_path / "open_clip_model.safetensors")
-        sizes = (WIDTH, 1024, 128, 64, 16, 1)
-        places = (0, 2, 4, 6, 7)
-        head = {}
-        for place, before, after in zip(places, sizes, sizes[1:], strict=False):
-            head[f"layers.{place}.weight"] = torch.randn(after, before) / before**0.5
-            head[f"layers.{place}.bias"] = torch.full((after,), 1.0)
-        torch.save(head, tmp_path / "head.pth")
-    return {
-        "lpips": {"weights": str(tmp_path / "alexnet.pth")},
-        "aesthetic": {
-            "model": str(tmp_path / "open_clip_config.json"),
-            "weights": str(tmp_path / "open_clip_model.safetensors"),
-            "head": str(tmp_path / "head.pth"),
-        },
-    }
+    clip = {"model": str(clip_config), "weights": str(clip_weights)}
+    return {"lpips": {"weights": str(trunk_file)}, "aesthetic": {**clip, "head": str(aesthetic_head)}}
 
 
 def test_the_shipped_mix_weighs_what_applies(empty: Runs, weights: dict[str, dict[str, object]]) -> None:

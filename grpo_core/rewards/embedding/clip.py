@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as settings_dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import Device, ModelReward, Sha256
+from grpo_core.rewards.model_reward import ModelReward, Sha256
 from grpo_core.rewards.reward import STRICT, ScoringBatch, Text
 from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
 
@@ -142,11 +142,6 @@ class ClipSource:
         return PublishedWeights(WEIGHTS_FILE, repo.split("/")[0], f"https://huggingface.co/{repo}", hub, digest="")
 
 
-def library_version() -> str:
-    """Return open_clip's release, which prepares the images and tokenizes the texts."""
-    return f"open-clip-{metadata.version('open-clip-torch')}"
-
-
 @settings_dataclass(frozen=True, config=STRICT)
 class ClipReward(ModelReward):
     """A reward that looks at CLIP's embeddings.
@@ -157,19 +152,17 @@ class ClipReward(ModelReward):
             images are prepared, and must have been trained with the network's activation.
         weights: open_clip's state dict: its path (.safetensors, or .pt of named tensors), or ``hf://owner/repo/file``.
         weights_sha256: digest that the file must have, complete or its first 8 digits or more.
-        device: where CLIP computes: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     model: Text = DEFAULT_MODEL
     pretrained: Text | None = None
     weights: str | None = None
     weights_sha256: Sha256 | None = None
-    device: Device = "cpu"
 
     @property
     def version(self) -> str:
-        """Includes the library that prepares images and texts."""
-        return f"1+{library_version()}"
+        """Includes the library that prepares images and tokenizes texts."""
+        return f"1+open-clip-{metadata.version('open-clip-torch')}"
 
     def settings(self) -> Mapping[str, object]:
         """Return what determines the scores; a network by its content."""

@@ -51,11 +51,7 @@ class ClipModel:
         self._embeddings: OrderedDict[str, Tensor] = OrderedDict()
 
     def image_embedding(self, image: Image.Image) -> Float32[Tensor, " width"]:
-        """Return the RGB image's embedding on the CPU, of length 1; NaN where the network's has no direction.
-
-        Raises:
-            ValueError: another mode than RGB.
-        """
+        """Return the RGB image's embedding on the CPU, of length 1; NaN where the network's has no direction."""
         if image.mode != "RGB":
             raise ValueError(f"expected an RGB image, got mode {image.mode}")
         digest = hashlib.sha256(image.tobytes()).hexdigest()

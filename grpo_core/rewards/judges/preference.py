@@ -30,7 +30,7 @@ from grpo_core.rewards.embedding.clip import (
     is_config_file,
 )
 from grpo_core.rewards.embedding.clip_model import build_network
-from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, exact_inference, load_once
+from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Positive, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import PublishedWeights, WeightFile, WeightSource
@@ -71,11 +71,17 @@ class PreferenceScorer:
         return found.item()
 
 
+@dataclass(frozen=True, config=STRICT)
 class PreferenceReward(ModelReward):
-    """Value clip(score / full_scale, 0, 1); raw the model's score."""
+    """Value clip(score / full_scale, 0, 1); raw the model's score.
 
-    full_scale: float
-    long_prompts: LongPrompts
+    Attributes:
+        full_scale: score at which the value saturates.
+        long_prompts: ``cut`` or ``refuse`` a prompt of more than 77 tokens.
+    """
+
+    full_scale: Positive = 1.0
+    long_prompts: LongPrompts = "cut"
 
     version: ClassVar[str] = "1+imscore-0.0.11"
     """The package's release is pinned by the project, and belongs to the scores."""
@@ -119,15 +125,11 @@ class PickScoreReward(PreferenceReward):
             Hub (``yuvalkirstain/PickScore_v1``).
         model_sha256: digest over the model's files that it must have, complete or its first 8 digits or more.
         full_scale: score at which the value saturates; 26 is what Flow-GRPO (arXiv:2505.05470) divides by.
-        long_prompts: ``cut`` or ``refuse`` a prompt of more than 77 tokens.
-        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     model: str | None = None
     model_sha256: Sha256 | None = None
     full_scale: Positive = 26.0
-    long_prompts: LongPrompts = "cut"
-    device: Device = "cpu"
 
     name: ClassVar[str] = "pickscore"
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "model", "model_sha256"})
@@ -196,17 +198,12 @@ class HpsV2Reward(PreferenceReward):
         weights: HPSv2's state dict: its path, or ``hf://owner/repo/file``; as its makers publish it, or imscore.
         weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         model: the CLIP that it was fine-tuned from: ``ViT-H-14``, or the path of an open_clip_config.json.
-        full_scale: score at which the value saturates.
-        long_prompts: ``cut`` or ``refuse`` a prompt of more than 77 tokens.
-        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     weights: str | None = None
     weights_sha256: Sha256 | None = None
     model: str = HPSV2_NETWORK
     full_scale: Positive = 0.5
-    long_prompts: LongPrompts = "cut"
-    device: Device = "cpu"
 
     name: ClassVar[str] = "hpsv2"
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
-from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, exact_inference, load_once
+from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
 from grpo_core.rewards.weights.models import ModelSource
 
@@ -40,14 +40,12 @@ class RewardModelReward(ModelReward):
         scale: ``none``, unbounded, or ``sigmoid``, in (0, 1).
         max_length: of prompt and completion in tokens; by default what the model has positions for. Of a longer text
             the beginning is left out, since the model answers at the last token.
-        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     model: str | None = None
     model_sha256: Sha256 | None = None
     scale: Literal["none", "sigmoid"] = "none"
     max_length: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    device: Device = "cpu"
 
     name: ClassVar[str] = "reward_model"
     version: ClassVar[str] = "1"
@@ -88,11 +86,7 @@ class RewardModelScorer:
     device: str
 
     def logit(self, prompt: str, completion: str, max_length: int | None = None) -> float:
-        """Return the model's output for one prompt and completion.
-
-        Raises:
-            InputError: the chat template refuses them.
-        """
+        """Return the model's output for one prompt and completion."""
         ids = self.token_ids(prompt, completion)
         limit = min((n for n in (max_length, self.positions) if n is not None), default=len(ids))
         with exact_inference(self.device):
@@ -101,11 +95,7 @@ class RewardModelScorer:
         return float(logits[0, 0].float())
 
     def token_ids(self, prompt: str, completion: str) -> list[int]:
-        """Tokenize prompt and completion, into at least one token.
-
-        Raises:
-            InputError: the chat template refuses them.
-        """
+        """Tokenize prompt and completion, into at least one token."""
         text = prompt + completion
         if self.tokenizer.chat_template is not None:
             text = self._render(prompt, completion)

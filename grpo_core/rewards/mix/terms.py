@@ -49,7 +49,9 @@ class RewardTerm:
     def __post_init__(self) -> None:
         check_fields(self, "rewards")
         for field in ("clamp", "range"):
-            _check_interval(f"rewards.{field}", getattr(self, field))
+            interval = getattr(self, field)
+            if interval is not None and not interval[0] < interval[1]:
+                raise InputError(f"rewards.{field}", interval, "Give the lower number first.")
         if self.normalize == "range" and self.range is None:
             raise InputError("rewards.range", None, "normalize is range; give the values that become 0 and 1.")
         if self.normalize != "range" and self.range is not None:
@@ -71,11 +73,6 @@ class RewardTerm:
             if getattr(self, field) is not None:
                 hint = "A threshold makes the gate 0 or 1 by the unscaled value; leave one of the two out."
                 raise InputError(f"rewards.{field}", getattr(self, field), hint)
-
-
-def _check_interval(place: str, interval: tuple[float, float] | None) -> None:
-    if interval is not None and not interval[0] < interval[1]:
-        raise InputError(place, interval, "Give the lower number first.")
 
 
 def scaled_values(

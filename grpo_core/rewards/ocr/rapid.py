@@ -48,11 +48,7 @@ class RapidEngine:
         return "+".join(f"{name}-{metadata.version(name)}" for name in ("rapidocr", "onnxruntime"))
 
     def model_digests(self) -> Mapping[str, str]:
-        """Return the digests of the models.
-
-        Raises:
-            InputError: a file is missing, or not the one that was installed.
-        """
+        """Return the digests of the models; InputError for one that is missing, or not the one that was installed."""
         return {role: file_sha256(str(_find_model_file(name))) for role, name in MODELS.items()}
 
     def find_problems(self) -> Sequence[str]:
@@ -64,12 +60,7 @@ class RapidEngine:
         return []
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Read the lines of an RGB image that have a confidence of a half or more.
-
-        Raises:
-            ReadingError: the library broke down.
-            InputError: a model file is missing or changed.
-        """
+        """Read the lines that have a confidence of a half or more."""
         models = tuple(str(_find_model_file(name)) for name in MODELS.values())
         with _READING:
             reader = _load_reader(self, models)
@@ -149,11 +140,7 @@ def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=len(MODELS))
 def _find_model_file(name: str) -> Path:
-    """Find a model file and compare its digest with the wheel's record.
-
-    Raises:
-        InputError: it is not there, or another.
-    """
+    """Find a model file and compare its digest with the wheel's record."""
     listed = [entry for entry in metadata.files("rapidocr") or () if entry.name == name]
     path = Path(str(listed[0].locate())) if listed else None
     if path is None or not path.is_file():

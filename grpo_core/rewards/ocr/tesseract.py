@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 60
 """After which an image is given up; Tesseract takes about a tenth of a second for one."""
 
 _PLACE = "rewards.text_accuracy.engine"
-_PACKAGE_HINT = "Install it: pip install 'grpo-staged[tesseract]', or set rapidocr."
+_NO_PACKAGE = "The package pytesseract is missing. Install it: pip install 'grpo-staged[tesseract]', or set rapidocr."
 _BINARY_HINT = "Install Tesseract (Debian: apt-get install tesseract-ocr), or set rapidocr."
 # Sparse text: an image is no page, and the analysis of a page's layout takes writing in a scene for an illustration.
 _CONFIG = "--psm 11"
@@ -40,19 +40,11 @@ class TesseractEngine:
 
     @property
     def version(self) -> str:
-        """Return the version of the program.
-
-        Raises:
-            InputError: it is not installed.
-        """
+        """Return the version of the program."""
         return f"tesseract-{_ask_version()}"
 
     def model_digests(self) -> Mapping[str, str]:
-        """Return the digests of the languages' data.
-
-        Raises:
-            InputError: Tesseract or a language is not installed.
-        """
+        """Return the digests of the languages' data."""
         folder, installed = _ask_languages()
         for language in self._languages():
             if language not in installed:
@@ -65,11 +57,8 @@ class TesseractEngine:
 
     def find_problems(self) -> Sequence[str]:
         """Report the Python package, the program or a language that is not installed."""
-        problems = []
-        if find_spec("pytesseract") is None:
-            problems.append(
-                str(InputError(_PLACE, "tesseract", f"The package pytesseract is missing. {_PACKAGE_HINT}"))
-            )
+        missing = find_spec("pytesseract") is None
+        problems = [str(InputError(_PLACE, "tesseract", _NO_PACKAGE))] if missing else []
         try:
             self.model_digests()
         except InputError as error:
@@ -77,17 +66,11 @@ class TesseractEngine:
         return problems
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Read the lines of an RGB image, of each the words with a confidence of a half or more.
-
-        Raises:
-            ReadingError: Tesseract broke down, or took longer than TIMEOUT_SECONDS.
-            InputError: the package, the program or a language is not installed.
-        """
+        """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS."""
         try:
             import pytesseract
         except ImportError as error:
-            hint = f"The package pytesseract is missing. {_PACKAGE_HINT}"
-            raise InputError(_PLACE, "tesseract", hint) from error
+            raise InputError(_PLACE, "tesseract", _NO_PACKAGE) from error
         # The package hands the image over in the format of the file it came from, which may be a lossy one.
         bare = Image.frombytes("RGB", image.size, image.tobytes())
         try:
@@ -139,11 +122,7 @@ def _ask_languages() -> tuple[Path, tuple[str, ...]]:
 
 
 def _ask(question: str) -> str:
-    """Return what the program prints.
-
-    Raises:
-        InputError: it is not installed, or fails.
-    """
+    """Return what the program prints; InputError where it is not installed, or fails."""
     try:
         return subprocess.run(["tesseract", question], capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError) as error:

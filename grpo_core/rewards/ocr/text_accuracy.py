@@ -74,11 +74,7 @@ class TextAccuracyReward(Reward):
 
     @property
     def version(self) -> str:
-        """Includes the engine, because another one reads other text.
-
-        Raises:
-            InputError: the engine is not installed.
-        """
+        """Includes the engine, because another one reads other text."""
         return f"2+{self._build_engine().version}"
 
     @property
@@ -92,11 +88,7 @@ class TextAccuracyReward(Reward):
         return {**shared, **self._engine_settings()}
 
     def weight_digests(self) -> Mapping[str, str]:
-        """Return the digests of the engine's models.
-
-        Raises:
-            InputError: the engine is not installed, or not completely.
-        """
+        """Return the digests of the engine's models."""
         return self._build_engine().model_digests()
 
     def preflight(self) -> Sequence[str]:
@@ -114,8 +106,12 @@ class TextAccuracyReward(Reward):
         return scores
 
     def _score_image(self, engine: Engine, image: Image.Image, texts: Sequence[str]) -> Score:
+        # Imported where it is used, as the engines are.
+        import tenacity
+
+        stop, again = tenacity.stop_after_attempt(self.attempts), tenacity.retry_if_exception_type(ReadingError)
         try:
-            lines = read_with_retries(engine, image, self.attempts)
+            lines = tenacity.Retrying(stop=stop, retry=again, reraise=True)(engine.read, image)
         except ReadingError as error:
             return Score.failed(f"{error}, in {self.attempts} attempt(s)")
         match = MATCHES[self.mode](texts, lines)
@@ -141,21 +137,3 @@ class TextAccuracyReward(Reward):
         if self.engine == "tesseract":
             return TesseractEngine(self.languages or LANGUAGES)
         return RapidEngine(bool(self.cls), self.limit_side_len or LIMIT_SIDE_LEN, self.max_side_len or MAX_SIDE_LEN)
-
-
-def read_with_retries(engine: Engine, image: Image.Image, attempts: int) -> tuple[str, ...]:
-    """Read the lines of an RGB image, again when the engine breaks down, `attempts` times at most.
-
-    Raises:
-        ReadingError: it broke down every time.
-        InputError: the engine is not installed.
-    """
-    # Imported where it is used, as the engines are.
-    import tenacity
-
-    retrying = tenacity.Retrying(
-        stop=tenacity.stop_after_attempt(attempts),
-        retry=tenacity.retry_if_exception_type(ReadingError),
-        reraise=True,
-    )
-    return retrying(engine.read, image)

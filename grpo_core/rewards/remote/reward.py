@@ -56,11 +56,7 @@ class RemoteReward(ServiceReward):
         return self.with_targets
 
     def settings(self) -> Mapping[str, object]:
-        """Return the reward and its version at the server; queries the version where none is set.
-
-        Raises:
-            InputError: the server does not answer or has no such reward.
-        """
+        """Return the reward and its version at the server; queries the version where none is set."""
         version = self.reward_version
         if version is None:
             try:

@@ -159,11 +159,7 @@ def _wire_sample(batch: ScoringBatch, row: int, with_targets: bool) -> dict[str,
 
 
 def declared_pixels(request: ScoreRequest) -> int:
-    """Add up the pixels of all images of a request, from their headers: nothing is decoded.
-
-    Raises:
-        InputError: an image that is not a PNG, or too large.
-    """
+    """Add up the pixels of all images of a request, from their headers: nothing is decoded."""
     texts = [(s, kind, text) for s in request.samples for kind, text in (("image", s.image), ("target", s.target))]
     images = [_open_png(text, f"sample {s.sample_id}, {kind}") for s, kind, text in texts if text is not None]
     return sum(image.width * image.height for image in images)

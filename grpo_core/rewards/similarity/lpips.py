@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import Device, ModelReward, Sha256, Weights, exact_inference, load_once
+from grpo_core.rewards.model_reward import ModelReward, Sha256, Weights, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, clamp_unit
 from grpo_core.rewards.similarity.pixels import Images, PairReward
 from grpo_core.rewards.tensors import check_pair
@@ -51,13 +51,11 @@ class LpipsReward(ModelReward, PairReward):
             ``hf://owner/repo/file`` for one on the Hugging Face Hub.
         weights_sha256: digest that the file must have, complete or its first 8 digits or more.
         net: the trunk: ``alex``, ``vgg`` or ``squeeze``.
-        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     weights: str | None = None
     weights_sha256: Sha256 | None = None
     net: Trunk = "alex"
-    device: Device = "cpu"
 
     name: ClassVar[str] = "lpips"
     version: ClassVar[str] = "1"

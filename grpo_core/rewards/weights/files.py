@@ -77,11 +77,7 @@ class WeightSource(Source):
             self._locate(self.source)
 
     def resolve(self) -> WeightFile:
-        """Return the file with its digest checked; it is downloaded unless it is here.
-
-        Raises:
-            InputError: the file is missing, cannot be downloaded, or has another digest.
-        """
+        """Return the file with its digest checked; it is downloaded unless it is here."""
         found = self.find(download=True)
         assert found is not None, "downloaded"
         return WeightFile(self.place, found, file_sha256(found))

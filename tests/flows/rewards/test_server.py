@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import uvicorn
-from PIL import Image
 
 from flows.rewards.server import create_app, describe_reward, serve
 from grpo_core.errors import InputError, InputErrors
@@ -299,34 +298,3 @@ def test_a_server_ends_on_a_signal_and_later_samples_fail() -> None:
     assert [score.failure for score in reward.score(batch)] == [
         "the service could not be reached (ConnectError), after 2 attempts"
     ] * 4
-
-
-class Images(list[Image.Image]):
-    """Does something when the image of one row is asked for."""
-
-    def __init__(self, images: Sequence[Image.Image], row: int, act: Callable[[], object]) -> None:
-        super().__init__(images)
-        self._row, self._act = row, act
-
-    def __getitem__(self, row: Any) -> Any:
-        if row == self._row:
-            self._act()
-        return super().__getitem__(row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_server_that_ends_in_the_middle_of_a_batch(number: signal.Signals) -> None:
-    images = [noise(i, 24, 24) for i in range(12)]
-    with server_process() as (process, url):
-
-        def end() -> None:
-            process.send_signal(number)
-            assert process.wait(timeout=60) == (0 if number == signal.SIGINT else -number)
-
-        batch = make_batch(images)
-        object.__setattr__(batch, "images", Images(images, 5, end))
-        scores = RemoteReward(url=url, reward="jpeg", batch_size=1, concurrency=1, **QUICK).score(batch)
-    assert scores[:5] == JpegReward().score(make_batch(images[:5]))
-    assert len(scores) == 12
-    assert all("could not be reached" in str(score.failure) for score in scores[5:])

@@ -4,15 +4,19 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import lpips
 import pytest
 import torch
 from PIL import Image
 
+from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import load_clip
+from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
-from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, ScoringBatch
+from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
+from grpo_core.rewards.weights.models import ModelSource
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 from tests.grpo_core.rewards.ocr.lettering import draw
 
@@ -111,6 +115,67 @@ def test_every_reward_keeps_the_protocol(settings: Mapping[str, Mapping[str, obj
             assert (score == NOT_APPLICABLE) == silent
 
 
+def test_provenance_names_the_weights_by_their_content(
+    settings: Mapping[str, Mapping[str, object]],
+    trunk_file: Path,
+    clip_weights: Path,
+    aesthetic_head: Path,
+    hpsv2_weights: Path,
+    pickscore_folder: Path,
+) -> None:
+    heads = Path(lpips.__file__).parent / "weights" / "v0.1" / "alex.pth"
+    files: Mapping[str, Mapping[str, Path]] = {
+        "lpips": {"trunk": trunk_file, "heads": heads},
+        "clip_score": {"clip": clip_weights},
+        "aesthetic": {"clip": clip_weights, "head": aesthetic_head},
+        "diversity": {"clip": clip_weights},
+        "hpsv2": {"model": hpsv2_weights},
+    }
+    for name, roles in files.items():
+        expected = {role: file_sha256(str(file)) for role, file in roles.items()}
+        assert build_reward(name, settings[name]).weight_digests() == expected
+    pickscore = build_reward("pickscore", settings["pickscore"])
+    assert pickscore.weight_digests() == {"model": ModelSource("model", str(pickscore_folder)).digest()}
+    kinds = [{}, {"measure": "lpips", "weights": str(trunk_file)}, settings["diversity"]]
+    diversities = [build_reward("diversity", kind) for kind in kinds]
+    named = [{"measure"}, {"measure", "net"}, {"measure", "model", "pretrained"}]
+    assert [set(reward.settings()) for reward in diversities] == named
+    assert ["open-clip-" in reward.version for reward in diversities] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "setting", "published"),
+    [
+        ("lpips", {}, "weights", "alexnet-owt-7be5be79.pth"),
+        ("lpips", {"net": "vgg"}, "weights", "vgg16-397923af.pth"),
+        ("lpips", {"net": "squeeze", "weights": "nowhere.pth"}, "weights", "squeezenet1_1-b8a52dc0.pth"),
+        ("diversity", {"measure": "lpips"}, "weights", "alexnet-owt-7be5be79.pth"),
+        ("diversity", {"measure": "clip"}, "weights", "hf://timm/vit_large_patch14_clip_224.openai/"),
+        ("clip_score", {}, "weights", "hf://timm/vit_large_patch14_clip_224.openai/open_clip_model.safetensors"),
+        ("aesthetic", {}, "weights", "hf://timm/vit_large_patch14_clip_224.openai/"),
+        ("hpsv2", {}, "weights", "https://huggingface.co/xswu/HPSv2"),
+        ("pickscore", {}, "model", "yuvalkirstain/PickScore_v1"),
+        ("reward_model", {}, "model", "Skywork/"),
+    ],
+)
+def test_missing_weights_are_reported_before_and_when_needed(
+    name: str, given: Mapping[str, object], setting: str, published: str
+) -> None:
+    reward = build_reward(name, given)
+    problem = reward.preflight()[0]
+    assert problem.startswith(f"rewards.{name}.{setting}: got {given.get('weights')!r}.")
+    assert published in problem
+    batch = make_texts("x") if name == "reward_model" else make_batch([flat(0)] * 2, [flat(0)] * 2, group_ids=["g"] * 2)
+    with pytest.raises(InputError, match=rf"^rewards\.{name}\."):
+        reward.score(batch)
+
+
 def test_settings_build_the_same_reward_again() -> None:
     reward = build_reward("jpeg", {"quality": 30, "direction": "incompressible"})
     assert build_reward("jpeg", reward.settings()) == reward
+
+
+def test_another_number_of_scores_than_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JpegReward, "score", lambda self, batch: [Score(0.5, 0.5)])
+    with pytest.raises(InputError, match=r"^reward jpeg: got '1 scores'\. It got 2 samples"):
+        score_samples(JpegReward(), make_batch([flat(0)] * 2))

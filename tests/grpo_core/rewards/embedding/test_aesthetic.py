@@ -8,7 +8,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.aesthetic import HEAD, LAYERS, AestheticReward
 from grpo_core.rewards.embedding.clip_model import NO_DIRECTION, load_clip
@@ -126,9 +125,3 @@ def test_a_missing_head_and_the_digest_of_the_published_one(aesthetic_head: Path
     published.write_bytes(aesthetic_head.read_bytes())
     message = AestheticReward(head=str(published)).preflight()[1]
     assert message.startswith("rewards.aesthetic.head_sha256: got '21dd590f3ccdc646'")
-
-
-def test_provenance_names_both_files(reward: AestheticReward, clip_weights: Path, aesthetic_head: Path) -> None:
-    assert reward.preflight() == []
-    assert reward.weight_digests() == {"clip": file_sha256(str(clip_weights)), "head": file_sha256(str(aesthetic_head))}
-    assert set(reward.settings()) == {"model", "pretrained"}

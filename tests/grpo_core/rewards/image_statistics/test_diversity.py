@@ -21,7 +21,7 @@ from grpo_core.rewards.image_statistics.diversity import (
     pixel_distance,
 )
 from grpo_core.rewards.reward import Score, ScoringBatch
-from grpo_core.rewards.similarity.lpips import LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.similarity.lpips import load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import WeightFile
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
@@ -108,24 +108,6 @@ def test_small_images_are_refused_by_lpips_alone(trunk_file: Path) -> None:
     with pytest.raises(InputError, match=r"rewards\.diversity, sample s0: got 'image of 30x40.*at least 31 pixels"):
         DiversityReward(measure="lpips", weights=str(trunk_file)).score(batch)
     assert DiversityReward().score(batch)[0].value == pytest.approx(9 / 255)
-
-
-def test_provenance_names_the_network(measures: list[DiversityReward], trunk_file: Path, clip_weights: Path) -> None:
-    pixels, learned, clip = measures
-    assert (pixels.settings(), pixels.weight_digests()) == ({"measure": "pixels"}, {})
-    assert learned.settings() == {"measure": "lpips", "net": "alex"}
-    assert learned.weight_digests() == LpipsReward(weights=str(trunk_file)).weight_digests()
-    assert clip.weight_digests() == {"clip": file_sha256(str(clip_weights))}
-    assert ["open-clip-" in reward.version for reward in measures] == [False, False, True]
-    assert all(reward.preflight() == [] for reward in measures)
-
-
-@pytest.mark.parametrize("measure", ["lpips", "clip"])
-def test_missing_weights_are_reported_before_and_when_needed(measure: str) -> None:
-    (problem,) = DiversityReward(measure=measure).preflight()
-    with pytest.raises(InputError, match=r"^rewards\.diversity\.weights: got None") as caught:
-        DiversityReward(measure=measure).score(grouped([flat(0), flat(1)], "gg"))
-    assert problem == str(caught.value)
 
 
 @settings(max_examples=20, deadline=None)

@@ -20,54 +20,63 @@ def group(*rows: list[float]) -> Tensor:
     return torch.tensor([list(rows)], dtype=torch.float64)
 
 
-def test_the_value_multiplies_the_whole_sum() -> None:
-    """(2 x .5 + .4) x .25, (2 x 1 + .2) x 1."""
-    combined = combine_rewards(group([0.5, 0.25, 0.4], [1.0, 1.0, 0.2]), [RewardTerm(2.0), GATE, SUM])
-    assert combined.rewards.tolist() == [[pytest.approx(0.35), pytest.approx(2.2)]]
-    assert combined.weights.tolist() == [[[2.0, 0.0, 1.0]] * 2]
-    assert combined.scaled.tolist() == [[[0.5, 0.25, 0.4], [1.0, 1.0, 0.2]]]
+PASSING = RewardTerm(role="gate", threshold=0.6)
+NULL_GATE = [[0.6, NULL], [0.6, 1.0], [0.6, 0.5]]
 
 
-def test_several_gates_multiply() -> None:
-    combined = combine_rewards(group([0.8, 0.5, 0.5], [0.8, 0.5, 0.0]), [SUM, GATE, GATE])
-    assert combined.rewards.tolist() == [[pytest.approx(0.2), 0.0]]
-
-
-def test_a_gate_of_zero_lifts_a_penalty() -> None:
-    """Hence the advice to keep rewards and weights under a gate at 0 or above."""
-    combined = combine_rewards(group([0.5, 0.0], [0.5, 1.0]), [RewardTerm(-1.0), GATE])
-    assert combined.rewards.tolist() == [[0.0, -0.5]]
-
-
-NULL_GATE = group([0.6, NULL], [0.6, 1.0], [0.6, 0.5])
-
-
-def test_a_null_gate_takes_the_mean_of_the_groups() -> None:
-    combined = combine_rewards(NULL_GATE, [SUM, GATE])
-    assert combined.rewards.tolist() == [[pytest.approx(0.45), 0.6, pytest.approx(0.3)]]
-    assert combined.scaled[0, :, 1].tolist() == [0.75, 1.0, 0.5]
-    assert combined.imputed.tolist() == [[[False, True], [False, False], [False, False]]]
-
-
-def test_a_null_gate_with_a_threshold_takes_the_share_that_passed() -> None:
-    """Not the mean of the values, 2/3, which would have passed."""
-    terms = [SUM, RewardTerm(role="gate", threshold=0.6)]
-    combined = combine_rewards(group([0.9, NULL], [0.9, 0.55], [0.9, 0.5], [0.9, 0.95]), terms)
-    assert combined.rewards.tolist() == [[pytest.approx(0.3), 0.0, 0.0, 0.9]]
-
-
-def test_a_null_gate_is_left_out_with_renormalize() -> None:
-    combined = combine_rewards(NULL_GATE, [SUM, GATE], missing="renormalize")
-    assert combined.rewards.tolist() == [[0.6, 0.6, pytest.approx(0.3)]]
-    assert combined.weights.tolist() == [[[1.0, 0.0]] * 3]
-    assert not combined.imputed.any()
-    assert combined.scaled[0, :, 1].isnan().tolist() == [True, False, False]
-
-
-def test_a_null_gate_drops_the_sample_with_drop() -> None:
-    combined = combine_rewards(NULL_GATE, [SUM, GATE], missing="drop")
-    assert combined.present.tolist() == [[False, True, True]]
-    assert combined.rewards[0, 1:].tolist() == [0.6, pytest.approx(0.3)]
+@pytest.mark.parametrize(
+    ("terms", "values", "missing", "rewards", "scaled"),
+    [
+        # (2 x .5 + .4) x .25, (2 x 1 + .2) x 1.
+        ([RewardTerm(2.0), GATE, SUM], [[0.5, 0.25, 0.4], [1.0, 1.0, 0.2]], "group_mean", [0.35, 2.2], [0.25, 1.0]),
+        ([SUM, GATE, GATE], [[0.8, 0.5, 0.5], [0.8, 0.5, 0.0]], "group_mean", [0.2, 0.0], [0.5, 0.5]),
+        # A gate of 0 lifts a penalty, hence the advice to keep rewards and weights under a gate at 0 or above.
+        ([RewardTerm(-1.0), GATE], [[0.5, 0.0], [0.5, 1.0]], "group_mean", [0.0, -0.5], [0.0, 1.0]),
+        # A null gate takes the mean of the group's, .75; is left out; or drops its sample.
+        ([SUM, GATE], NULL_GATE, "group_mean", [0.45, 0.6, 0.3], [0.75, 1.0, 0.5]),
+        ([SUM, GATE], NULL_GATE, "renormalize", [0.6, 0.6, 0.3], [NULL, 1.0, 0.5]),
+        ([SUM, GATE], NULL_GATE, "drop", [NULL, 0.6, 0.3], [NULL, 1.0, 0.5]),
+        # With a threshold it takes the share that passed, 1/3: not the mean of the values, 2/3, which would pass.
+        (
+            [SUM, PASSING],
+            [[0.9, NULL], [0.9, 0.55], [0.9, 0.5], [0.9, 0.95]],
+            "group_mean",
+            [0.3, 0.0, 0.0, 0.9],
+            [1 / 3, 0.0, 0.0, 1.0],
+        ),
+        # A gate weighs nothing: the sum of magnitudes is 1 + 3, of which 1 is left.
+        ([SUM, GATE, RewardTerm(3.0)], [[0.5, 1.0, NULL], [0.1, 0.5, NULL]], "group_mean", [2.0, 0.2], [1.0, 0.5]),
+        # .4 and .8 behind gates 1 and .5: the null is .6, the mean before the gates, behind its own gate of .5.
+        ([SUM, GATE], [[0.4, 1.0], [0.8, 0.5], [NULL, 0.5]], "renormalize", [0.4, 0.4, NULL], [1.0, 0.5, 0.5]),
+        (
+            [SUM, GATE, SUM],
+            [[0.4, 1.0, 0.0], [0.8, 0.5, 0.0], [NULL, 0.5, 0.0]],
+            "group_mean",
+            [0.4, 0.4, 0.3],
+            [1.0, 0.5, 0.5],
+        ),
+        # A sample with nothing but a gate has no reward; a null of weight 0 takes nothing.
+        ([SUM, GATE], [[NULL, 1.0], [0.5, 1.0]], "renormalize", [NULL, 0.5], [1.0, 1.0]),
+        ([SUM, RewardTerm(0.0)], [[0.5, NULL], [0.1, 0.2]], "group_mean", [0.5, 0.1], [NULL, 0.2]),
+    ],
+)
+def test_by_hand(
+    terms: list[RewardTerm],
+    values: list[list[float]],
+    missing: MissingRewards,
+    rewards: list[float],
+    scaled: list[float],
+) -> None:
+    """The rewards, and the second term's value of each sample as it counted."""
+    combined = combine_rewards(group(*values), terms, missing=missing)
+    assert combined.rewards[0].tolist() == pytest.approx(rewards, nan_ok=True)
+    assert combined.scaled[0, :, 1].tolist() == pytest.approx(scaled, nan_ok=True)
+    assert combined.present[0].tolist() == [not math.isnan(reward) for reward in rewards]
+    imputed = [
+        missing == "group_mean" and math.isnan(row[1]) and not math.isnan(value)
+        for row, value in zip(values, scaled, strict=True)
+    ]
+    assert combined.imputed[0, :, 1].tolist() == imputed
 
 
 @pytest.mark.parametrize("missing", ["group_mean", "renormalize", "drop"])
@@ -87,32 +96,6 @@ def test_a_gate_of_another_dataset_does_not_multiply(missing: MissingRewards) ->
     torch.testing.assert_close(combined.rewards, torch.tensor([[1.0, 0.3], [0.3, 0.0]]).double())
     assert combined.scaled.isnan().tolist() == [[[False, False, True]] * 2, [[False, True, False]] * 2]
     assert combined.weights.tolist() == [[[1.0, 1.0, 0.0]] * 2, [[1.0, 0.0, 0.0]] * 2]
-
-
-def test_a_gate_weighs_nothing_when_weights_are_renormalised() -> None:
-    """Sum of magnitudes 1 + 3, of which 1 is left: a gate's 1 is not among them."""
-    combined = combine_rewards(group([0.5, NULL, 1.0], [0.1, NULL, 0.5]), [SUM, RewardTerm(3.0), GATE])
-    assert combined.weights.tolist() == [[[4.0, 0.0, 0.0]] * 2]
-    assert combined.rewards.tolist() == [[2.0, pytest.approx(0.2)]]
-
-
-def test_a_null_reward_behind_a_gate_takes_the_mean_before_the_gates() -> None:
-    """.4 and .8 behind gates 1 and .5: the null is .6, behind its own gate of .5."""
-    combined = combine_rewards(group([0.4, 0.0, 1.0], [0.8, 0.0, 0.5], [NULL, 0.0, 0.5]), [SUM, SUM, GATE])
-    assert combined.rewards.tolist() == [[0.4, 0.4, pytest.approx(0.3)]]
-    assert combined.scaled[0, :, 0].tolist() == [0.4, 0.8, pytest.approx(0.6)]
-
-
-def test_a_sample_with_nothing_but_a_gate_has_no_reward() -> None:
-    combined = combine_rewards(group([NULL, 1.0], [0.5, 1.0]), [SUM, GATE], missing="renormalize")
-    assert combined.present.tolist() == [[False, True]]
-    assert combined.rewards[0, 0].isnan()
-
-
-def test_a_null_that_does_not_count_is_not_imputed() -> None:
-    combined = combine_rewards(group([0.5, NULL], [0.1, 0.2]), [SUM, RewardTerm(0.0)])
-    assert not combined.imputed.any()
-    assert combined.scaled[0, :, 1].isnan().tolist() == [True, False]
 
 
 def test_gates_alone_are_refused() -> None:

@@ -137,6 +137,8 @@ def test_another_version_is_refused_at_once_and_half_way(server: Stub) -> None:
         ({"scores": []}, "0 scores for 2 samples"),
         ({"scores": [{"sample_id": "s0", "value": "high"}] * 2}, r"scores\.0\.value: "),
         ({"scores": None}, "scores: "),
+        ({"scores": [{"sample_id": "s0", "value": True}] * 2}, r"scores\.0\.value: "),
+        ({"scores": [{"sample_id": "s0", "value": 1.0, "failure": "both"}] * 2}, r"scores\.0: .*not both"),
         ({"protocol": 2}, "protocol: "),
         ({"reward": "other"}, "scores of the reward 'other'"),
     ],

@@ -187,19 +187,3 @@ def test_scores_are_read() -> None:
 def test_scores_of_other_samples_are_refused(ids: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wire.read_scores(answer({"sample_id": "a", "value": 1.0}, {"sample_id": "b", "value": 1.0}), ids)
-
-
-@pytest.mark.parametrize(
-    "score",
-    [
-        {"sample_id": "a"},
-        {"value": 1.0},
-        {"sample_id": "a", "value": "0.5"},
-        {"sample_id": "a", "value": True},
-        {"sample_id": "a", "value": [0.5]},
-        {"sample_id": "a", "value": 1.0, "failure": "both"},
-    ],
-)
-def test_malformed_scores_are_refused(score: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        answer(score)

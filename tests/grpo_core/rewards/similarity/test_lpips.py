@@ -9,7 +9,7 @@ import torchvision
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import Score
-from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
+from grpo_core.rewards.similarity.lpips import MIN_SIDES, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.rewards.weights.files import WeightFile
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
@@ -88,39 +88,6 @@ def test_smallest_sides_are_those_of_the_trunks(net: str) -> None:
         assert 0 not in trunk(torch.zeros(1, 3, side, side)).shape
         with pytest.raises(RuntimeError, match=r"too small|greater than"):
             trunk(torch.zeros(1, 3, side - 1, side - 1))
-
-
-def test_settings_carry_the_digest_and_no_path(reward: LpipsReward, trunk_file: Path) -> None:
-    assert reward.settings() == {"net": "alex"}
-    heads = Path(lpips_package.__file__).parent / "weights" / "v0.1" / "alex.pth"
-    assert reward.weight_digests() == {"trunk": file_sha256(str(trunk_file)), "heads": file_sha256(str(heads))}
-    assert reward.preflight() == []
-
-
-@pytest.mark.parametrize("net", ["alex", "vgg", "squeeze"])
-def test_missing_weights_are_named_with_the_published_ones(net: str, tmp_path: Path) -> None:
-    for weights in (None, str(tmp_path / "nowhere.pth")):
-        reward = LpipsReward(weights=weights, net=net)
-        (message,) = reward.preflight()
-        assert message.startswith(f"rewards.lpips.weights: got {weights!r}.")
-        assert TRUNKS[net].file in message
-        assert TRUNKS[net].url in message
-        with pytest.raises(InputError) as caught:
-            reward.score(make_batch([flat(0)], [flat(0)]))
-        assert str(caught.value) == message
-
-
-def test_flipped_byte_is_noticed_after_a_good_score(trunk_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trunk.pth"
-    content = bytearray(trunk_file.read_bytes())
-    path.write_bytes(content)
-    reward = LpipsReward(weights=str(path), weights_sha256=file_sha256(str(path)))
-    batch = make_batch([noise(0, 32, 32)], [noise(1, 32, 32)])
-    reward.score(batch)
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="weights_sha256"):
-        reward.score(batch)
 
 
 def test_tensors_of_another_network_are_refused(trunk_file: Path, tmp_path: Path) -> None:
