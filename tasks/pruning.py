@@ -62,11 +62,11 @@ class Prunable:
 def find_prunable(store: ArtifactStore, folder: str) -> Prunable | None:
     """Return the artifact in a folder of the run; None if there is none that this program reads."""
     manifest = store.manifest_at(store.path(folder))
-    try:
-        reference = None if manifest is None else manifest.reference(f"{store.run}/{folder}")
-    except (ValueError, TypeError):
+    if manifest is None:
         return None
-    if manifest is None or reference is None:
+    try:
+        reference = manifest.reference(f"{store.run}/{folder}")
+    except (ValueError, TypeError):
         return None
     made = _modified(store, store.path(f"{folder}{MANIFEST_ENDING}"))
     return Prunable(folder, reference, manifest, made, is_half_pruned(store, folder, manifest))

@@ -77,10 +77,9 @@ def prune(request: PruneRequest) -> PruneSummary:
         locks = [[] if request.dry_run else stack.enter_context(_locked(store)) for store in stores]
         for store, held in zip(stores, locks, strict=True):
             plan = plan_run(store, stored_config(store), request, scheduled or (), now)
-            run = _report(plan)
             if not request.dry_run:
-                _carry_out(plan, held, run)
-            runs.append(run)
+                _carry_out(plan, held)
+            runs.append(_report(plan))
     freed = sum(each.bytes for run in runs for each in run.deleted)
     return PruneSummary(dry_run=request.dry_run, bytes=freed, schedules=scheduled is not None, runs=runs)
 
@@ -101,17 +100,16 @@ def _locked(store: ArtifactStore) -> Iterator[list[RunLock]]:
         yield locks
 
 
-def _carry_out(plan: RunPlan, locks: Sequence[RunLock], run: PrunedRun) -> None:
-    for deletion in plan.deleted:
+def _carry_out(plan: RunPlan, locks: Sequence[RunLock]) -> None:
+    for deletion in list(plan.deleted):
         for lock in locks:
             lock.require_held()
         try:
             deletion.delete()
         except StaleReferenceError as error:
             # The next start finds the same, quarantines it, and runs its stage again.
-            run.notes.append(f"not touched, since it is damaged: {error}")
-            kind = next(each for each in run.deleted if each.kind == deletion.kind)
-            kind.count, kind.bytes = kind.count - 1, kind.bytes - deletion.size
+            plan.notes.append(f"not touched, since it is damaged: {error}")
+            plan.deleted.remove(deletion)
 
 
 def _report(plan: RunPlan) -> PrunedRun:
@@ -121,5 +119,5 @@ def _report(plan: RunPlan) -> PrunedRun:
         folder=plan.store.path(),
         deleted=[Deleted(kind=kind, count=len(each), bytes=sum(each)) for kind, each in sizes.items() if each],
         kept=[Kept(kind=kind, names=names, reason=reason) for (kind, reason), names in plan.kept.items()],
-        notes=list(plan.notes),
+        notes=plan.notes,
     )

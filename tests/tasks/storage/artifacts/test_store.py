@@ -107,7 +107,6 @@ class TestCommit:
 
 DAMAGES: dict[str, Callable[[ArtifactStore, str], object]] = {
     "flipped": flip,
-    "truncated": lambda store, name: overwrite(store, name, store.filesystem.cat_file(store.path(name))[:-1]),
     "emptied": lambda store, name: overwrite(store, name, b""),
     "deleted": lambda store, name: store.filesystem.rm_file(store.path(name)),
 }
