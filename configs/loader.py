@@ -2,28 +2,22 @@
 
 import difflib
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from configs.checks import contradictions
-from configs.keys import TRL_NAMES, nearest_key, translate
+from configs.keys import TRL_NAMES, translate
 from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
-from configs.sections import ALL_AT_ONCE, NAME_HINT, PolicySection, refused_combinations
+from configs.sections import PolicySection
+from configs.validation import validated
 from grpo_core.errors import InputError, InputErrors
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class _StrictLoader(yaml.SafeLoader):
     """YAML in which a repeated key is an error and 1e-5 is a number."""
-
-
-# The reward or the schedule defines these keys and values.
-_FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs")
 
 
 def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -134,44 +128,12 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
     return validated(_model_for(values), values, contradictions)
 
 
-def validated(
-    model: type[M], values: Mapping[str, Any], checks: Callable[[M], Sequence[InputError]] = lambda record: ()
-) -> M:
-    """Validate plain values from YAML as this model.
-
-    Args:
-        values: by the model's keys or TRL's names of them.
-        checks: returns further errors of a valid record.
-
-    Raises:
-        InputErrors: every error.
-    """
-    # YAML has lists, the models have tuples.
-    plain = _tuples(values)
-    errors = translate(plain)
-    try:
-        record = model.model_validate(plain, context=ALL_AT_ONCE)
-    except ValidationError as error:
-        errors += [_explain(model, detail) for detail in _distinct(error.errors())]
-        raise InputErrors(errors) from error
-    errors += [*refused_combinations(record), *checks(record)]
-    if errors:
-        raise InputErrors(errors)
-    return record
-
-
 def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
     """Return the model of a configuration: the keys of the rollout section depend on the policy."""
     policy = values.get("policy")
     default = PolicySection.model_fields["kind"].default
     kind = policy.get("kind", default) if isinstance(policy, Mapping) else default
     return RUN_CONFIGS[kind if isinstance(kind, str) and kind in RUN_CONFIGS else default]
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: item if key in _FREE_MAPPINGS else _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
@@ -228,23 +190,3 @@ def _item(values: list[Any], key: str, override: str) -> Any:
     if not key.isdigit() or int(key) >= len(values):
         raise InputError("--set", override, f"{key!r} is no index of a list of length {len(values)} (from 0).")
     return values[int(key)]
-
-
-def _distinct(details: Sequence[Any]) -> list[Any]:
-    """Drop the error that a list is too short if only its refused entries make it so."""
-    refused = {detail["loc"][0] for detail in details if len(detail["loc"]) > 1}
-    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
-
-
-def _explain(model: type[BaseModel], detail: Any) -> InputError:
-    location = [str(part) for part in detail["loc"] if part != "tuple"]
-    place = ".".join(location) or "configuration"
-    kind, found = detail["type"], detail["input"]
-    if kind == "extra_forbidden":
-        return InputError(place, found, f"There is no such key. {nearest_key(model, location)}")
-    if kind == "missing":
-        return InputError(place, None, "It is required and has no default; add it.")
-    if kind == "string_pattern_mismatch":
-        # Only names have a pattern.
-        return InputError(place, found, NAME_HINT)
-    return InputError(place, found, f"{detail['msg']}.")

@@ -11,15 +11,14 @@ from configs.sections import (
     DataSection,
     EvaluateSection,
     ImageRolloutSection,
-    Name,
     PlacementSection,
     PolicySection,
     RunSection,
-    Section,
     StorageSection,
     TextRolloutSection,
 )
 from configs.training import AdvantagesSection, MismatchSection, UpdateSection
+from configs.validation import Name, Section
 from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.trained import Reference
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from configs.sections import Name, Section
+from configs.validation import Name, Section
 from grpo_core.rewards.hacking import HackingRule
 from grpo_core.rewards.mix.terms import RewardTerm
 

@@ -4,102 +4,14 @@ A section that the core uses inherits the core's settings: fields, ranges and de
 section adds the fields that only a configuration has.
 """
 
-import inspect
-import re
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    GetJsonSchemaHandler,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from grpo_core.errors import InputError
+from configs.validation import Name, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
-from grpo_core.settings import STRICT
-
-NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; at most 100 characters."
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-
-
-ALL_AT_ONCE = "all at once"
-"""Validation context for callers that use `refused_combinations`, so that all errors are reported together."""
-
-
-class Section(BaseModel):
-    """Base of every section: frozen; refuses unknown keys, wrong types and NaN.
-
-    A section may inherit a settings dataclass of grpo_core; pydantic takes over its fields.
-    """
-
-    model_config = STRICT
-
-    memory_settings: ClassVar[frozenset[str]] = frozenset()
-    """Fields about memory, speed or placement; they change results by rounding at most."""
-
-    def result_settings(self) -> dict[str, Any]:
-        """Return the fields that determine results, as JSON values, for cache keys and the run's identity."""
-        values = self.model_dump(mode="json", exclude=set(self.memory_settings))
-        for name in values:
-            if isinstance(section := getattr(self, name), Section):
-                values[name] = section.result_settings()
-        return values
-
-    @model_validator(mode="after")
-    def _refuse_combinations(self, info: ValidationInfo) -> "Section":
-        if info.context != ALL_AT_ONCE:
-            self.check()
-        return self
-
-    def check(self) -> None:
-        """Refuse contradictory fields with the check of the inherited settings.
-
-        Raises:
-            InputError: the first contradiction.
-        """
-        inherited: Callable[[], None] | None = getattr(self, "__post_init__", None)
-        if inherited is not None:
-            inherited()
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe inherited fields in forms by the `Attributes:` of the settings that declare them."""
-        made = handler(schema)
-        properties = handler.resolve_ref_schema(made).get("properties", {})
-        for base in cls.__mro__:
-            for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(base) or "", re.MULTILINE):
-                if name in properties:
-                    properties[name].setdefault("description", re.sub(r"\s+", " ", text))
-        return made
-
-
-def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[InputError]:
-    """Yield an error for every section in a value with contradictory fields, with its path in the file."""
-    if isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from refused_combinations(item, (*path, str(index)))
-    if not isinstance(value, BaseModel):
-        return
-    for name in type(value).model_fields:
-        yield from refused_combinations(getattr(value, name), (*path, name))
-    if isinstance(value, Section):
-        try:
-            value.check()
-        except InputError as error:
-            # The core uses the section's name, without its index in a list.
-            section = ".".join(part for part in path if not part.isdigit()) + "."
-            field = error.place.removeprefix(section) if error.place.startswith(section) else error.place.split(".")[-1]
-            yield InputError(".".join((*path, field)), error.value, error.hint)
 
 
 class RunSection(Section):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from configs.sections import Section
+from configs.validation import Section
 from grpo_core.advantages import AdvantageSettings
 from grpo_core.losses import MismatchSettings
 from grpo_core.optimizer import OptimizerSettings

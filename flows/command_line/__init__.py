@@ -1,7 +1,6 @@
 """The program `grpo`.
 
-main                     the entry point and most commands
-prune, rewards, worker   the other commands
-options                  shared options, and commands whose options are the fields of a request
-errors                   errors become messages and exit codes
+main      the entry point and most commands
+rewards   the commands `grpo rewards ...`
+options   shared options, requests whose fields are options, and how errors become messages and exit codes
 """

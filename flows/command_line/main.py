@@ -7,21 +7,24 @@ reported before Prefect and the models' libraries are imported, which takes many
 import asyncio
 import json
 import os
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flows.command_line.errors import Json, handle_errors
-from flows.command_line.options import Config, Overrides, RunName, takes_request
-from flows.command_line.prune import prune
+from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
 from flows.command_line.rewards import commands as reward_commands
-from flows.command_line.worker import worker
+from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
+from flows.pruning.request import PruneRequest, check_request
+from flows.server.start import ServerRequest, serve
+from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
-    from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+
+R = TypeVar("R")
 
 application = typer.Typer(
     name="grpo",
@@ -32,8 +35,6 @@ application = typer.Typer(
 )
 
 application.add_typer(reward_commands)
-application.command()(worker)
-application.command()(prune)
 
 
 def main() -> None:
@@ -57,6 +58,22 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "Run
     return read_config(config, [*(overrides or []), *named])
 
 
+def _require_runs(*sources: str, root: str) -> None:
+    """Refuse names of runs that do not exist before the models' libraries are imported."""
+    from tasks.runs.lookup import find_run
+
+    for source in sources:
+        find_run(source, root)
+
+
+def _followed(work: Coroutine[Any, Any, R]) -> R:
+    """Run a flow and show its progress."""
+    from flows.terminal.progress import training_progress
+
+    with training_progress():
+        return asyncio.run(work)
+
+
 @application.command()
 def train(
     config: Config,
@@ -73,100 +90,84 @@ def train(
         from flows.preflight.inputs import check_inputs
 
         check_inputs(checked)
-        from flows.terminal.progress import training_progress
         from flows.terminal.summaries import show_training
         from flows.training.train import train as train_flow
 
-        with training_progress():
-            summary = asyncio.run(train_flow(checked, accept_code=accept_code))
+        summary = _followed(train_flow(checked, accept_code=accept_code))
         show_training(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
 
 
 @application.command()
-@takes_request("ReplayRequest")
-def replay(request: "ReplayRequest", as_json: bool) -> None:
+@takes_request(ReplayRequest)
+def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
-    _ = request.plan
+    _require_runs(request.source, root=request.root)
+    from flows.replay.plan import plan_replay
+
+    plan_replay(request)
     from flows.replay.replay import replay as replay_flow
-    from flows.terminal.progress import training_progress
     from flows.terminal.summaries import show_training
 
-    with training_progress():
-        summary = asyncio.run(replay_flow(request))
+    summary = _followed(replay_flow(request))
     show_training(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
 
 
 @application.command()
-@takes_request("RescoreRequest")
-def rescore(request: "RescoreRequest", as_json: bool) -> None:
+@takes_request(RescoreRequest)
+def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
-    _ = request.plan
-    from flows.server.reachable import require_server
+    _require_runs(*request.sources, root=request.root)
+    from flows.rescoring.plan import plan_rescore
 
-    require_server()
+    plan_rescore(request)
     from flows.rescoring.rescore import rescore as rescore_flow
-    from flows.terminal.progress import training_progress
     from flows.terminal.rewards import show_rescoring
 
-    with training_progress():
-        done = asyncio.run(rescore_flow(request))
+    done = _followed(rescore_flow(request))
     show_rescoring(done)
     if as_json:
         typer.echo(done.summary.model_dump_json())
 
 
 @application.command()
-@takes_request("EvaluateRequest")
-def evaluate(request: "EvaluateRequest", as_json: bool) -> None:
+@takes_request(EvaluateRequest)
+def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
-    _ = request.plan
-    from flows.server.reachable import require_server
+    _require_runs(request.run, root=request.root)
+    from flows.evaluation.plan import plan_evaluate
 
-    require_server()
+    plan_evaluate(request)
     from flows.evaluation.evaluate import evaluate as evaluate_flow
-    from flows.terminal.progress import training_progress
     from flows.terminal.summaries import show_evaluation
 
-    with training_progress():
-        summary = asyncio.run(evaluate_flow(request))
+    summary = _followed(evaluate_flow(request))
     show_evaluation(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
 
 
 @application.command()
+@takes_request(DeployRequest)
 def deploy(
+    request: DeployRequest,
     config: Config,
-    cron: Annotated[
-        str | None, typer.Option(metavar="EXPRESSION", help='when to train, such as "0 2 * * *"; "" ends the schedule')
-    ] = None,
-    timezone: Annotated[str | None, typer.Option(metavar="TZ", help="time zone of --cron; by default UTC")] = None,
-    pool: Annotated[str, typer.Option(help="work pool whose workers run it")] = "training",
-    name: Annotated[str | None, typer.Option(help="name of the deployments; by default the run's")] = None,
-    with_evaluation: Annotated[bool, typer.Option("--evaluate", help="also register evaluations of the run")] = False,
-    rescorings: Annotated[
-        list[Path] | None,
-        typer.Option("--rescore", metavar="FILE", help="also register a rescoring with these rewards"),
-    ] = None,
     run: RunName = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
-    with handle_errors(as_json):
-        checked = resolved(config, run, overrides)
-        from flows.deployment.deploy import DeployRequest, deploy_run
-        from flows.terminal.summaries import show_deployed
+    checked = resolved(config, run, overrides)
+    from flows.deployment.deploy import deploy_run
+    from flows.terminal.summaries import show_deployed
 
-        requested = DeployRequest(checked, name, pool, cron, timezone, with_evaluation, tuple(rescorings or ()))
-        deployed = asyncio.run(deploy_run(requested))
-        show_deployed(deployed)
-        if as_json:
-            typer.echo(deployed.model_dump_json())
+    deployed = asyncio.run(deploy_run(request, checked))
+    show_deployed(deployed)
+    if as_json:
+        typer.echo(deployed.model_dump_json())
 
 
 @application.command()
@@ -209,26 +210,50 @@ def inspect(
 
 
 @application.command()
-def ui(
-    port: Annotated[int, typer.Option(help="port of the page and the API; 0 for a free one")] = 4200,
-    host: Annotated[str, typer.Option(help="address to listen on; --auth is required beyond this machine")] = (
-        "127.0.0.1"
-    ),
-    url: Annotated[str | None, typer.Option(help="address that others use, such as a TLS proxy's https://...")] = None,
-    auth: Annotated[
-        bool, typer.Option("--auth", help="require the USER:PASSWORD in PREFECT_SERVER_API_AUTH_STRING")
-    ] = False,
-    csrf: Annotated[bool, typer.Option("--csrf", help="protect against cross-site requests in the browser")] = False,
-    database: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="database URL without a password; or set PREFECT_API_DATABASE_CONNECTION_URL"),
-    ] = None,
-) -> None:
-    """Start Prefect's server with its UI: stages, reports and images of every run, schedules and work pools."""
-    with handle_errors():
-        from flows.server.start import ServerRequest, serve
+@takes_request(PruneRequest)
+def prune(request: PruneRequest, as_json: Json = False) -> None:
+    """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
+    check_request(request)
+    _require_runs(*request.sources, root=request.root)
+    from rich.console import Console
 
-        serve(ServerRequest(host, port, url, auth, csrf, database), typer.echo)
+    from flows.pruning.prune import prune as prune_runs
+    from flows.terminal.summaries import show_pruned
+
+    summary = prune_runs(request)
+    show_pruned(summary, Console(stderr=as_json))
+    if as_json:
+        typer.echo(summary.model_dump_json())
+
+
+@application.command()
+@takes_request(ServerRequest)
+def ui(request: ServerRequest) -> None:
+    """Start Prefect's server with its UI: stages, reports and images of every run, schedules and work pools."""
+    serve(request, typer.echo)
+
+
+@application.command()
+def worker(
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="created if it does not exist")],
+) -> None:
+    """Run the stages that are sent to a work pool, one at a time with a resident model, and one deployed run."""
+    with handle_errors():
+        from flows.server.reachable import require_server, server_database, server_url
+
+        if server_url() is None:
+            hint = (
+                "A worker gets its work from a server: start one with `grpo ui` and export the address that it prints."
+            )
+            raise InputError("PREFECT_API_URL", None, hint)
+        require_server()
+        if server_database() == "sqlite":
+            typer.secho(
+                "the server keeps its records in SQLite, which stalls with workers: see docs/operations.md", err=True
+            )
+        from flows.workers.worker import serve as serve_pool
+
+        _followed(serve_pool(pool))
 
 
 if __name__ == "__main__":

@@ -1,52 +1,93 @@
-"""Options that commands share, and commands whose options are the fields of a request."""
+"""What commands share: options, requests whose fields are options, and how errors are reported."""
 
 import inspect
-import sys
-from collections.abc import Callable, Mapping
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
-from functools import reduce
-from importlib import import_module
-from operator import or_
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
-from flows.command_line.errors import Json, handle_errors
+from configs.validation import Section, validated
 from grpo_core.errors import InputError, InputErrors
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
-
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
 ]
 RunName = Annotated[str | None, typer.Option("--run", help="name of the run; by default the configuration's")]
 
-R = TypeVar("R", bound="BaseModel")
+# By name, since the import of Prefect, which raises the second instead of ending by SIGTERM, takes seconds.
+_SIGNALS = {
+    "KeyboardInterrupt": "stopped; start it again with the same command and it resumes where it was",
+    "TerminationSignal": "ended by SIGTERM; start it again with the same command",
+}
+
+R = TypeVar("R", bound=Section)
 
 
-def takes_request(model: str) -> Callable[[Callable[[R, bool], None]], Callable[..., None]]:
-    """Decorate `command(request, as_json)` so that Typer sees a request's fields as its arguments and options.
+@contextmanager
+def handle_errors(as_json: bool = False) -> Iterator[None]:
+    """Turn an exception into messages on stderr and an exit code: 1 for a failure, 2 for wrong input.
 
     Args:
-        model: name of a class in flows.pipeline.requests. Every field has a description, which becomes the help, and
-            Typer's Argument or Option in its annotation.
+        as_json: also print the input errors as one JSON object on stdout, each with place, value and hint.
+    """
+    try:
+        yield
+    except (InputError, InputErrors) as error:
+        problems = error.errors if isinstance(error, InputErrors) else (error,)
+        for problem in problems:
+            typer.secho(f"error: {problem}", fg="red", err=True)
+        if as_json:
+            errors = [{"place": each.place, "value": each.value, "hint": each.hint} for each in problems]
+            typer.echo(json.dumps({"errors": errors}, default=str))
+        raise typer.Exit(2) from error
+    except BaseException as error:
+        name = _signal_behind(error)
+        if name is not None:
+            typer.secho(_SIGNALS[name], err=True)
+            raise typer.Exit(1) from None
+        if not isinstance(error, Exception) or isinstance(error, typer.Exit):
+            raise
+        typer.secho(f"failed: {type(error).__name__}: {error}", fg="red", err=True)
+        if os.environ.get("GRPO_TRACEBACK"):
+            raise
+        raise typer.Exit(1) from error
+
+
+def _signal_behind(error: BaseException | None) -> str | None:
+    """Return the class of the signal's exception that ended a command; the last requests to a server may fail then."""
+    while error is not None and type(error).__name__ not in _SIGNALS:
+        error = error.__context__
+    return type(error).__name__ if error is not None else None
+
+
+def takes_request(model: type[Section]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate `command(request, ...)` so that Typer sees the request's fields as arguments and options.
+
+    Further parameters of the command are Typer's as they are.
+
+    Args:
+        model: every field has a description, which becomes the help, and may have Typer's Argument or Option in its
+            annotation.
     """
 
-    def decorate(command: Callable[[R, bool], None]) -> Callable[..., None]:
-        def bound(as_json: bool = False, **values: Any) -> None:
-            with handle_errors(as_json):
-                command(_read(_request(model), values), as_json)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def bound(**values: Any) -> None:
+            fields = {name: values.pop(name) for name in model.model_fields}
+            with handle_errors(values.get("as_json", False)):
+                command(_read(model, fields), **values)
 
-        shared = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-        parameters = [shared]
-        if not _is_another_command(command.__name__):
-            parameters = [*(_parameter(*field) for field in _request(model).model_fields.items()), shared]
+        _, *own = inspect.signature(command).parameters.values()
+        parameters = [_parameter(*field) for field in model.model_fields.items()]
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         bound.__name__, bound.__doc__ = command.__name__, command.__doc__
         bound.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         bound.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -55,51 +96,29 @@ def takes_request(model: str) -> Callable[[Callable[[R, bool], None]], Callable[
     return decorate
 
 
-def _is_another_command(name: str) -> bool:
-    """Whether this process is the program and was given another command: reading the request would import torch."""
-    return Path(sys.argv[0]).stem in ("grpo", "main") and sys.argv[1:2] != [name]
-
-
-def _request(name: str) -> "type[Any]":
-    return getattr(import_module("flows.pipeline.requests"), name)  # type: ignore[no-any-return]
-
-
-def _read(model: "type[BaseModel]", values: Mapping[str, Any]) -> Any:
-    # Checking a configuration imports torch.
-    from configs.loader import validated
-
+def _read(model: type[R], values: Mapping[str, Any]) -> R:
     try:
         return validated(model, {name: value for name, value in values.items() if value is not None})
     except InputErrors as error:
         raise InputErrors([_of_option(model, each) for each in error.errors]) from error
 
 
-def _parameter(name: str, field: "FieldInfo") -> inspect.Parameter:
-    kind = _unconstrained(field.annotation)
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    kind: Any = field.annotation
     default = inspect.Parameter.empty if field.is_required() else field.default
     if get_origin(kind) is tuple:
         # Typer reads several values as a list.
-        kind = list[get_args(kind)[0]]  # type: ignore[misc]
-        kind, default = (kind, default) if field.is_required() else (kind | None, None)
+        kind, default = (list[str], default) if field.is_required() else (list[str] | None, None)
     option = copy(_typer_info(field))
     option.help = field.description
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def _unconstrained(kind: Any) -> Any:
-    """Remove pydantic's constraints from a type; Typer would report them without a hint."""
-    if get_origin(kind) is Annotated:
-        return get_args(kind)[0]
-    if get_origin(kind) in (Union, UnionType):
-        return reduce(or_, map(_unconstrained, get_args(kind)))
-    return kind
+def _typer_info(field: FieldInfo) -> ParameterInfo:
+    return next((each for each in field.metadata if isinstance(each, ParameterInfo)), typer.Option())
 
 
-def _typer_info(field: "FieldInfo") -> ParameterInfo:
-    return next(each for each in field.metadata if isinstance(each, ParameterInfo))
-
-
-def _of_option(model: "type[BaseModel]", error: InputError) -> InputError:
+def _of_option(model: type[Section], error: InputError) -> InputError:
     """Replace the model's field in an error by the option that people type."""
     name, _, rest = error.place.partition(".")
     info = _typer_info(model.model_fields[name])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.command_line.errors import Json, handle_errors
+from flows.command_line.options import Json, handle_errors
 
 commands = typer.Typer(
     name="rewards", help="List rewards, analyse stored scores, serve rewards over HTTP.", no_args_is_help=True

@@ -1,54 +1,62 @@
 """`grpo deploy`: registers a configuration with Prefect's server, or updates what is registered."""
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, DeploymentSchedule
-from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.server.schemas.schedules import CronSchedule as Scheduled
 from prefect.settings import get_current_settings
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from configs.loader import read_rewards_file
 from configs.schema import RunConfig
-from configs.sections import NAME_HINT, Name
-from flows.deployment.deployments import TAG, Deployable, evaluation, rescoring, training
+from configs.validation import NAME_HINT, Name
+from flows.evaluation.evaluate import evaluate
+from flows.pipeline.forms import form_schema
+from flows.pipeline.requests import DeployRequest, EvaluateRequest, RescoreRequest
 from flows.prefect_settings import CLIENT
+from flows.rescoring.rescore import rescore
 from flows.server.heartbeat_automation import ensure_automations
 from flows.server.reachable import require_pools
+from flows.training.train import train
 from grpo_core.errors import InputError, InputErrors
+from tasks.checkout import CHECKOUT
 
 _SETTINGS = ("PREFECT_CLIENT_MAX_RETRIES", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "PREFECT_RESULTS_DEFAULT_SERIALIZER")
+_ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
 _CRON_FIELDS = 5
 _ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
+TAG = "grpo"
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 @dataclass(frozen=True)
-class DeployRequest:
-    """The options of `grpo deploy`.
+class Deployable:
+    """A flow under a name, with the default of its parameter, and a text for the UI."""
 
-    Attributes:
-        config: the resolved configuration.
-        name: name of the deployments; None for the run's.
-        pool: work pool whose workers run them.
-        cron: when training starts; None to keep a schedule, empty to remove it.
-        timezone: time zone of `cron`, such as `Europe/Berlin`; None for UTC.
-        evaluation: whether to register evaluations of the run too.
-        rescorings: rewards files to register rescorings with.
-    """
+    flow: Flow[..., Any]
+    name: str
+    record: BaseModel
+    description: str
 
-    config: RunConfig
-    name: str | None = None
-    pool: str = "training"
-    cron: str | None = None
-    timezone: str | None = None
-    evaluation: bool = False
-    rescorings: tuple[Path, ...] = ()
+    @property
+    def is_training(self) -> bool:
+        """Whether the schedule applies to it, and only one run is allowed at a time; a second one is cancelled."""
+        return self.flow is train
+
+    @property
+    def parameter(self) -> str:
+        """Name of its parameter."""
+        return "config" if self.is_training else "request"
 
 
 class DeployedFlow(BaseModel):
@@ -56,7 +64,6 @@ class DeployedFlow(BaseModel):
 
     Attributes:
         name: `<flow>/<deployment>`, as in Prefect's own commands.
-        id: its id on the server.
         url: its page in the UI; None if the server has no UI.
         schedule: description of the schedule; None without one.
         updated: whether it existed before.
@@ -70,13 +77,10 @@ class DeployedFlow(BaseModel):
 
 
 class DeployedRun(BaseModel):
-    """What was registered.
+    """What was registered, training first.
 
     Attributes:
-        run: name of the run.
-        pool: work pool.
         pool_type: `grpo`, `process` or another.
-        deployments: training first.
         root: where runs are stored; a relative folder is in the worker's checkout.
     """
 
@@ -87,32 +91,40 @@ class DeployedRun(BaseModel):
     root: str
 
 
-async def deploy_run(request: DeployRequest) -> DeployedRun:
-    """Register the deployments that the options name.
+async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
+    """Register the deployments of a configuration that the options name.
 
     Raises:
         InputError, InputErrors: an option or a key cannot be used; nothing has been registered.
     """
-    name = request.name or request.config.run.name
-    _require_name(name)
+    name = request.name or config.run.name
+    try:
+        TypeAdapter(Name).validate_python(name)
+    except ValidationError as error:
+        raise InputError("--name", name, NAME_HINT) from error
     schedule = await read_schedule(request.cron, request.timezone)
-    wanted = [training(request.config, name)]
-    wanted += [evaluation(request.config, name)] if request.evaluation else []
-    wanted += [rescoring(request.config, name, file) for file in request.rescorings]
-    _require_distinct(wanted, request.rescorings)
+    wanted = [training(config, name)]
+    wanted += [evaluation(config, name)] if request.evaluate else []
+    wanted += [rescoring(config, name, Path(file)) for file in request.rescore]
+    if len({(each.flow.name, each.name) for each in wanted}) < len(wanted):
+        hint = "A rescoring is named after its file, and these names are equal; rename one file."
+        raise InputErrors([InputError("--rescore", list(request.rescore), hint)])
     require_pools([("--pool", request.pool)], kind=None)
     async with get_client() as client:
         pool = await client.read_work_pool(request.pool)
         await ensure_automations(client)
         deployed = [
-            await _register(client, each, request, pool.type, schedule if each.scheduled else None) for each in wanted
+            await _register(
+                client, each, request, [TAG, config.run.name], pool.type, schedule if each.is_training else None
+            )
+            for each in wanted
         ]
     return DeployedRun(
-        run=request.config.run.name,
+        run=config.run.name,
         pool=request.pool,
         pool_type=pool.type,
         deployments=deployed,
-        root=request.config.storage.root,
+        root=config.storage.root,
     )
 
 
@@ -146,44 +158,42 @@ async def read_schedule(cron: str | None, timezone: str | None) -> CronSchedule 
     return schedule
 
 
-def _require_name(name: str) -> None:
-    try:
-        TypeAdapter(Name).validate_python(name)
-    except ValidationError as error:
-        raise InputError("--name", name, NAME_HINT) from error
-
-
-def _require_distinct(wanted: Sequence[Deployable], files: Sequence[Path]) -> None:
-    names = [(each.flow.name, each.name) for each in wanted]
-    if len(set(names)) < len(names):
-        hint = "A rescoring is named after its file, and these names are equal; rename one file."
-        raise InputErrors([InputError("--rescore", [str(file) for file in files], hint)])
-
-
 async def _register(
-    client: PrefectClient, wanted: Deployable, request: DeployRequest, pool_type: str, schedule: CronSchedule | None
+    client: PrefectClient,
+    wanted: Deployable,
+    request: DeployRequest,
+    tags: list[str],
+    pool_type: str,
+    schedule: CronSchedule | None,
 ) -> DeployedFlow:
-    known = await _find(client, f"{wanted.flow.name}/{wanted.name}")
+    try:
+        known = await client.read_deployment_by_name(f"{wanted.flow.name}/{wanted.name}")
+    except ObjectNotFound:
+        known = None
     schedules = [DeploymentScheduleCreate(schedule=schedule, active=True)] if schedule else []
     if schedule is None and request.cron is None and known is not None:
-        schedules = [_again(kept) for kept in known.schedules]
+        # With the settings made in the UI: the server replaces all schedules.
+        schedules = [
+            DeploymentScheduleCreate(
+                schedule=kept.schedule, active=kept.active, parameters=kept.parameters, slug=kept.slug
+            )
+            for kept in known.schedules
+        ]
     identity = await client.create_deployment(
         flow_id=await client.create_flow(wanted.flow),
         name=wanted.name,
-        entrypoint=wanted.entrypoint,
+        entrypoint=f"{wanted.flow.fn.__module__}.{wanted.flow.fn.__name__}",
         # A worker imports the flows of its own checkout.
         pull_steps=[],
         job_variables=job_variables(pool_type),
         work_pool_name=request.pool,
-        parameters=dict(wanted.parameters),
-        parameter_openapi_schema=dict(wanted.schema),
+        parameters={wanted.parameter: wanted.record.model_dump(mode="json")},
+        parameter_openapi_schema=form_schema(wanted.parameter, type(wanted.record)),
         enforce_parameter_schema=True,
         schedules=schedules,
-        concurrency_limit=1 if wanted.exclusive else None,
-        concurrency_options=ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
-        if wanted.exclusive
-        else None,
-        tags=[TAG, request.config.run.name],
+        concurrency_limit=1 if wanted.is_training else None,
+        concurrency_options=_ONE_AT_A_TIME if wanted.is_training else None,
+        tags=tags,
         description=wanted.description,
         paused=known.paused if known is not None else False,
     )
@@ -197,34 +207,13 @@ async def _register(
     )
 
 
-def _again(kept: DeploymentSchedule) -> DeploymentScheduleCreate:
-    """Copy a schedule with the settings made in the UI; the server replaces all schedules."""
-    return DeploymentScheduleCreate(
-        schedule=kept.schedule,
-        active=kept.active,
-        parameters=kept.parameters,
-        slug=kept.slug,
-    )
-
-
 def job_variables(pool_type: str) -> dict[str, Any]:
-    """Return the job variables of a run.
-
-    Args:
-        pool_type: type of the work pool.
-    """
+    """Return the job variables of a run on a work pool of this type."""
     # A process that Prefect starts reads its settings before this project is imported, and its heartbeats would be so
     # rare that flows.server.heartbeat_automation marks it as crashed.
     variables: dict[str, Any] = {"env": {name: CLIENT[name] for name in _SETTINGS}}
     # Prefect's own workers begin each run in an empty folder; a configuration's paths are relative to the checkout.
     return variables | ({"working_dir": "."} if pool_type == "process" else {})
-
-
-async def _find(client: PrefectClient, name: str) -> DeploymentResponse | None:
-    try:
-        return await client.read_deployment_by_name(name)
-    except ObjectNotFound:
-        return None
 
 
 def in_words(schedule: DeploymentScheduleCreate) -> str:
@@ -235,3 +224,55 @@ def in_words(schedule: DeploymentScheduleCreate) -> str:
     else:
         text = str(getattr(when, "rrule", None) or f"every {getattr(when, 'interval', 'now and then')}")
     return text if schedule.active else f"{text}, switched off"
+
+
+def training(config: RunConfig, name: str) -> Deployable:
+    """Describe the training deployment, whose form is that of its kind of policy.
+
+    Raises:
+        InputErrors: the configuration has a credential.
+    """
+    problems = list(credential_problems(config.model_dump(mode="json")))
+    if problems:
+        raise InputErrors(problems)
+    text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
+    return Deployable(train, name, config, text)
+
+
+def evaluation(config: RunConfig, name: str) -> Deployable:
+    """Describe the deployment that evaluates a policy version of the run, by default the last one."""
+    request = EvaluateRequest(run=config.run.name, root=config.storage.root)
+    return Deployable(evaluate, name, request, f"Held-out scores of a policy version of the run {config.run.name}.")
+
+
+def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
+    """Describe the deployment that scores the run's rollouts with a rewards file, under the file's name.
+
+    Raises:
+        InputErrors: the file is missing, or is not a rewards file.
+    """
+    read_rewards_file(file, "--rescore")
+    request = RescoreRequest(
+        sources=(config.run.name,), rewards=_below_checkout(file), name=file.stem, root=config.storage.root
+    )
+    text = f"Stored rollouts of the run {config.run.name}, scored as {file.stem}."
+    return Deployable(rescore, f"{name}-{file.stem}", request, text)
+
+
+def _below_checkout(file: Path) -> str:
+    """Return the path as a worker finds it in its own checkout."""
+    place = Path(os.path.abspath(file))
+    return place.relative_to(CHECKOUT).as_posix() if place.is_relative_to(CHECKOUT) else str(place)
+
+
+def credential_problems(values: Any, place: str = "") -> Iterator[InputError]:
+    """Find every address with a user or password in it, since the UI shows parameters to everyone."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from credential_problems(value, f"{place}.{key}".lstrip("."))
+    elif isinstance(values, list | tuple):
+        for index, value in enumerate(values):
+            yield from credential_problems(value, f"{place}.{index}")
+    elif isinstance(values, str) and _CREDENTIALS.search(values):
+        hint = "The UI shows parameters to everyone; put user and password into the worker's environment."
+        yield InputError(place, _CREDENTIALS.sub("://***@", values), hint)

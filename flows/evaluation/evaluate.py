@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
-from flows.evaluation.plan import EvaluatePlan
+from flows.evaluation.plan import EvaluatePlan, plan_evaluate
 from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
 from flows.pipeline.stages import artifact_key, collect_rollouts, compute_advantages, recording, score_rewards
@@ -38,14 +38,11 @@ class EvaluateSummary(BaseModel):
     """The results of an evaluation.
 
     Attributes:
-        run: name of the run.
         policy: policy version; 0 is the initial model.
-        policy_digest: sha256 of the weights.
         prompts: prompt file; None for several.
         heldout: mean reward; None when no sample has one.
         rewards: statistics by label.
         guardrails: statistics by label; scored on the same samples, never trained on.
-        samples: number of samples.
         stored: whether everything was stored already, so that nothing was computed.
         seconds: `total` for this start, and each stage as measured when it ran.
         folder: where the samples and their scores are stored.
@@ -68,31 +65,22 @@ class EvaluateSummary(BaseModel):
 async def evaluate(request: EvaluateForm) -> EvaluateSummary:
     """Sample and score held-out prompts with a version of a run's policy; nothing else in the run is changed."""
     started = time.perf_counter()
-    plan = request.plan
+    plan = plan_evaluate(request)
     for note in plan.notes:
         log(note)
-    done = plan.stored or await compute(plan)
+    done = plan.stored
+    if done is None:
+        with locked(plan.store, plan.rollouts.folder, setting="--policy", value=str(plan.policy.version)) as lock:
+            run = Run(plan.config, plan.store, lock, plan.model, (), plan.heldout)
+            async with recording(run.store, lock):
+                done = evaluate_policy(run, plan.policy, plan.rollouts)
     summary = summarize(plan, done, time.perf_counter() - started)
     await publish(summary)
     return summary
 
 
-async def compute(plan: EvaluatePlan) -> StoredEvaluation:
-    """Compute the evaluation while its folder is locked."""
-    with locked(plan.store, plan.rollouts.folder, setting="--policy", value=str(plan.policy.version)) as lock:
-        run = Run(plan.config, plan.store, lock, plan.model, (), plan.heldout)
-        async with recording(run.store, lock):
-            return evaluate_policy(run, plan.policy, plan.rollouts)
-
-
 def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
-    """Run the first three stages on held-out prompts, and score the guardrails on the same samples.
-
-    Args:
-        run: the run, locked and recording.
-        policy: the version to evaluate.
-        plan: the held-out groups with fixed seeds, and the folder.
-    """
+    """Run the first three stages on held-out prompts, and score the guardrails on the same samples."""
     rollouts = collect_rollouts(run, policy, plan)
     rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
     advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)

@@ -11,10 +11,10 @@ from configs.schema import RunConfig
 from configs.sections import DataSection
 from configs.training import UpdateSection
 from flows.pipeline.requests import EvaluateRequest
-from flows.pipeline.run import plan_heldout
-from flows.preflight.inputs import refuse_prompt_texts, run_checks
+from flows.pipeline.run import heldout_digest, plan_heldout, trained_model
+from flows.preflight.inputs import checked_once, refuse_prompt_texts, run_checks
+from flows.server.reachable import require_server
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.seeds import derive_seed
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
@@ -39,11 +39,7 @@ class EvaluatePlan:
     """What an evaluation does.
 
     Attributes:
-        store: the run.
         config: the run's configuration with the requested changes.
-        model: the model that was trained.
-        policy: the version to evaluate.
-        heldout: the prompts.
         rollouts: names and seeds of the samples, and the folder of the evaluation.
         stored: the same evaluation if it is stored and valid; nothing is computed then.
         notes: messages about versions that were skipped.
@@ -59,6 +55,7 @@ class EvaluatePlan:
     notes: tuple[str, ...]
 
 
+@checked_once
 def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     """Find the run, the policy and the prompts, and check that they fit together.
 
@@ -79,19 +76,16 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         raise InputErrors([InputError("policy.model", digest[:12], hint)])
     policy, notes = choose_policy(store, request.policy, digest)
     refuse_prompt_texts(config, heldout)
-    model = ModelSpec(
-        section=config.policy,
-        digest=digest,
-        adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
-    )
-    rollouts = _plan(config, heldout, policy.version)
-    same = _determining(own) == _determining(config) and described.get("evaluation") == _plan_digest(config, heldout)
+    model = trained_model(config, digest)
+    rollouts = plan_heldout(config, heldout, policy.version)
+    assert rollouts is not None, "there are held-out prompts"
+    same = _determining(own) == _determining(config) and described.get("evaluation") == heldout_digest(config, heldout)
     stored = find_evaluation(store, rollouts.folder, config, policy) if same else None
     if stored is None:
         folder = evaluation_folder(policy.version, _name_of(config, rollouts))
         rollouts = rollouts.model_copy(update={"folder": folder})
         stored = find_evaluation(store, folder, config, policy)
+    require_server()
     return EvaluatePlan(store, config, model, policy, heldout, rollouts, stored, notes)
 
 
@@ -119,17 +113,6 @@ def _check_inputs(config: RunConfig) -> tuple[PromptSet, ...]:
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
     changed = {"data": DataSection(), "update": UpdateSection(), "placement": single}
     return run_checks(config.model_copy(update=changed)).usable("evaluate")
-
-
-def _plan(config: RunConfig, heldout: tuple[PromptSet, ...], version: int) -> RolloutPlan:
-    plan = plan_heldout(config, heldout, version)
-    assert plan is not None, "there are held-out prompts"
-    return plan
-
-
-def _plan_digest(config: RunConfig, heldout: tuple[PromptSet, ...]) -> str:
-    """Return the digest of the plan for version 0, which run.json records."""
-    return hashlib.sha256(_plan(config, heldout, 0).model_dump_json().encode()).hexdigest()
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:

@@ -6,44 +6,27 @@ project's own checks, which report every mistake at once, each with a hint.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from prefect.utilities.callables import generate_parameter_schema
-from pydantic import BaseModel, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, BeforeValidator
 
-from configs.loader import check_config, validated
+from configs.loader import check_config
 from configs.schema import RunConfig
+from configs.validation import validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 
 
-@dataclass(frozen=True)
-class Form:
-    """An annotation of a flow's parameter: people submit plain values, the flow gets the model.
-
-    Attributes:
-        read: turns plain values into the model; raises InputError or InputErrors for unusable values.
-    """
-
-    read: Callable[[Mapping[str, Any]], BaseModel]
-
-    def __get_pydantic_core_schema__(self, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the model's JSON schema for the server; in Python accept the model, or values to read it from."""
-        return core_schema.json_or_python_schema(
-            json_schema=handler.generate_schema(source),
-            python_schema=core_schema.no_info_before_validator_function(
-                lambda value: self.read(value) if isinstance(value, Mapping) else value,
-                core_schema.is_instance_schema(source),
-            ),
-        )
+def _read_by(read: Callable[[Mapping[str, Any]], BaseModel]) -> BeforeValidator:
+    """Read plain values with a function that raises InputError or InputErrors; pass the model itself on."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, Mapping) else value)
 
 
-TrainConfig = Annotated[RunConfig, Form(check_config)]
-EvaluateForm = Annotated[EvaluateRequest, Form(partial(validated, EvaluateRequest))]
-RescoreForm = Annotated[RescoreRequest, Form(partial(validated, RescoreRequest))]
-ReplayForm = Annotated[ReplayRequest, Form(partial(validated, ReplayRequest))]
+TrainConfig = Annotated[RunConfig, _read_by(check_config)]
+EvaluateForm = Annotated[EvaluateRequest, _read_by(partial(validated, EvaluateRequest))]
+RescoreForm = Annotated[RescoreRequest, _read_by(partial(validated, RescoreRequest))]
+ReplayForm = Annotated[ReplayRequest, _read_by(partial(validated, ReplayRequest))]
 
 
 def form_schema(parameter: str, model: type[BaseModel]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from configs.schema import RunConfig, changed_settings, run_identity
 from grpo_core.errors import InputError
 from tasks.execution.caching import accept_code, accepted_fingerprint
+from tasks.execution.call import clear_calls
 from tasks.execution.fingerprint import code_fingerprint
-from tasks.execution.pool import clear_calls
 from tasks.execution.stages import STAGES, stage_named
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -29,13 +29,7 @@ IDENTITY, ACCEPTED = "identity", "accepted_code"
 
 
 def identify(config: RunConfig, model: ModelSpec, training: Sequence[PromptSet]) -> dict[str, Any]:
-    """Return the identity of a run, as JSON values.
-
-    Args:
-        config: the run's configuration.
-        model: the model that is trained.
-        training: the prompts that are trained on, with their targets.
-    """
+    """Return the identity of a run that trains this model on these prompts, as JSON values."""
     settings = run_identity(config)
     for section in settings["rewards"].values():
         # An address or a path among them may change; what they determine is in the provenance.
@@ -72,7 +66,7 @@ def settle_code(code: Mapping[str, tuple[str, ...]], described: Mapping[str, Any
     """Let the keys of this process name the code that the run's results were made with, where a change was accepted.
 
     Args:
-        code: roots of each stage's code, from `stage_code`.
+        code: from `stage_code`.
         described: the content of run.json; empty for a new run.
         accept: whether code that differs from the recorded code is accepted from here on.
 
@@ -99,8 +93,12 @@ def read_valid_description(store: ArtifactStore) -> Mapping[str, Any] | None:
         return None
 
 
-def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> None:
-    """Move to `previous/` what another identity made; stages restore by its key what is still valid."""
+def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> bool:
+    """Move to `previous/` what another identity made; stages restore by its key what is still valid.
+
+    Returns:
+        Whether the description is still that of the folder.
+    """
     paths = store.filesystem.ls(store.path(), detail=False) if store.filesystem.exists(store.path()) else []
     names = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
     kept = [name for name in sorted(names) if not name.startswith(".") and name not in (PREVIOUS, QUARANTINE, RUN_FILE)]
@@ -111,15 +109,16 @@ def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None
             store.move_to_previous(
                 kept, reason=f"{RUN_FILE} is missing or damaged, so nothing says how these were made"
             )
-        return
+        return False
     if described.get(LINEAGE) == lineage_digest(identity):
-        return
+        return True
     # A worker that picks up a request of the previous configuration finds nothing.
     clear_calls(store)
     reason = _difference(described.get(IDENTITY, {}), identity)
     log(f"{store.run}: {reason}; its results are moved to previous/, and what is still valid is used again")
     # run.json goes last: while it exists, the next start continues to move.
     store.move_to_previous([*kept, RUN_FILE], reason=reason)
+    return False
 
 
 def _difference(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str:

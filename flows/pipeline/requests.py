@@ -1,20 +1,14 @@
 """Requests of the commands `evaluate`, `rescore` and `replay`: one model is the options in the terminal and the form.
 
-Only pydantic and Typer are imported here, so `grpo --help` stays fast; `plan` imports what reads a run.
+Nothing that takes long to import is imported here: options are shown and checked at once.
 """
 
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 from typer import Argument, Option
 
-from configs.sections import Name, Section
-
-if TYPE_CHECKING:
-    from flows.evaluation.plan import EvaluatePlan
-    from flows.replay.plan import ReplayPlan
-    from flows.rescoring.plan import RescorePlan
+from configs.validation import NAME_PATTERN, Name, Section
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
 Root = Annotated[str, Option(metavar="DIR")]
@@ -40,17 +34,6 @@ class EvaluateRequest(Section):
     overrides: Overrides = Field((), description="change the run's configuration, as section.key=value")
     root: Root = Field("runs", min_length=1, description=_ROOT)
 
-    @cached_property
-    def plan(self) -> "EvaluatePlan":
-        """The checked plan.
-
-        Raises:
-            InputError, InputErrors: with the option or the key, the value and the hint.
-        """
-        from flows.evaluation.plan import plan_evaluate
-
-        return plan_evaluate(self)
-
 
 class RescoreRequest(Section):
     """Scores stored rollouts with other rewards or weights, and reports what changed."""
@@ -70,17 +53,6 @@ class RescoreRequest(Section):
     html: Annotated[str | None, Option(metavar="FILE")] = Field(None, description="also write the report to this file")
     root: Root = Field("runs", min_length=1, description=_ROOT)
 
-    @cached_property
-    def plan(self) -> "RescorePlan":
-        """The checked plan.
-
-        Raises:
-            InputError, InputErrors: with the option or the key, the value and the hint.
-        """
-        from flows.rescoring.plan import plan_rescore
-
-        return plan_rescore(self)
-
 
 class ReplayRequest(Section):
     """Trains a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
@@ -98,19 +70,30 @@ class ReplayRequest(Section):
     max_staleness: Annotated[int, Option(metavar="K")] = Field(
         MAX_STALENESS, ge=0, description="maximum versions between a row's policy and the policy that is trained"
     )
-    name: Annotated[Name | None, Option("--run", metavar="NAME")] = Field(
-        None, description="name of the replay; by default RUN-replay"
+    name: Annotated[str | None, Option("--run", metavar="NAME")] = Field(
+        None, pattern=NAME_PATTERN, description="name of the replay; by default RUN-replay"
     )
     overrides: Overrides = Field((), description="change the source's configuration, as section.key=value")
     root: Root = Field("runs", min_length=1, description=_ROOT)
 
-    @cached_property
-    def plan(self) -> "ReplayPlan":
-        """The checked plan.
+    @property
+    def run_name(self) -> str:
+        """Name of the replay."""
+        return self.name or f"{self.source.rstrip('/').rpartition('/')[2]}-replay"
 
-        Raises:
-            InputError, InputErrors: with the option or the key, the value and the hint.
-        """
-        from flows.replay.plan import plan_replay
 
-        return plan_replay(self)
+class DeployRequest(Section):
+    """Registers a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
+
+    cron: Annotated[str | None, Option(metavar="EXPRESSION")] = Field(
+        None, description='when to train, such as "0 2 * * *"; "" ends the schedule'
+    )
+    timezone: Annotated[str | None, Option(metavar="TZ")] = Field(
+        None, description="time zone of --cron; by default UTC"
+    )
+    pool: str = Field("training", description="work pool whose workers run it")
+    name: str | None = Field(None, description="name of the deployments; by default the run's")
+    evaluate: Annotated[bool, Option("--evaluate")] = Field(False, description="also register evaluations of the run")
+    rescore: Annotated[tuple[str, ...], Option("--rescore", metavar="FILE")] = Field(
+        (), description="also register a rescoring with these rewards"
+    )

@@ -24,7 +24,7 @@ from flows.pipeline.lineage import (
 )
 from flows.preflight.inputs import check_inputs
 from grpo_core.seeds import derive_seed
-from tasks.execution.versions import changed_versions, library_versions
+from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
@@ -40,16 +40,7 @@ from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 @dataclass(frozen=True)
 class Run:
-    """A training run whose inputs have been checked and whose folder is open.
-
-    Attributes:
-        config: the resolved configuration.
-        store: the run's folder.
-        lock: this process's lock of the run.
-        model: the model that is trained.
-        training: the prompts that are trained on.
-        heldout: the prompts of the evaluation; empty without one.
-    """
+    """A training run whose inputs have been checked and whose folder is open and locked by this process."""
 
     config: RunConfig
     store: ArtifactStore
@@ -62,11 +53,6 @@ class Run:
     def base_policy(self) -> PolicyRef:
         """Version 0: the model as it was given."""
         return PolicyRef(version=0, digest=self.model.digest)
-
-    @property
-    def needs_reference_while_sampling(self) -> bool:
-        """Whether the reward includes a KL to the reference."""
-        return self.config.advantages.kl_coef > 0
 
     @property
     def update(self) -> UpdateSection:
@@ -110,10 +96,6 @@ class Run:
             shared_noise=_shares_noise(config),
         )
 
-    def evaluation_plan(self, version: int) -> RolloutPlan | None:
-        """Plan the evaluation of a policy version; None without held-out prompts."""
-        return plan_heldout(self.config, self.heldout, version)
-
 
 def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) -> RolloutPlan | None:
     """Plan the evaluation of a policy version; None without held-out prompts."""
@@ -132,17 +114,31 @@ def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) 
     )
 
 
+def heldout_digest(config: RunConfig, heldout: Sequence[PromptSet]) -> str | None:
+    """Return the sha256 of the plan for version 0, which run.json records; None without held-out prompts."""
+    plan = plan_heldout(config, heldout, 0)
+    return None if plan is None else hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+
+
 def _shares_noise(config: RunConfig) -> bool:
     return isinstance(config.rollout, ImageRolloutSection) and config.rollout.shared_noise
+
+
+def trained_model(config: RunConfig, digest: str) -> ModelSpec:
+    """Describe the model that a run trains, whose files have this sha256."""
+    return ModelSpec(
+        section=config.policy,
+        digest=digest,
+        adapter_seed=derive_seed(config.run.seed, "adapter"),
+        reference=config.reference_placement,
+    )
 
 
 @contextmanager
 def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     """Check the inputs, then lock and open the run's folder; files of another configuration move to `previous/`.
 
-    Args:
-        config: the run's configuration.
-        accept_code: resume with stored results that other code made, and record it.
+    With `accept_code`, stored results that other code made are kept, and run.json records it.
 
     Raises:
         InputErrors: everything that is wrong with the inputs, before anything is written.
@@ -150,12 +146,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     """
     inputs = check_inputs(config)
     store = inputs.store
-    model = ModelSpec(
-        section=config.policy,
-        digest=inputs.model_digest,
-        adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
-    )
+    model = trained_model(config, inputs.model_digest)
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
         run = Run(config, store, lock, model, inputs.training, inputs.heldout)
@@ -163,33 +154,23 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         previous = read_valid_description(store)
         accepted = settle_code(stage_code(config, model), previous or {}, accept=accept_code)
         identity = identify(config, model, inputs.training)
-        move_other_lineage(store, previous, identity)
-        _move_other_evaluations(run)
-        _write_description(run, identity, accepted, previous or {})
+        current = previous if move_other_lineage(store, previous, identity) else None
+        recorded = (current or {}).get("evaluation")
+        evaluation = heldout_digest(config, inputs.heldout) or recorded
+        if recorded not in (None, evaluation) and store.filesystem.exists(store.path(EVALUATIONS)):
+            # They cannot be compared with later ones.
+            reason = "the held-out prompts, their targets, number or seed changed"
+            store.move_to_previous([EVALUATIONS], reason=reason)
+        _write_description(run, identity, accepted, previous or {}, evaluation)
         yield run
 
 
-def _move_other_evaluations(run: Run) -> None:
-    """Move away evaluations of other held-out prompts or seeds, which cannot be compared with later ones."""
-    exists = run.store.filesystem.exists(run.store.path(EVALUATIONS))
-    if exists and run.heldout and _previous_evaluation(run) not in (None, _evaluation(run)):
-        run.store.move_to_previous([EVALUATIONS], reason="the held-out prompts, their targets, number or seed changed")
-
-
-def _evaluation(run: Run) -> str | None:
-    """Return the digest of the evaluation's plan; without held-out prompts, the digest that run.json records."""
-    plan = run.evaluation_plan(0)
-    if plan is None:
-        return _previous_evaluation(run)
-    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
-
-
-def _previous_evaluation(run: Run) -> str | None:
-    return (read_valid_description(run.store) or {}).get("evaluation")
-
-
 def _write_description(
-    run: Run, identity: Mapping[str, Any], accepted: Mapping[str, str], previous: Mapping[str, Any]
+    run: Run,
+    identity: Mapping[str, Any],
+    accepted: Mapping[str, str],
+    previous: Mapping[str, Any],
+    evaluation: str | None,
 ) -> None:
     store, versions = run.store, {"python": platform.python_version(), **library_versions()}
     if changed := changed_versions(previous.get("versions", versions), versions):
@@ -200,7 +181,7 @@ def _write_description(
         "schema_version": SCHEMA_VERSION,
         LINEAGE: lineage_digest(identity),
         IDENTITY: identity,
-        "evaluation": _evaluation(run),
+        "evaluation": evaluation,
         "model": run.config.policy.model,
         "model_digest": run.model.digest,
         ACCEPTED: accepted,

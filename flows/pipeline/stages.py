@@ -18,11 +18,10 @@ from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import UpdateSection
 from flows.pipeline.run import Run
-from flows.server.temporary import end_temporary_server_with_this_process
+from flows.server.temporary import ending_with_temporary_server
 from tasks.advantages.compute import compute_advantages_task
 from tasks.execution.caching import configured
-from tasks.execution.cancellation import stages_cancelled_on_interrupt, stages_cancelled_on_signal
-from tasks.execution.resources import run_resources
+from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
 from tasks.execution.stages import clear_shards
 from tasks.progress import has_listener, listen
 from tasks.rewards.score import score_reward_task
@@ -43,7 +42,8 @@ R = TypeVar("R", ArtifactRef, PolicyRef)
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
     """Sample every group of a plan with a policy: stage 1."""
     config, stage = run.config, named(collect_rollouts_task, plan.title, run.config.placement)
-    rollouts = stage(policy, plan, run.model, config.rollout, run.needs_reference_while_sampling, config.placement)
+    with_reference = config.advantages.kl_coef > 0
+    rollouts = stage(policy, plan, run.model, config.rollout, with_reference, config.placement)
     if config.placement.rollouts.shards > 1:
         clear_shards(run.store, plan.folder)
     return rollouts
@@ -52,18 +52,7 @@ def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> Artifact
 def score_rewards(
     run: Run, rollouts: ArtifactRef, plan: RolloutPlan, rewards: Sequence[RewardSection], place: str
 ) -> Mapping[str, ArtifactRef]:
-    """Score rollouts with every reward: stage 2.
-
-    Args:
-        run: the run that sampled them.
-        rollouts: the samples.
-        plan: the plan that they were sampled by.
-        rewards: the rewards.
-        place: folder of the tables within the plan's folder.
-
-    Returns:
-        One table per reward, by the reward's label.
-    """
+    """Score rollouts with every reward: stage 2. Returns one table per reward, by its label, in a place of the plan."""
     return score_concurrently(rollouts, rewards, f"{plan.folder}/{place}", plan.title, run.config.placement)
 
 
@@ -72,12 +61,7 @@ def compute_advantages(
 ) -> ArtifactRef:
     """Mix the rewards of all sampling rounds and compute advantages: stage 3.
 
-    Args:
-        run: the run, with its rewards and advantages sections.
-        rounds: rollouts and their scores.
-        folder: folder of the table.
-        title: title of the iteration or evaluation.
-        earlier: advantages of the previous iteration, whose running statistics are continued; None for none.
+    The running statistics of the `earlier` iteration's advantages are continued.
     """
     config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
     return stage(rounds, config.rewards, config.advantages, folder, title, earlier, config.placement)
@@ -92,16 +76,9 @@ def update_policy(
     max_staleness: int,
     title: str,
 ) -> PolicyRef:
-    """Train a policy on stored rollouts: stage 4.
+    """Train a policy on the rollouts of all sampling rounds: stage 4.
 
-    Args:
-        run: the run whose model is trained.
-        policy: the version that is trained.
-        rollouts: rollouts of all sampling rounds.
-        advantages: advantages of these rollouts.
-        update: settings of the update.
-        max_staleness: maximum versions by which a row's policy may be older than `policy`.
-        title: title of the iteration.
+    Rows whose policy is more than `max_staleness` versions older are left out.
     """
     config, stage = run.config, named(update_policy_task, title, run.config.placement)
     return stage(
@@ -119,13 +96,7 @@ def score_concurrently(
 ) -> Mapping[str, ArtifactRef]:
     """Run one task per reward, all at once; when one fails, the others still finish, and their scores are kept.
 
-    Args:
-        rollouts: the samples.
-        rewards: the rewards.
-        folder: folder of the tables.
-        title: title of the iteration or evaluation.
-        placement: where the tasks run.
-        earlier: tables that already have some of a reward's scores, by its label.
+    Tables of `earlier` already have some of a reward's scores, by its label.
 
     Raises:
         LockLostError: another process writes the run.
@@ -158,20 +129,15 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P,
 
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
-    """Have the stages of this context write to a run's folder; the memory that they keep is released at the end.
-
-    Args:
-        store: the run's folder.
-        lock: this process's lock of the run.
-    """
+    """Have the stages of this context write to a run's folder; the memory that they keep is released at the end."""
     if not has_listener():
         listen(_RunLog())
     use_store(store)
     use_lock(lock)
     use_records(await registered_records())
-    end_temporary_server_with_this_process()
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
-    with run_resources(), SyncClientContext.get_or_create(), stages_cancelled_on_signal():
+    client = SyncClientContext.get_or_create()
+    with ending_with_temporary_server(), run_resources(), client, stages_cancelled_on_signal():
         yield
 
 

@@ -24,14 +24,7 @@ from tasks.storage.filesystem.files import is_local
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        subject: what was checked.
-        healthy: whether a run would get past it.
-        message: what was found.
-        hint: what to do about a problem; empty when healthy.
-    """
+    """What a check of a subject found; `healthy` if a run would get past it, or else with a hint."""
 
     subject: str
     healthy: bool
@@ -41,12 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The results of all checks.
-
-    Attributes:
-        findings: in the order of the checks.
-        memory: the estimate; None when the model's configuration cannot be read.
-    """
+    """The results of all checks; without a memory estimate when the model's configuration cannot be read."""
 
     findings: tuple[Finding, ...]
     memory: MemoryEstimate | None

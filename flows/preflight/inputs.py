@@ -3,11 +3,13 @@
 `CHECKS` change nothing and do not import Prefect: `grpo doctor` shows what they find, and a run refuses to start.
 """
 
+import functools
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -28,23 +30,17 @@ from tasks.prompts.targets import pair_targets
 from tasks.storage.artifacts.store import ArtifactStore, open_store
 from tasks.update.job import refuse_unusable_placement
 
+A = TypeVar("A")
+R = TypeVar("R")
+
 SECTIONS = ("data", "evaluate")
 """Sections with prompts: training and held-out."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run.
+    """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts."""
 
-    Attributes:
-        config: the configuration that names them.
-        store: the run's folder; nothing in it has been changed.
-        model_digest: sha256 of the initial model's files.
-        training: the training prompts.
-        heldout: the prompts of the evaluation; empty without an evaluation.
-    """
-
-    config: RunConfig
     store: ArtifactStore
     model_digest: str
     training: tuple[PromptSet, ...]
@@ -68,11 +64,24 @@ class PromptFiles:
         return tuple(each for each in self.sets[section] if each is not None)
 
 
-_CHECKED: ContextVar[RunInputs | None] = ContextVar("checked_inputs", default=None)
+def checked_once(check: Callable[[A], R]) -> Callable[[A], R]:
+    """Keep the result of a check for this object, so that a flow gets what the command line has checked before it."""
+    last: ContextVar[tuple[A, R] | None] = ContextVar(check.__name__, default=None)
+
+    @functools.wraps(check)
+    def checked(argument: A) -> R:
+        known = last.get()
+        if known is None or known[0] is not argument:
+            known = (argument, check(argument))
+            last.set(known)
+        return known[1]
+
+    return checked
 
 
+@checked_once
 def check_inputs(config: RunConfig) -> RunInputs:
-    """Check all inputs of a run, once per configuration: the flow gets what the command line has checked before it.
+    """Check all inputs of a run.
 
     A model named by a hub id may be downloaded, and a probe is written to the storage root.
 
@@ -80,9 +89,6 @@ def check_inputs(config: RunConfig) -> RunInputs:
         InputErrors: with one entry per problem; an unreachable server and missing pools are reported when nothing
             else is wrong.
     """
-    known = _CHECKED.get()
-    if known is not None and known.config is config:
-        return known
     prompts = run_checks(config)
     try:
         require_pools(pools_of(config))
@@ -101,9 +107,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         require_server()
     except InputError as error:
         raise InputErrors([error]) from error
-    inputs = RunInputs(config, store, digest, prompts.usable("data"), prompts.usable("evaluate"))
-    _CHECKED.set(inputs)
-    return inputs
+    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"))
 
 
 def run_checks(config: RunConfig) -> PromptFiles:

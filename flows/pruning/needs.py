@@ -12,7 +12,7 @@ import yaml
 from configs.loader import check_config
 from configs.schema import RunConfig
 from flows.server.reachable import require_server, server_url
-from flows.training.evaluation import is_evaluated
+from flows.training.history import is_evaluated
 from grpo_core.errors import InputError, InputErrors
 from tasks.checkout import CHECKOUT
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, evaluation_folder

@@ -4,7 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Annotated
 
+from pydantic import Field
+from typer import Argument, Option
+
+from configs.validation import Section
 from grpo_core.errors import InputError, InputErrors
 
 POLICIES_LAST = 2
@@ -33,27 +38,33 @@ def read_age(text: str | None) -> Age | None:
     return Age(int(found[1]), found[2]) if found else None
 
 
-@dataclass(frozen=True)
-class PruneRequest:
-    """The options of `grpo prune`: what may be deleted unless something needs it.
+class PruneRequest(Section):
+    """What may be deleted unless something needs it."""
 
-    Attributes:
-        sources: runs under the root, or paths of their folders.
-        policies_every: keep policy versions that are multiples of it; None for no such rule.
-        policies_last: number of versions to keep at the end; None for the default.
-        images_older_than: age of rollouts whose images are deleted; None keeps all.
-        evaluations: whether images of evaluations are deleted too.
-        previous_older_than: age of folders in `previous/` and `quarantine/` that are deleted; None keeps all.
-    """
-
-    sources: tuple[str, ...]
-    root: str = "runs"
-    policies_every: int | None = None
-    policies_last: int | None = None
-    images_older_than: str | None = None
-    evaluations: bool = False
-    previous_older_than: str | None = None
-    dry_run: bool = False
+    sources: Annotated[tuple[str, ...], Argument(metavar="RUN...")] = Field(
+        min_length=1, description="runs under the storage root, or their paths"
+    )
+    policies_every: Annotated[int | None, Option(metavar="N")] = Field(
+        None, description="keep policy versions N, 2N, ... and the last; the others are deleted"
+    )
+    policies_last: Annotated[int | None, Option(metavar="K")] = Field(
+        None, description="number of versions kept at the end; 2 by default"
+    )
+    images_older_than: Annotated[str | None, Option(metavar="AGE")] = Field(
+        None, description="delete images this old: 30d, 12h, or 20i for all but the last 20 iterations"
+    )
+    evaluations: Annotated[bool, Option("--evaluations")] = Field(
+        False, description="also delete images of evaluations, except the first, the best and the last"
+    )
+    previous_older_than: Annotated[str | None, Option(metavar="AGE")] = Field(
+        None, description="delete folders this old in previous/ and quarantine/: 30d or 12h"
+    )
+    dry_run: Annotated[bool, Option("--dry-run")] = Field(
+        False, description="report what would be deleted, and change nothing"
+    )
+    root: Annotated[str, Option(metavar="DIR")] = Field(
+        "runs", description="where runs are stored: a folder or fsspec URL"
+    )
 
     @property
     def last(self) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from flows.pipeline.requests import ReplayRequest
-from flows.preflight.inputs import check_inputs
+from flows.preflight.inputs import check_inputs, checked_once
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import model_digest
 from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
@@ -42,7 +42,6 @@ class ReplayPlan:
     """What a replay does.
 
     Attributes:
-        config: the configuration of the replay.
         start: the source's policy to start from; None for the initial model.
         iterations: the stored iterations to train on, in order.
         previous_advantages: the source's advantages of the iteration before these, which contain the running moments;
@@ -55,6 +54,7 @@ class ReplayPlan:
     previous_advantages: ArtifactRef | None
 
 
+@checked_once
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """Find what is stored, and check that it can be used as requested and that the replay could start.
 
@@ -63,7 +63,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """
     _require_replaceable(request)
     store = find_run(request.source, request.root)
-    name = request.name or f"{store.run}-replay"
+    name = request.run_name
     _require_own_folder(store, name)
     chosen = None if request.iterations is None else read_range(request.iterations)
     iterations = read_iterations(store, chosen, request.advantages or STORED)

@@ -9,9 +9,8 @@ from configs.training import UpdateSection
 from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
-from flows.replay.plan import ReplayPlan
-from flows.training.evaluation import evaluate, is_evaluated
-from flows.training.history import TrainingHistory, report_iteration
+from flows.replay.plan import ReplayPlan, plan_replay
+from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
@@ -26,7 +25,6 @@ class ReplaySummary(TrainSummary):
     """The results of a replay.
 
     Attributes:
-        source: run whose rollouts were used.
         source_iterations: iterations of the source, one for each update.
         advantages: `stored`, `recomputed`, or the name of a rescoring.
         max_staleness: maximum versions between a row's policy and the policy that was trained.
@@ -42,11 +40,11 @@ class ReplaySummary(TrainSummary):
     rows_left_out: int
 
 
-@flow(name="grpo replay", flow_run_name="{request.plan.config.run.name}")
+@flow(name="grpo replay", flow_run_name="{request.run_name}")
 async def replay(request: ReplayForm) -> ReplaySummary:
     """Train a policy from another run's stored rollouts, one update per iteration, in their order."""
     started = time.perf_counter()
-    plan = request.plan
+    plan = plan_replay(request)
     with open_run(plan.config) as run:
         history, policy = TrainingHistory(), plan.start or run.base_policy
         log(introduction(plan))
@@ -65,7 +63,16 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                     log(f"stopped after iteration {policy.version}, because watch.stop is set")
                     break
         summary = summarize(run, policy, history, time.perf_counter() - started)
-    return _with_staleness(summary, plan, history)
+    section, metrics = plan.config.replay, [record.metrics for record in history.iterations]
+    return ReplaySummary(
+        **summary.model_dump(),
+        source=section.source,
+        source_iterations=list(section.iterations),
+        advantages=section.advantages,
+        max_staleness=section.max_staleness,
+        staleness=int(max(each.get("staleness/max", 0.0) for each in metrics)),
+        rows_left_out=int(sum(each.get("rows_left_out", 0.0) for each in metrics)),
+    )
 
 
 def introduction(plan: ReplayPlan) -> str:
@@ -110,17 +117,3 @@ def corrected_update(run: Run, plan: ReplayPlan, policy: PolicyRef, stored: Stor
         )
         raise InputError("--max-staleness", 0, hint)
     return corrected(run.update, plan.config.replay.correction)
-
-
-def _with_staleness(summary: TrainSummary, plan: ReplayPlan, history: TrainingHistory) -> ReplaySummary:
-    section = plan.config.replay
-    metrics = [record.metrics for record in history.iterations]
-    return ReplaySummary(
-        **summary.model_dump(),
-        source=section.source,
-        source_iterations=list(section.iterations),
-        advantages=section.advantages,
-        max_staleness=section.max_staleness,
-        staleness=int(max(each.get("staleness/max", 0.0) for each in metrics)),
-        rows_left_out=int(sum(each.get("rows_left_out", 0.0) for each in metrics)),
-    )

@@ -14,7 +14,8 @@ from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
 from flows.pipeline.requests import RescoreRequest
-from flows.server.reachable import require_pools
+from flows.preflight.inputs import checked_once
+from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path
@@ -30,13 +31,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 @dataclass(frozen=True)
 class NeededScores:
-    """The scores of one reward over one sampling round.
-
-    Attributes:
-        section: the reward.
-        stored: the complete table if there is one.
-        earlier: otherwise, tables with some of the scores.
-    """
+    """The scores of one reward over one sampling round: the table if there is one, or else tables with some of them."""
 
     section: RewardSection
     stored: ArtifactRef | None
@@ -45,13 +40,9 @@ class NeededScores:
 
 @dataclass(frozen=True)
 class RescoredRun:
-    """One run that is scored again.
+    """One run that is scored again with new rewards.
 
     Attributes:
-        store: the run.
-        config: the run's configuration.
-        rewards: the new rewards.
-        advantages: how these become advantages.
         iterations: the iterations in order, every file verified.
         needed: scores that each reward needs, by iteration and for each of its sampling rounds.
     """
@@ -72,19 +63,14 @@ class RescoredRun:
 
 @dataclass(frozen=True)
 class RescorePlan:
-    """What a rescoring does.
-
-    Attributes:
-        name: name of the rescoring.
-        runs: the runs in the order of the request.
-        html: another file for the report; None for none.
-    """
+    """What a rescoring does, to the runs in the order of the request; `html` is another file for the report."""
 
     name: str
     runs: tuple[RescoredRun, ...]
     html: Path | None
 
 
+@checked_once
 def plan_rescore(request: RescoreRequest) -> RescorePlan:
     """Find what is stored, and check that it can be scored as requested.
 
@@ -108,19 +94,14 @@ def plan_rescore(request: RescoreRequest) -> RescorePlan:
     if problems:
         raise InputErrors(list({str(problem): problem for problem in problems}.values()))
     require_pools([place for run in runs for place in _pools(run)])
+    require_server()
     return RescorePlan(name=request.name, runs=tuple(runs), html=html)
 
 
 def needed_scores(
     store: ArtifactStore, stored: StoredIteration, rewards: Sequence[RewardSection]
 ) -> tuple[tuple[NeededScores, ...], ...]:
-    """Find what each reward needs over each sampling round of an iteration.
-
-    Args:
-        store: the run, whose own tables and those of all its rescorings count.
-        stored: the iteration.
-        rewards: the requested rewards.
-    """
+    """Find what each reward needs over each sampling round; tables of the run and of all its rescorings count."""
     reader = RunReader(store)
     needed = []
     for sampling_round in stored.rounds:

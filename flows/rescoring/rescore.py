@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from configs.schema import RewardsFile
 from flows.pipeline.forms import RescoreForm
 from flows.pipeline.stages import artifact_key, named, recording, score_concurrently
-from flows.rescoring.plan import RescoredRun, RescorePlan
+from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
 from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.pages import write_page
@@ -49,18 +49,13 @@ from tasks.storage.locks.run_lock import locked
 
 
 class RescoreSummary(BaseModel):
-    """The results of a rescoring.
+    """The results of a rescoring; numbers are those of all runs together.
 
     Attributes:
-        name: name of the rescoring.
-        runs: names of the runs.
-        iterations: number over all runs.
-        samples: number over all runs.
         computed: number of samples that each reward was computed for; 0 when all its scores were stored.
         failed: number of samples that each reward could not score.
         seconds: `total`, `scores`, `advantages` and `report`.
         report: paths of the pages, one per run and the requested one.
-        comparison: what changed.
     """
 
     name: str
@@ -76,13 +71,7 @@ class RescoreSummary(BaseModel):
 
 @dataclass(frozen=True)
 class Rescoring:
-    """The results of a rescoring, and the tables behind them.
-
-    Attributes:
-        summary: what was done.
-        comparison: what changed.
-        moved: the samples whose rank moved most.
-    """
+    """The results of a rescoring, what changed, and the samples whose rank moved most."""
 
     summary: RescoreSummary
     comparison: Statistics
@@ -93,7 +82,7 @@ class Rescoring:
 async def rescore(request: RescoreForm) -> Rescoring:
     """Score stored rollouts, compute their advantages again, and report what changed."""
     started = time.perf_counter()
-    plan = request.plan
+    plan = plan_rescore(request)
     spent: dict[str, float] = {"scores": 0.0, "advantages": 0.0}
     done: dict[str, list[StoredIteration]] = {}
     with ExitStack() as stack:

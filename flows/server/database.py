@@ -82,7 +82,8 @@ async def prepare_database() -> str:
     shown = url.render_as_string(hide_password=True)
     try:
         if url.get_backend_name() == "sqlite":
-            _make_folder(url.database)
+            if url.database and not url.database.startswith(("file:", ":memory:")):
+                Path(url.database).absolute().parent.mkdir(parents=True, exist_ok=True)
         else:
             await _require_release()
         await provide_database_interface().create_db()
@@ -101,11 +102,6 @@ async def prepare_database() -> str:
         )
         raise InputError("database", shown, hint) from error
     return shown
-
-
-def _make_folder(database: str | None) -> None:
-    if database and not database.startswith(("file:", ":memory:")):
-        Path(database).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 async def _require_release() -> None:

@@ -44,10 +44,7 @@ def heartbeat_automation() -> AutomationCore:
 
 
 async def ensure_automations(client: "PrefectClient") -> bool:
-    """Register the automation once, or update the one that differs; one that was disabled stays disabled.
-
-    Args:
-        client: client of the server.
+    """Register the automation, or update the one that differs; one that was disabled stays disabled.
 
     Returns:
         Whether anything was changed.

@@ -98,18 +98,11 @@ def _read_pools() -> "list[WorkPool]":
 
 
 def workers_online(pool: str) -> int:
-    """Return how many workers of a pool sent a heartbeat lately; 0 for a pool that does not exist."""
+    """Return how many workers of a pool sent a heartbeat lately."""
     from prefect.client.orchestration import get_client
-    from prefect.exceptions import PrefectHTTPStatusError
 
     with get_client(sync_client=True) as client:
-        try:
-            workers = client.read_workers_for_work_pool(pool)
-        except PrefectHTTPStatusError as error:
-            if error.response.status_code != 404:
-                raise
-            return 0
-    return sum(worker.status == "ONLINE" for worker in workers)
+        return sum(worker.status == "ONLINE" for worker in client.read_workers_for_work_pool(pool))
 
 
 def server_database() -> str | None:

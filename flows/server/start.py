@@ -1,70 +1,166 @@
-"""`grpo ui`: Prefect's server in this process, until a signal ends it."""
+"""`grpo ui`: Prefect's server in this process until a signal ends it, and who may reach it."""
 
 import asyncio
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
+from pydantic import Field
+from typer import Option
+
+from configs.validation import Section
 from flows.prefect_settings import CLIENT, LASTING_SERVER
-from flows.server.access import AUTH_VARIABLES, Access, decide_access
 from flows.server.database import VARIABLES, choose_database, prepare_database
 from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     import uvicorn
 
+AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
+"""Variables with the server's user and password; clients read the second."""
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_EVERYWHERE = ("0.0.0.0", "::")
 _GRACE_SECONDS = 10
 
 
+class ServerRequest(Section):
+    """Starts Prefect's server."""
+
+    port: int = Field(4200, description="port of the page and the API; 0 for a free one")
+    host: str = Field("127.0.0.1", description="address to listen on; --auth is required beyond this machine")
+    url: str | None = Field(None, description="address that others use, such as a TLS proxy's https://...")
+    auth: Annotated[bool, Option("--auth")] = Field(
+        False, description="require the USER:PASSWORD in PREFECT_SERVER_API_AUTH_STRING"
+    )
+    csrf: Annotated[bool, Option("--csrf")] = Field(
+        False, description="protect against cross-site requests in the browser"
+    )
+    database: Annotated[str | None, Option(metavar="URL")] = Field(
+        None, description="database URL without a password; or set PREFECT_API_DATABASE_CONNECTION_URL"
+    )
+
+
 @dataclass(frozen=True)
-class ServerRequest:
-    """The options of `grpo ui`.
+class Access:
+    """How the server can be reached.
 
     Attributes:
-        host: address to listen on.
-        port: port to listen on; 0 for any free one.
-        url: where others find the server; None for http://HOST:PORT.
-        auth: whether requests need a user and a password.
-        csrf: whether pages in a browser need the server's token.
-        database: address without a password; None for the environment's, and SQLite if it has none.
+        url: where browsers, runs and workers find it, without a path; behind a proxy, the proxy's.
+        auth: `user:password` that every request must carry; None for no authentication.
+        csrf: whether a page in a browser needs the server's token to change anything.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 4200
-    url: str | None = None
-    auth: bool = False
-    csrf: bool = False
-    database: str | None = None
+    host: str
+    port: int
+    url: str
+    auth: str | None
+    csrf: bool
+
+    @property
+    def api_url(self) -> str:
+        """Value of PREFECT_API_URL for clients."""
+        return f"{self.url}/api"
+
+    @property
+    def own_api_url(self) -> str:
+        """Value of PREFECT_API_URL on this machine, without a proxy."""
+        return f"{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(self.host, self.host), self.port)}/api"
+
+    def settings(self) -> Mapping[str, str]:
+        """Return Prefect's settings, as environment variables."""
+        origins = {self.url, _address(self.host, self.port)}
+        if self.host in _LOOPBACK:
+            origins |= {_address("127.0.0.1", self.port), _address("localhost", self.port)}
+        settings = {
+            "PREFECT_SERVER_API_HOST": self.host,
+            "PREFECT_SERVER_API_PORT": str(self.port),
+            "PREFECT_SERVER_UI_API_URL": self.api_url,
+            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(sorted(origins)),
+            "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": str(self.csrf).lower(),
+        }
+        return settings | ({AUTH_VARIABLES[0]: self.auth} if self.auth else {})
+
+
+def decide_access(request: ServerRequest, environment: Mapping[str, str] = os.environ) -> Access:
+    """Check the options, and refuse those that would leave the server open.
+
+    Args:
+        request: requests need a user and a password also if the environment sets them for the server; pages need the
+            server's token also if the host is not loopback.
+        environment: has the user and the password, which are never shown.
+
+    Raises:
+        InputError: other machines can reach the address without authentication; user and password are missing or
+            malformed; or the URL cannot be used.
+    """
+    host, here = request.host, request.host in _LOOPBACK
+    auth = request.auth or bool(environment.get(AUTH_VARIABLES[0]))
+    if not here and not auth:
+        hint = (
+            "Other machines can reach this address, and could do anything on the server. Add "
+            f"--auth with {AUTH_VARIABLES[0]}=USER:PASSWORD in the environment, and put a TLS proxy in front, since "
+            "every request carries the password; or listen on 127.0.0.1 behind a proxy or a tunnel."
+        )
+        raise InputError("--host", host, hint)
+    if request.url is None and host in _EVERYWHERE:
+        hint = "Add --url with the address under which browsers, runs and workers find it, such as https://prefect.lab."
+        raise InputError("--host", host, hint)
+    url = _own_url(request.url) if request.url else _address(host, request.port)
+    return Access(host, request.port, url, _secret(environment) if auth else None, request.csrf or not here)
+
+
+def _secret(environment: Mapping[str, str]) -> str:
+    name = next((name for name in AUTH_VARIABLES if environment.get(name)), None)
+    if name is None:
+        hint = f"Put USER:PASSWORD into {AUTH_VARIABLES[0]}; everyone on this machine can read arguments."
+        raise InputError("--auth", "no user and password in the environment", hint)
+    user, _, password = environment[name].partition(":")
+    if not user or not password or not environment[name].isascii():
+        # The server's comparison fails for other characters: each request would end in an error.
+        raise InputError(name, "(not shown)", "It must be USER:PASSWORD, neither of them empty, in ASCII characters.")
+    return environment[name]
+
+
+def _own_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise InputError("--url", url, "Give scheme, host and port alone, such as https://prefect.lab:8443.")
+    if parts.username is not None:
+        raise InputError("--url", f"{parts.scheme}://...@{parts.hostname}", "User and password do not belong here.")
+    return url.rstrip("/")
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Args:
-        request: the options.
-        report_progress: called with each line for people; shows PREFECT_API_URL once requests are accepted.
+    """Serve until SIGTERM or Ctrl-C; report PREFECT_API_URL once requests are accepted.
 
     Raises:
         InputError: the address would leave the server open or is in use, or the database cannot be used.
         RuntimeError: the server did not start; its log has the reason.
     """
     # Before the imports, which take seconds.
-    decide_access(request.host, request.port, request.url, auth=request.auth, csrf=request.csrf)
+    decide_access(request)
     with _listening(request.host, request.port) as listener:
-        port = int(listener.getsockname()[1])
-        access = decide_access(request.host, port, request.url, auth=request.auth, csrf=request.csrf)
+        access = decide_access(request.model_copy(update={"port": int(listener.getsockname()[1])}))
         choose_database(request.database)
         report_progress("starting Prefect's server ...")
         _settle(access)
         database = asyncio.run(_prepare())
         if database.startswith("sqlite"):
             _filter_sqlite_logs()
-        with _database_named(database):
+        from prefect.settings import PREFECT_SERVER_DATABASE_DRIVER, temporary_settings
+
+        # Clients may read these settings, where the database's address is hidden.
+        with temporary_settings({PREFECT_SERVER_DATABASE_DRIVER: database.partition("://")[0]}):
             _serve(access, listener, lambda: _report_addresses(access, database, report_progress))
 
 
@@ -95,13 +191,6 @@ async def _prepare() -> str:
     database = await prepare_database()
     await extend_deadline()
     return database
-
-
-def _database_named(database: str) -> AbstractContextManager[object]:
-    """Put the kind of database into the settings that clients may read; the address is hidden there."""
-    from prefect.settings import PREFECT_SERVER_DATABASE_DRIVER, temporary_settings
-
-    return temporary_settings({PREFECT_SERVER_DATABASE_DRIVER: database.partition("://")[0]})
 
 
 def _filter_sqlite_logs() -> None:

@@ -5,11 +5,14 @@ closes, and then ends the server.
 """
 
 import atexit
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 
 from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import get_current_settings
 
 # A handle instead of a process id, which may be another process's by then.
 _WATCH = """
@@ -23,11 +26,26 @@ except ProcessLookupError:
 """
 
 
-def end_temporary_server_with_this_process() -> None:
-    """Start the watcher if this process has started a server; once per server."""
+@contextlib.contextmanager
+def ending_with_temporary_server() -> Iterator[None]:
+    """End the server that this process has started with it, and do not wait for one that has ended first.
+
+    A signal to the whole group, as Ctrl-C in a terminal, ends both at once. Prefect would then try each last request,
+    and each batch of logs, for minutes.
+    """
     server = SubprocessASGIServer().server_process
-    if server is not None and sys.platform == "linux":
+    if server is None:
+        yield
+        return
+    if sys.platform == "linux":
         _watch(server.pid)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) or server.poll() is not None:
+            # For the rest of this process, in all of its threads.
+            get_current_settings().client.max_retries = 1
+        raise
 
 
 @cache
@@ -36,9 +54,6 @@ def _watch(server: int) -> None:
     watcher = subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", _WATCH, str(server)], stdin=subprocess.PIPE, start_new_session=True
     )
-    atexit.register(_dismiss, watcher)
-
-
-def _dismiss(watcher: "subprocess.Popen[bytes]") -> None:
-    watcher.kill()
-    watcher.communicate()
+    # The last one that is registered is called first.
+    atexit.register(watcher.communicate)
+    atexit.register(watcher.kill)

@@ -1,22 +1,32 @@
-"""The history of a training flow, and the report of each iteration."""
+"""The history of a training flow: its evaluations, and the report of each iteration.
 
-from collections.abc import Mapping
+The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from configs.schema import RunConfig
-from flows.pipeline.run import Run
+from flows.evaluation.evaluate import evaluate_policy
+from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import artifact_key
-from grpo_core.rewards.hacking import HackingSign
+from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT
 from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore
 
 LOGGED_METRICS = (("reward", "reward"), ("held-out", "heldout_reward"), ("KL", "kl"), ("entropy", "entropy"))
+
+Guardrails = Mapping[int, Mapping[str, ArtifactRef]]
+"""Scores of the held-out samples, by policy version and label."""
 
 
 @dataclass
@@ -54,6 +64,56 @@ class TrainingHistory:
         return read_statistics(run.store, self.sampled[-curriculum.window :])
 
 
+def is_evaluated(config: RunConfig, iteration: int) -> bool:
+    """Whether the policy that this iteration makes is evaluated."""
+    every = config.evaluate.every
+    return iteration == config.run.iterations or (every > 0 and iteration % every == 0)
+
+
+def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
+    """Evaluate a policy on the held-out prompts, if there are any, and report guardrails that have fallen."""
+    plan = plan_heldout(run.config, run.heldout, policy.version)
+    if plan is None:
+        return
+    done, section = evaluate_policy(run, policy, plan), run.config.watch
+    history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
+    if section.guardrails:
+        history.signs = list(hacking_signs(*held_out_series(history.heldout, history.guardrails), section))
+        stop = history.stopped_by(run.config, policy.version)
+        report_hacking_signs(run.store, policy.version, history.signs, stop=stop)
+
+
+def held_out_series(
+    heldout: Mapping[int, ArtifactRef], guardrails: Guardrails
+) -> tuple[list[int], list[float | None], dict[str, list[float | None]]]:
+    """Return the evaluated versions, the mean reward of each, and the mean of each guardrail by label."""
+    versions = sorted(version for version in heldout if guardrails.get(version))
+    labels = list(guardrails[versions[0]]) if versions else []
+    rewards = [heldout[version].metrics.get("reward") for version in versions]
+    levels = {
+        label: [guardrails[version][label].metrics.get(f"rewards/{label}/mean") for version in versions]
+        for label in labels
+    }
+    return versions, rewards, levels
+
+
+def report_hacking_signs(store: ArtifactStore, version: int, signs: Sequence[HackingSign], *, stop: bool) -> None:
+    """Log the guardrails that have fallen at a version, and store them, or that there are none, for reports."""
+    for sign in signs:
+        log(f"watch, policy {version}: {sign}")
+    content = {"version": version, "signs": [str(sign) for sign in signs], "stopped": stop}
+    store.write_file(SIGNS_FILE, json.dumps(content, indent=1).encode())
+
+
+def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
+    """Plot the held-out reward above the guardrails and return the path of the image."""
+    # The plotting library takes a second to import, which a run without guardrails does not need.
+    from tasks.reports.reward_plots import plot_watch
+
+    store.write_file(WATCH_PLOT, plot_watch(*held_out_series(heldout, guardrails)))
+    return store.path(WATCH_PLOT)
+
+
 async def report_iteration(
     run: Run,
     history: TrainingHistory,
@@ -65,13 +125,7 @@ async def report_iteration(
 ) -> None:
     """Gather the metrics of an iteration, log one line, show them once in Prefect's UI, and store them.
 
-    Args:
-        run: the open run.
-        history: extended by the iteration.
-        policy: the version that the iteration made.
-        rounds: rollouts and rewards.
-        advantages: advantages of all rounds.
-        replayed: whether another run sampled the rounds and counts their metrics.
+    Rounds that were `replayed` are those of another run, which counts their metrics.
     """
     assert policy.checkpoint is not None
     iteration, iterations = policy.version, run.config.run.iterations

@@ -7,20 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from configs.sections import RunSection
-from tasks.execution.cancellation import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
+from tasks.execution.resources import stages_cancelled_on_interrupt, stages_withdrawn_on_failure
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """The rollouts that an iteration learns from.
-
-    Attributes:
-        policy: the version that sampled it.
-        rounds: rollouts and rewards of each sampling round.
-        advantages: one table over all rounds.
-    """
+    """The rollouts that an iteration learns from: their policy, each sampling round, one table of all advantages."""
 
     policy: PolicyRef
     rounds: tuple[SamplingRound, ...]
@@ -76,13 +70,7 @@ class RolloutPrefetcher:
 def prefetching(
     section: RunSection, policy: PolicyRef, sample: Callable[[PolicyRef, int], ScoredRollouts]
 ) -> Iterator[RolloutPrefetcher]:
-    """Sample for a run; at the end, wait for the iteration that is being sampled and drop those that have not begun.
-
-    Args:
-        section: iterations and staleness of the run.
-        policy: the first version.
-        sample: runs stages 1 to 3 with a policy for an iteration.
-    """
+    """Sample for a run; at the end, wait for the iteration that is being sampled and drop those that have not begun."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="prefetching") if section.staleness else None
     prefetcher = RolloutPrefetcher(section, sample, thread)
     if thread is None:

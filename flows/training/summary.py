@@ -2,8 +2,7 @@
 
 from configs.sections import TextRolloutSection
 from flows.pipeline.run import Run
-from flows.training.evaluation import write_watch_plot
-from flows.training.history import TrainingHistory
+from flows.training.history import TrainingHistory, write_watch_plot
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.runs.run_view import RunSummary
 from tasks.storage.artifacts.reference import PolicyRef
@@ -33,14 +32,7 @@ class TrainSummary(RunSummary):
 
 
 def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: float) -> TrainSummary:
-    """Gather the summary, and store the held-out samples before and after.
-
-    Args:
-        run: the open run.
-        policy: the last version.
-        history: all iterations and evaluations.
-        seconds: wall time of this start.
-    """
+    """Gather the summary, and store the held-out samples before and after; `seconds` is the time of this start."""
     iterations, heldout = history.iterations, history.heldout
     rewards = [record.metrics["reward"] for record in iterations if "reward" in record.metrics]
     by_stage = {"total": seconds}

@@ -21,8 +21,7 @@ from configs.schema import CORRECTION, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
-from flows.training.evaluation import evaluate, is_evaluated
-from flows.training.history import TrainingHistory, report_iteration
+from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
 from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, summarize
 from tasks.progress import log
@@ -34,12 +33,7 @@ from tasks.storage.artifacts.reference import PolicyRef
 
 @flow(name="grpo train", flow_run_name="{config.run.name}")
 async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
-    """Start or resume a training run.
-
-    Args:
-        config: the configuration.
-        accept_code: resume with stored results that other code made, and record it.
-    """
+    """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
     started = time.perf_counter()
     with open_run(config, accept_code=accept_code) as run:
         history, policy = TrainingHistory(), run.base_policy
@@ -65,11 +59,7 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
     With `advantages.constant_groups: redraw`, groups without a difference in reward are replaced in further sampling
     rounds, up to `advantages.max_rounds` (Yu et al., 2025, DAPO, arXiv:2503.14476, section 3.2, dynamic sampling).
 
-    Args:
-        run: the open run.
-        history: advantages of earlier iterations, which the curriculum and running moments need; extended.
-        policy: the version that samples.
-        iteration: number, from 1.
+    The history has the advantages of earlier iterations, which the curriculum and running moments need; it is extended.
     """
     section, prompts = run.config.advantages, run.config.rollout.prompts_per_iteration
     rounds: tuple[SamplingRound, ...] = ()
@@ -89,14 +79,7 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
 
 
 def train_policy(run: Run, policy: PolicyRef, batch: ScoredRollouts, iteration: int) -> PolicyRef:
-    """Make one update, stage 4; rows that an older version sampled are weighted by importance.
-
-    Args:
-        run: the open run.
-        policy: the version to train.
-        batch: rollouts and advantages of the iteration.
-        iteration: number, from 1.
-    """
+    """Make one update, stage 4; rows that an older version sampled are weighted by importance."""
     staleness = policy.version - batch.policy.version
     update = corrected(run.update, CORRECTION) if staleness else run.update
     rollouts = tuple(each.rollouts for each in batch.rounds)

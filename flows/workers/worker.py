@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Mapping
 from functools import partial
-from types import FrameType
 from typing import Any
 from uuid import UUID
 
@@ -22,9 +21,10 @@ from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
-from flows.workers.stage_flows import STAGE_FLOWS, StageChild
+from flows.workers.stage_flows import STAGE_FLOWS
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
+from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource, run_resources
 from tasks.progress import log
 
@@ -44,9 +44,6 @@ class ResidentWorker(ProcessWorker):
     Two of them share a process and its machine, so that a run can continue while its stages run.
 
     Args:
-        pool: the pool that it serves.
-        queues: queues of the pool that it polls.
-        name: its name on the server.
         polling: lock that lets one of the two poll at a time.
         pause: minimum seconds between two polls; Prefect's setting applies to both workers.
     """
@@ -59,7 +56,7 @@ class ResidentWorker(ProcessWorker):
         super().__init__(pool, work_queues=queues, name=name, limit=1)
         self.other: ResidentWorker | None = None
         self._polling, self._pause, self._polled = polling, pause, float("-inf")
-        self._child = resource(StageChild)
+        self._children = resource(ChildProcesses)
         self._taken: FlowRun | None = None
         self._names: dict[UUID, str] = {}
 
@@ -94,7 +91,7 @@ class ResidentWorker(ProcessWorker):
             configuration.working_dir = configuration.working_dir or CHECKOUT
             if needs_the_machine(flow_run.parameters):
                 # Its model needs the memory of the one that the child keeps.
-                self._child.end()
+                self._children.close()
             return await super().run(flow_run, configuration, task_status)
         if task_status is not None:
             task_status.started(os.getpid())
@@ -120,14 +117,14 @@ class ResidentWorker(ProcessWorker):
             try:
                 state = (await self.client.read_flow_run(flow_run.id)).state
             except ObjectNotFound:
-                self._child.end()
+                self._children.close()
                 return
             except (httpx.HTTPError, PrefectHTTPStatusError):
                 # A stage continues while the server is unreachable.
                 continue
             if state is not None and state.is_cancelling():
                 cancelled.set()
-                self._child.end()
+                self._children.close()
                 return
 
 
@@ -156,7 +153,7 @@ async def serve(pool: str) -> None:
         await register_stages(client, pool)
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
     name, polling = f"{pool}-{platform.node()}-{os.getpid()}", anyio.Lock()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with run_resources():
         stages = ResidentWorker(pool, [STAGES_QUEUE], name, polling)
         others = [queue for queue in queues if queue != STAGES_QUEUE]
@@ -191,7 +188,3 @@ async def register_stages(client: PrefectClient, pool: str) -> None:
             name=pool, work_pool_name=pool, work_queue_name=STAGES_QUEUE, tags=["grpo"]
         )
         await deployment.aapply()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,4 +1,6 @@
-"""The key of a stage's result: its name, its code, and a description of its inputs by content.
+"""The Prefect task of a stage: the key of its result, and how often it is retried.
+
+A key is made of the stage's name, its code, and a description of its inputs by content.
 
 Titles, the name of the run, placement and settings that change only memory are not part of it: they change no result.
 Another device, thread count or batch size rounds the last bits differently; existing results stay valid.
@@ -8,20 +10,24 @@ import functools
 import hashlib
 import inspect
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
 
 from prefect import Task, task
 from prefect.cache_policies import CachePolicy
+from prefect.client.schemas import State, TaskRun
 from prefect.context import TaskRunContext
 
 from configs.sections import PlacementSection
 from tasks.execution.dispatch import dispatch
+from tasks.execution.errors import Retryable, retryable_kind
 from tasks.execution.fingerprint import code_fingerprint
-from tasks.execution.retries import retry_options
 from tasks.execution.stages import Arguments, Kind, Part, Sharding, Stage, register
+from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.prefect_results import current_records, reference_serializer
 
@@ -30,15 +36,13 @@ R = TypeVar("R", ArtifactRef, PolicyRef)
 Describe = Callable[[Arguments], Mapping[str, Any]]
 Roots = Callable[[Arguments], tuple[str, ...]]
 
+# Prefect accepts at most this many delays, and uses the last one for every later retry.
+_MAX_DELAYS = 50
 _ACCEPTED: ContextVar[Mapping[str, str]] = ContextVar("accepted_code")
 
 
 def accept_code(accepted: Mapping[str, str]) -> None:
-    """Let keys of this context name changed code by the fingerprint of the code that the run began with.
-
-    Args:
-        accepted: maps the fingerprint of changed code to the fingerprint that the keys contain.
-    """
+    """Let keys of this context name changed code, the mapping's keys, by the fingerprint that the run began with."""
     _ACCEPTED.set(accepted)
 
 
@@ -50,13 +54,7 @@ def accepted_fingerprint(roots: tuple[str, ...]) -> str:
 
 @dataclass
 class StageKey(CachePolicy):
-    """Hashes the stage's name, its code and what `describe` says of the inputs.
-
-    Attributes:
-        stage: name of the stage, the readable part of the key.
-        roots: returns where the stage's code begins, given the inputs.
-        describe: returns the inputs that determine the result, as JSON values.
-    """
+    """Hashes the stage's name, its code from its roots on, and what `describe` says of the inputs."""
 
     stage: str = ""
     roots: Roots = tuple
@@ -73,6 +71,46 @@ class StageKey(CachePolicy):
         code = accepted_fingerprint(self.roots(inputs))
         text = json.dumps({"stage": self.stage, "code": code, **self.describe(inputs)}, sort_keys=True, allow_nan=False)
         return f"{self.stage}-{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def retry_options(placement: PlacementSection) -> dict[str, Any]:
+    """Return options of a Prefect task: retries with jittered delays that double up to `retries.max_delay` seconds."""
+    section = placement.retries
+    limits = {kind: int(getattr(section, kind.value)) for kind in Retryable}
+    # Prefect counts all kinds together; the condition counts each kind.
+    total = sum(limits.values())
+    if not total:
+        return {"retries": 0}
+    delays = [min(section.max_delay, section.delay * 2**number) for number in range(min(total, _MAX_DELAYS))]
+    return {
+        "retries": total,
+        "retry_delay_seconds": delays,
+        "retry_jitter_factor": 0.5,
+        "retry_condition_fn": _condition(limits),
+    }
+
+
+def _condition(limits: dict[Retryable, int]) -> Callable[[Task[..., Any], TaskRun, State], bool]:
+    # One task may be run several times, and concurrently.
+    counts: defaultdict[UUID, Counter[Retryable]] = defaultdict(Counter)
+
+    # A plain function: Prefect treats any other callable as one that returns False.
+    def may_be_retried(task: Task[..., Any], task_run: TaskRun, state: State) -> bool:
+        error = state.data
+        kind = retryable_kind(error) if isinstance(error, BaseException) else None
+        if kind is None:
+            return False
+        met = counts[task_run.id]
+        left = limits[kind] - met[kind]
+        if left == 0:
+            return False
+        met[kind] += 1
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        attempt = met.total()
+        log(f"{task_run.name}: {first_line}; attempt {attempt + 1} of {attempt + left} follows")
+        return True
+
+    return may_be_retried
 
 
 def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:

@@ -1,4 +1,7 @@
-"""A stage and its arguments as JSON, for another process or machine, and its outcome."""
+"""A stage and its arguments as JSON, for another process or machine, and its outcome.
+
+A call for another machine is a file in the run's folder, as is its outcome; a call that is withdrawn has no file.
+"""
 
 import hashlib
 import inspect
@@ -12,29 +15,22 @@ from configs.sections import StorageSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.errors import ErrorRecord, record_of
-from tasks.execution.fingerprint import code_fingerprint
+from tasks.execution.fingerprint import code_fingerprint, library_versions
 from tasks.execution.stages import STAGES, Arguments, Reference, Stage, stage_named
-from tasks.execution.versions import library_versions
 from tasks.progress import listener
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store_elsewhere, use_store
+from tasks.storage.filesystem.files import dump_checked, load_checked
 
 CALLS = ".calls"
 """Folder of a run for the calls of its stages to other machines, and for their outcomes."""
 
 
-def call_file(name: str) -> str:
-    """Return where the call of this digest is kept in its run."""
-    return f"{CALLS}/{name}.json"
-
-
 class StageCall(BaseModel):
-    """A stage to be run elsewhere.
+    """A stage to be run elsewhere, on artifacts of a run.
 
     Attributes:
-        stage: name of the stage.
         storage: the root as every machine of the run finds it, and the folder for copies of what is read.
-        run: name of the run whose artifacts it reads and writes.
         roots: where the stage's code begins.
         code: digest of that code and of the libraries' versions, which the worker must have too.
         arguments: arguments of the stage's function, as JSON values.
@@ -59,14 +55,7 @@ class StageCall(BaseModel):
 
 
 class StageOutcome(BaseModel):
-    """The outcome of a call: an artifact, a policy version, or an error.
-
-    Attributes:
-        artifact: artifact that the stage made.
-        policy: policy version that the stage made.
-        error: why it made neither.
-        reasons: why damaged files were quarantined meanwhile.
-    """
+    """The outcome of a call: an artifact, a policy version, or an error; and why files were quarantined meanwhile."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,11 +92,7 @@ def call_of(stage: Stage, arguments: Arguments, store: ArtifactStore, *, withdra
 
 
 def arguments_of(call: StageCall, stage: Stage) -> dict[str, Any]:
-    """Validate a call's arguments.
-
-    Raises:
-        pydantic.ValidationError: the stage does not take them.
-    """
+    """Validate a call's arguments; pydantic.ValidationError for any that the stage does not take."""
     hints = _hints(stage.function)
     return {name: TypeAdapter(hints[name]).validate_json(json.dumps(value)) for name, value in call.arguments.items()}
 
@@ -157,18 +142,61 @@ def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def carry_out_in(process: ChildProcess, call: StageCall, timeout: float | None) -> StageOutcome:
-    """Run the stage in a child.
-
-    Args:
-        process: started with the handler `stage`.
-        call: the stage.
-        timeout: seconds, from when the child is ready; None for no limit.
-
-    Raises:
-        LostStageError, StageCancelledError, StageTimeoutError, OSError: as ChildProcess.request raises them.
-    """
+    """Run the stage in a child that was started with the handler `stage`; raises what ChildProcess.request raises."""
     answer = process.request(call.stage, call.model_dump(mode="json"), timeout, listener())
     outcome = StageOutcome.model_validate_json(json.dumps(answer))
     if outcome.error is not None:
         process.failure(outcome.error)
     return outcome
+
+
+def call_file(name: str) -> str:
+    """Return where the call of this digest is kept in its run."""
+    return f"{CALLS}/{name}.json"
+
+
+def outcome_file(name: str) -> str:
+    """Return where the call's outcome is kept."""
+    return f"{CALLS}/{name}.outcome.json"
+
+
+def read_call(store: ArtifactStore, name: str) -> StageCall:
+    """Read a call from the run's folder.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    content = store.read_file(call_file(name))
+    if content is None:
+        raise ValueError(f"{store.run} has no call {name[:12]}; it was answered or withdrawn, or the run was pruned")
+    try:
+        call = StageCall.model_validate_json(json.dumps(load_checked(content)))
+    except ValueError as error:
+        raise ValueError(f"the call {name[:12]} of {store.run} is damaged ({error})") from error
+    if call.digest != name:
+        raise ValueError(f"the call {name[:12]} of {store.run} is damaged (its digest is {call.digest[:12]})")
+    return call
+
+
+def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
+    """Write a call's outcome to the run's folder, unless the call was withdrawn."""
+    if store.read_file(call_file(name)) is not None:
+        store.write_file(outcome_file(name), dump_checked(outcome.model_dump(mode="json")))
+
+
+def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
+    """Read a call's outcome; None if it is missing or damaged."""
+    content = store.read_file(outcome_file(name))
+    if content is None:
+        return None
+    try:
+        return StageOutcome.model_validate_json(json.dumps(load_checked(content)))
+    except ValueError:
+        return None
+
+
+def clear_calls(store: ArtifactStore) -> None:
+    """Withdraw every call of the run; a worker that is running one of them commits nothing."""
+    folder = store.path(CALLS)
+    if store.filesystem.exists(folder):
+        store.filesystem.rm(folder, recursive=True)

@@ -31,8 +31,7 @@ def child_command(handler: str) -> tuple[str, ...]:
 class Answers:
     """The child's messages to its parent; it is a ProgressReporter.
 
-    Args:
-        stream: file descriptor that the parent reads; other processes may write complete lines to it too.
+    Other processes may write complete lines to the same file descriptor.
     """
 
     def __init__(self, stream: int) -> None:

@@ -34,9 +34,7 @@ STDERR_TAIL_BYTES = 1 << 16
 class ChildProcess:
     """One child; the first request starts it, and so does the first one after it has ended.
 
-    Args:
-        command: arguments of the Python interpreter.
-        variables: environment variables of the child, in addition to this process's.
+    Its command is given as arguments of the Python interpreter, its variables are added to this process's.
     """
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
@@ -48,16 +46,13 @@ class ChildProcess:
         self._stderr: IO[bytes] | None = None
 
     def request(self, label: str, payload: Any, timeout: float | None, reporter: ProgressReporter) -> Any:
-        """Have the child handle a request; requests of several threads are handled one after the other.
+        """Have the child's handler turn one JSON value into another; requests of several threads take turns.
 
         Args:
             label: what is done, for messages.
-            payload: JSON value that the child's handler takes.
+            payload: what the handler takes.
             timeout: seconds, from when the child is ready; None for no limit.
             reporter: receives the child's progress and log lines.
-
-        Returns:
-            The JSON value that the handler returned.
 
         Raises:
             StageTimeoutError: the timeout passed; the child was killed.
@@ -250,11 +245,7 @@ class ChildProcesses:
     ) -> Iterator[ChildProcess]:
         """Lend an idle child of a group, preferably the one that last did what `label` names; start one if none is.
 
-        Args:
-            group: children of one group can replace each other.
-            label: label of the request that follows.
-            command: command of a child that has to be started.
-            variables: its environment variables.
+        Children of one group can replace each other, so all have the same command and variables.
         """
         with self._lock:
             idle = sorted(self._idle.setdefault(group, []), key=lambda each: each.last_label != label)
@@ -272,7 +263,5 @@ class ChildProcesses:
 
     def close(self) -> None:
         """Kill every child."""
-        with self._lock:
-            processes = list(self._all)
-        for process in processes:
+        for process in list(self._all):
             process.end()

@@ -8,7 +8,6 @@ from prefect.futures import PrefectFuture
 from prefect.transactions import CommitMode, transaction
 
 from tasks.execution.call import StageCall, StageOutcome, call_of, carry_out_in
-from tasks.execution.cancellation import stages_cancelled_on_interrupt
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import (
@@ -19,7 +18,7 @@ from tasks.execution.errors import (
     retryable_kind,
 )
 from tasks.execution.pool import carry_out_on_pool
-from tasks.execution.resources import resource
+from tasks.execution.resources import resource, stages_cancelled_on_interrupt
 from tasks.execution.stages import Arguments, Part, Reference, Stage
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -36,12 +35,7 @@ class _PolicyLock:
 
 
 def dispatch(stage: Stage, arguments: Arguments, submit: Submit) -> Reference:
-    """Run the stage where its placement says.
-
-    Args:
-        stage: the stage to run.
-        arguments: arguments of its function, which include the placement.
-        submit: starts the stage's task on a part of it.
+    """Run the stage where its placement, one of the arguments, says; `submit` starts the stage's task on a part.
 
     Raises:
         Exception: whatever the stage raises, wherever it ran.
@@ -80,11 +74,6 @@ def run_in_shards(stage: Stage, arguments: Arguments, submit: Submit) -> Referen
     """Cut the stage, run the parts concurrently as stages with their own records, and join them in order.
 
     Parts that succeed are kept when another one fails.
-
-    Args:
-        stage: one with `sharding`.
-        arguments: arguments of the uncut stage.
-        submit: starts the stage's task on a part.
 
     Raises:
         RetriesExhaustedError: the first part that failed met a retryable error more often than it is retried.

@@ -7,13 +7,13 @@ import errno
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 import httpx
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_jsonable_python
 
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
@@ -47,13 +47,7 @@ class RetriesExhaustedError(RuntimeError):
 
 
 class RemoteStageError(RuntimeError):
-    """A stage failed in another process, with an error that cannot be rebuilt in this one.
-
-    Args:
-        message: text for people, beginning with the class of the error.
-        trace: traceback of the other process.
-        retryable: its kind; None if it is not retryable.
-    """
+    """A stage failed in another process, with an error that cannot be rebuilt here; has that process's traceback."""
 
     def __init__(self, message: str, trace: str, retryable: Retryable | None) -> None:
         self.message, self.trace, self.retryable = message, trace, retryable
@@ -63,36 +57,13 @@ class RemoteStageError(RuntimeError):
         return type(self), (self.message, self.trace, self.retryable)
 
 
-_TRANSIENT = frozenset(
-    {
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
-        errno.EPIPE,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        # s3fs raises it for a bucket that limits requests or has an internal error.
-        errno.EBUSY,
-    }
-)
-# By name: their packages are optional, or take seconds to import.
-_TRANSIENT_CLIENT_ERRORS = frozenset(
-    {
-        "ClientConnectionError",
-        "ClientPayloadError",
-        "ConnectTimeoutError",
-        "ConnectionClosedError",
-        "EndpointConnectionError",
-        "HTTPClientError",
-        "ReadTimeoutError",
-        "ServerTimeoutError",
-    }
-)
+# The other codes of a lost connection make a ConnectionError or a TimeoutError. s3fs raises EBUSY for a bucket that
+# limits requests or has an internal error.
+_TRANSIENT = {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH}
+_TRANSIENT |= {errno.ESTALE, errno.EBUSY}
+# By name: their packages are optional, or take seconds to import. They are classes of aiohttp, botocore and urllib3.
+_TRANSIENT_CLIENT_ERRORS = {"ClientConnectionError", "ClientPayloadError", "ConnectTimeoutError"}
+_TRANSIENT_CLIENT_ERRORS |= {"EndpointConnectionError", "HTTPClientError", "ReadTimeoutError"}
 _SERVER_ERROR = 500
 _TOO_MANY_REQUESTS = 429
 
@@ -127,10 +98,8 @@ class ErrorRecord(BaseModel):
     Attributes:
         kind: name of its class.
         arguments: arguments of its class; empty where its class cannot be rebuilt.
-        message: text for people.
         trace: traceback.
         seconds: when it happened, since the epoch.
-        retryable: its kind; None if it is not retryable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -158,9 +127,10 @@ def record_of(error: Exception) -> ErrorRecord:
     """Describe an error that was just caught."""
     # Every subclass of InputError comes back as InputError.
     kind = "InputError" if isinstance(error, InputError) else type(error).__name__
+    arguments = error.__reduce__()[1] if kind in _BUILDERS else ()
     return ErrorRecord(
         kind=kind,
-        arguments=_arguments(error) if kind in _BUILDERS else (),
+        arguments=to_jsonable_python(arguments, fallback=str),
         message=str(error),
         trace="".join(traceback.format_exception(error)),
         seconds=time.time(),
@@ -168,26 +138,11 @@ def record_of(error: Exception) -> ErrorRecord:
     )
 
 
-def _arguments(error: Exception) -> tuple[Any, ...]:
-    if isinstance(error, FailedSamplesError):
-        return (error.reward, list(error.failed), error.total, error.limit)
-    if isinstance(error, InputError):
-        return (error.place, error.value if isinstance(error.value, _JSON_TYPES) else str(error.value), error.hint)
-    if isinstance(error, NonFiniteError):
-        return (error.quantity, list(error.sample_ids), error.hint)
-    if isinstance(error, ParityError):
-        return (asdict(error.report), asdict(error.tolerance))
-    if isinstance(error, StorageError):
-        return (error.place, error.value, error.reason)
-    return (str(error),)
-
-
 def _parity_error(report: Mapping[str, Any], tolerance: Mapping[str, Any]) -> ParityError:
     samples = tuple(report["worst_samples"])
     return ParityError(ParityReport(**{**report, "worst_samples": samples}), ParityTolerance(**tolerance))
 
 
-_JSON_TYPES = (str, int, float, bool, list, type(None))
 _BUILDERS: Mapping[str, Callable[..., Exception]] = MappingProxyType(
     {
         "FailedSamplesError": FailedSamplesError,

@@ -6,15 +6,16 @@ comments and docstrings. So an edited comment changes no key, a changed line in 
 new mechanism anywhere is seen without being listed.
 
 Names that are composed at run time (a policy or a reward found by its configured name) cannot be followed; a stage
-names their modules as further roots.
+names their modules as further roots. The versions of libraries are recorded with a run, and are no part of a key.
 """
 
 import ast
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -25,6 +26,31 @@ PACKAGES = ("grpo_core", "tasks", "configs", "data")
 
 Symbol = tuple[str, str]
 """A module and a name at its top level."""
+
+_LIBRARIES = (
+    "accelerate",
+    "bitsandbytes",
+    "diffusers",
+    "lpips",
+    "numpy",
+    "onnxruntime",
+    "open-clip-torch",
+    "opencv-python-headless",
+    "peft",
+    "pillow",
+    "pyarrow",
+    "pytorch-msssim",
+    "rapidfuzz",
+    "rapidocr",
+    "regex",
+    "safetensors",
+    "scipy",
+    "tokenizers",
+    "torch",
+    "torchvision",
+    "transformers",
+)
+"""Libraries that compute."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +69,12 @@ class ModuleSource:
 
 
 def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
-    """Compute a digest of the code that the roots reach.
+    """Compute the sha256 of the code that the roots reach.
 
     Args:
         roots: `package.module:name` for a function or class, whose decorators are left out, or `package.module` for
             everything that a module defines.
         checkout: folder that holds the packages.
-
-    Returns:
-        A sha256 in hex.
 
     Raises:
         ValueError: there is no such module or name.
@@ -228,3 +251,22 @@ def _without_docstrings(statement: ast.stmt) -> ast.stmt:
     """Copy a statement without docstrings; a body that was only a docstring becomes empty."""
     copied = ast.parse(ast.unparse(statement)).body[0]
     return ast.fix_missing_locations(_DropText().visit(copied))  # type: ignore[no-any-return]
+
+
+def library_versions() -> dict[str, str]:
+    """Return the installed versions of the libraries that compute; `none` for one that is not installed."""
+    return {library: _version(library) for library in _LIBRARIES}
+
+
+def changed_versions(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """Return `library old -> new` for every version that differs."""
+    names = sorted({*previous, *current})
+    pairs = [(name, previous.get(name, "none"), current.get(name, "none")) for name in names]
+    return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"

@@ -13,11 +13,8 @@ from tasks.progress import log
 R = TypeVar("R")
 
 
-class _FittingSizes:
+class _FittingSizes(dict[tuple[str, str, int], int]):
     """Batch sizes that fit after a larger one had failed, by run, setting and configured size."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[tuple[str, str, int], int] = {}
 
 
 def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: Callable[[int], R]) -> R:
@@ -30,12 +27,12 @@ def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: 
         run: name of the run.
         setting: key of the configuration that gives the size.
         size: samples or prompts per batch, as configured.
-        call: does all of the work with a batch size; must have no effect when it raises.
+        call: does all of the work; must have no effect when it raises.
 
     Raises:
         InputError: half of the size is too much as well, or the size is 1.
     """
-    fitting, key = resource(_FittingSizes).sizes, (run, setting, size)
+    fitting, key = resource(_FittingSizes), (run, setting, size)
     current = fitting.get(key, size)
     try:
         return call(current)
@@ -44,19 +41,15 @@ def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: 
             raise _too_large(setting, current, error) from error
         message = str(error).partition(". ")[0]
     # Outside of the except clause, since the error keeps frames and their tensors alive.
-    _free_memory()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     half = fitting[key] = current // 2
     log(f"{title}: {message}; running it again, and later ones, with {setting} {half} instead of {current}")
     try:
         return call(half)
     except torch.OutOfMemoryError as error:
         raise _too_large(setting, half, error) from error
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _too_large(setting: str, size: int, error: torch.OutOfMemoryError) -> InputError:

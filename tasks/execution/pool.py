@@ -1,40 +1,62 @@
 """Send a stage to a work pool: a call in the run's folder, a flow run that points at it, an outcome in the folder.
 
-Only the name of the call goes through the server, which refuses parameters over 512 KiB.
+Only the name of the call goes through the server, which refuses parameters over 512 KiB. The flow run is watched until
+it ends or its worker has died.
 """
 
 import contextlib
 import itertools
-import json
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import Any
+from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult
+from prefect.client.schemas.objects import FlowRun, TaskRun, TaskRunResult, Worker, WorkerStatus
 from prefect.context import TaskRunContext
-from prefect.exceptions import ObjectNotFound
-from prefect.states import Scheduled
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.states import Cancelled, Cancelling, Crashed, Scheduled
 
 from grpo_core.errors import InputError
-from tasks.execution.call import CALLS, StageCall, StageOutcome, call_file
-from tasks.execution.errors import LostStageError
-from tasks.execution.pool_run import follow, is_final
+from tasks.execution.call import StageCall, StageOutcome, call_file, outcome_file, read_outcome
+from tasks.execution.child_process import SECONDS_TO_START
+from tasks.execution.errors import (
+    LostStageError,
+    Retryable,
+    StageCancelledError,
+    StageTimeoutError,
+    retryable_kind,
+)
+from tasks.execution.resources import StopSignals, resource
 from tasks.execution.stages import Reference
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.filesystem.files import dump_checked, load_checked
+from tasks.storage.filesystem.files import dump_checked
+
+SECONDS_BETWEEN_POLLS = 0.1
+MAX_SECONDS_BETWEEN_POLLS = 1.0
+# The pause grows with the time that has been waited.
+POLL_SHARE = 0.05
+SECONDS_BETWEEN_CHECKS = 3.0
+SECONDS_BETWEEN_HEARTBEATS = 30.0
+# A busy machine may send a heartbeat late, and a stage that is sent again runs twice.
+MISSED_HEARTBEATS = 4
+MIN_SECONDS_WITHOUT_HEARTBEAT = 15.0
+SECONDS_WITHOUT_SERVER = 600.0
+SECONDS_PENDING = 60.0
+# The worker kills a stage at its timeout, counted from when its child is ready; after this the worker has not obeyed.
+SECONDS_OF_GRACE = SECONDS_TO_START + 60.0
+WORKER_LABEL = "prefect.worker.name"
 
 
 def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: ArtifactStore) -> Reference:
     """Have a worker of the pool run the stage, and wait for it.
 
-    A run that was killed while it waited finds the result of the worker at its next start, or waits for it again.
-
-    Args:
-        call: the stage.
-        pool: name of the work pool.
-        timeout: seconds that the stage may take once a worker has begun it; None for no limit.
-        store: the run.
+    A run that was killed while it waited finds the result of the worker at its next start, or waits for it again. The
+    timeout counts once a worker has begun the stage.
 
     Raises:
         InputError: no worker has ever served this stage for the pool.
@@ -47,7 +69,7 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
         store.write_file(call_file(name), dump_checked(call.model_dump(mode="json")))
         with get_client(sync_client=True) as client:
             flow_run = _flow_run(client, call, pool, timeout)
-        follow(flow_run, pool, timeout, has_outcome=lambda: _has_outcome(store, name))
+        follow(flow_run, pool, timeout, has_outcome=lambda: store.read_file(outcome_file(name)) is not None)
         done = read_outcome(store, name)
     if done is None:
         raise LostStageError(
@@ -64,7 +86,7 @@ def _finished_before(store: ArtifactStore, name: str) -> StageOutcome | None:
     outcome = read_outcome(store, name)
     if outcome is None or outcome.error is not None:
         # The call stays: a worker may be running it, and commits nothing for one that was withdrawn.
-        _remove(store, _outcome_file(name))
+        _remove(store, outcome_file(name))
         return None
     reference = outcome.reference()
     artifact = reference if isinstance(reference, ArtifactRef) else reference.checkpoint
@@ -104,7 +126,8 @@ def _flow_run(client: SyncPrefectClient, call: StageCall, pool: str, timeout: fl
             idempotency_key=f"{call.digest}-{attempt}",
             parent_task_run_id=link.id if link else None,
         )
-        if not is_final(flow_run) and not (flow_run.state and flow_run.state.is_cancelling()):
+        state = flow_run.state
+        if state is None or not (state.is_final() or state.is_cancelling()):
             if link is not None and flow_run.parent_task_run_id != link.id:
                 client.delete_task_run(link.id)
             log(f"{stage}: sent to pool {pool}")
@@ -126,47 +149,8 @@ def _link(client: SyncPrefectClient, stage: TaskRunContext, title: str, call: St
     )
 
 
-def read_call(store: ArtifactStore, name: str) -> StageCall:
-    """Read a call from the run's folder.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
-    content = store.read_file(call_file(name))
-    if content is None:
-        raise ValueError(f"{store.run} has no call {name[:12]}; it was answered or withdrawn, or the run was pruned")
-    try:
-        call = StageCall.model_validate_json(json.dumps(load_checked(content)))
-    except ValueError as error:
-        raise ValueError(f"the call {name[:12]} of {store.run} is damaged ({error})") from error
-    if call.digest != name:
-        raise ValueError(f"the call {name[:12]} of {store.run} is damaged (its digest is {call.digest[:12]})")
-    return call
-
-
-def leave_outcome(store: ArtifactStore, name: str, outcome: StageOutcome) -> None:
-    """Write a call's outcome to the run's folder, unless the call was withdrawn."""
-    if store.read_file(call_file(name)) is not None:
-        store.write_file(_outcome_file(name), dump_checked(outcome.model_dump(mode="json")))
-
-
-def read_outcome(store: ArtifactStore, name: str) -> StageOutcome | None:
-    """Read a call's outcome; None if it is missing or damaged."""
-    content = store.read_file(_outcome_file(name))
-    if content is None:
-        return None
-    try:
-        return StageOutcome.model_validate_json(json.dumps(load_checked(content)))
-    except ValueError:
-        return None
-
-
-def _has_outcome(store: ArtifactStore, name: str) -> bool:
-    return store.read_file(_outcome_file(name)) is not None
-
-
 def _forget(store: ArtifactStore, name: str) -> None:
-    for file in (call_file(name), _outcome_file(name)):
+    for file in (call_file(name), outcome_file(name)):
         _remove(store, file)
 
 
@@ -175,12 +159,131 @@ def _remove(store: ArtifactStore, file: str) -> None:
         store.filesystem.rm_file(store.path(file))
 
 
-def clear_calls(store: ArtifactStore) -> None:
-    """Withdraw every call of the run; a worker that is running one of them commits nothing."""
-    folder = store.path(CALLS)
-    if store.filesystem.exists(folder):
-        store.filesystem.rm(folder, recursive=True)
+class _Watch:
+    """The state of one flow run, and the times of its changes."""
+
+    def __init__(self, client: SyncPrefectClient, flow_run: FlowRun, pool: str, timeout: float | None) -> None:
+        self.client, self.pool, self.timeout = client, pool, timeout
+        self.id: UUID = flow_run.id
+        self.begun = self.last_answer = self.checked = time.monotonic()
+        self.taken: float | None = None
+        self.running: float | None = None
+        self.ended = False
+        self.logged: set[str] = set()
+        self.last_heartbeat: datetime | None = None
+        self.heartbeat_seen = self.begun
+
+    def has_ended(self) -> bool:
+        """Read the run's state once; raises the errors of `follow`."""
+        flow_run = self.client.read_flow_run(self.id)
+        self.last_answer = now = time.monotonic()
+        state = flow_run.state
+        if state is not None and state.is_final():
+            self.ended = True
+            if state.is_cancelled():
+                raise StageCancelledError(f"flow run {flow_run.name} was cancelled")
+            return True
+        if state is not None and not state.is_scheduled():
+            self.taken = self.taken or now
+        if state is not None and state.is_running():
+            self.running = self.running or now
+        if now - self.checked >= SECONDS_BETWEEN_CHECKS:
+            self.checked = now
+            self._require_worker(flow_run)
+        return False
+
+    def _require_worker(self, flow_run: FlowRun) -> None:
+        now = time.monotonic()
+        workers = {worker.name: worker for worker in self.client.read_workers_for_work_pool(self.pool)}
+        if self.taken is None:
+            reason = self._hindrance(flow_run, workers.values())
+            if reason is not None and reason not in self.logged:
+                self.logged.add(reason)
+                log(f"waiting for a worker of pool {self.pool}: {reason}")
+            return
+        name = str(flow_run.labels.get(WORKER_LABEL, ""))
+        if name and self._lacks_heartbeats(workers.get(name)):
+            reason = f"worker {name} of pool {self.pool} has died"
+            if flow_run.state is not None and flow_run.state.is_cancelling():
+                # Only a worker ends a cancelled run, and another worker must not run it.
+                self.client.set_flow_run_state(self.id, Cancelled(message=reason), force=True)
+                self.ended = True
+                raise StageCancelledError(f"flow run {flow_run.name} was cancelled; {reason}")
+            self._give_up(reason)
+        if self.running is None and now - self.taken > SECONDS_PENDING:
+            self._give_up(f"a worker of pool {self.pool} took it and did not begin it in {SECONDS_PENDING:g} s")
+        if self.timeout and self.running and now - self.running > self.timeout + SECONDS_OF_GRACE:
+            self.client.set_flow_run_state(self.id, Cancelling(), force=True)
+            raise StageTimeoutError(f"not done after {self.timeout:g} s, and its worker did not kill it")
+
+    def _hindrance(self, flow_run: FlowRun, workers: Iterable[Worker]) -> str | None:
+        """Say why no worker takes it, if only a person can change that."""
+        if self.client.read_work_pool(self.pool).is_paused:
+            return f"the pool is paused; `prefect work-pool resume {self.pool}`"
+        queue = flow_run.work_queue_id and self.client.read_work_queue(flow_run.work_queue_id)
+        if queue and queue.is_paused:
+            return f"its queue is paused; `prefect work-queue resume {queue.name} --pool {self.pool}`"
+        if not any(worker.status == WorkerStatus.ONLINE for worker in workers):
+            return f"none is online; start `grpo worker {self.pool}`"
+        return None
+
+    def _lacks_heartbeats(self, worker: Worker | None) -> bool:
+        """Return whether heartbeats have stopped, by the clock of this machine.
+
+        The server's own check is a service that may be late, or not be running.
+        """
+        if worker is None:
+            return True
+        if worker.last_heartbeat_time != self.last_heartbeat:
+            self.last_heartbeat, self.heartbeat_seen = worker.last_heartbeat_time, time.monotonic()
+        interval = worker.heartbeat_interval_seconds or SECONDS_BETWEEN_HEARTBEATS
+        return time.monotonic() - self.heartbeat_seen > max(MIN_SECONDS_WITHOUT_HEARTBEAT, MISSED_HEARTBEATS * interval)
+
+    def _give_up(self, reason: str) -> None:
+        self.client.set_flow_run_state(self.id, Crashed(message=reason), force=True)
+        raise LostStageError(reason)
 
 
-def _outcome_file(name: str) -> str:
-    return f"{CALLS}/{name}.outcome.json"
+def follow(flow_run: FlowRun, pool: str, timeout: float | None, *, has_outcome: Callable[[], bool]) -> None:
+    """Wait until the server reports the end of the flow run, or the run's folder has its outcome.
+
+    While the server does not answer, the run waits. When the run that requested the stage stops, it cancels the stage.
+
+    Raises:
+        LostStageError: its worker has died, or the server does not come back.
+        StageTimeoutError: its worker does not end it.
+        StageCancelledError: it was cancelled, or the run that requested it was stopped.
+    """
+    stop = resource(StopSignals)
+    with get_client(sync_client=True) as client:
+        watch = _Watch(client, flow_run, pool, timeout)
+        try:
+            while not _has_ended(watch, has_outcome):
+                pause = POLL_SHARE * (time.monotonic() - watch.begun)
+                if stop.cancelled.wait(min(MAX_SECONDS_BETWEEN_POLLS, max(SECONDS_BETWEEN_POLLS, pause))):
+                    raise StageCancelledError("the run that requested it was stopped")
+                if stop.failed.is_set() and watch.taken is None:
+                    raise StageCancelledError("the run that requested it failed before a worker took it")
+        except (LostStageError, StageTimeoutError):
+            raise
+        except BaseException:
+            if not watch.ended:
+                # Not forced: the server itself ends a run that no worker has taken yet.
+                client.set_flow_run_state(watch.id, Cancelling())
+            raise
+
+
+def _has_ended(watch: _Watch, has_outcome: Callable[[], bool]) -> bool:
+    try:
+        return watch.has_ended()
+    except ObjectNotFound as error:
+        raise LostStageError("its flow run was deleted") from error
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        if retryable_kind(error) is not Retryable.SERVICE:
+            raise
+        if has_outcome():
+            return True
+        waited = time.monotonic() - watch.last_answer
+        if waited > SECONDS_WITHOUT_SERVER:
+            raise LostStageError(f"the Prefect server has not answered for {waited:.0f} s ({error})") from error
+        return False

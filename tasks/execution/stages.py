@@ -30,12 +30,7 @@ SHARDS = "shards"
 
 @dataclass(frozen=True)
 class Part:
-    """One shard of a stage.
-
-    Attributes:
-        title: name of its task run.
-        arguments: arguments of the stage's function.
-    """
+    """One shard of a stage: the name of its task run, and the arguments of the stage's function."""
 
     title: str
     arguments: dict[str, Any]
@@ -59,11 +54,8 @@ class Stage:
     """A stage that can run in several places.
 
     Attributes:
-        name: name in the UI and on the command line.
         kind: section of the placement; None if it always runs in the run's process.
-        function: runs the stage.
         modules: returns the modules that the function imports by a name composed at run time, given the arguments.
-        sharding: how it is cut; None if it cannot be.
     """
 
     name: str
@@ -113,13 +105,7 @@ def stage_named(name: str) -> Stage:
 
 
 def shard_folder(folder: str, index: int, count: int) -> str:
-    """Return where the stages of a folder store one part until the parts are joined.
-
-    Args:
-        folder: folder of the joined artifacts.
-        index: index of the part, from 0.
-        count: number of parts.
-    """
+    """Return where the stages of a folder store one part, by its index from 0, until the parts are joined."""
     return f"{folder}/{SHARDS}/{index + 1:02d}of{count:02d}"
 
 
@@ -133,8 +119,7 @@ def clear_shards(store: ArtifactStore, folder: str) -> None:
 def unsharded(arguments: Arguments) -> PlacementSection:
     """Return the placement of a shard, which is not cut again."""
     placement: PlacementSection = arguments["placement"]
-    change = {
-        "rollouts": placement.rollouts.model_copy(update={"shards": 1}),
-        "rewards": placement.rewards.model_copy(update={"shards": 1}),
-    }
-    return placement.model_copy(update=change)
+    kinds = ("rollouts", "rewards")
+    return placement.model_copy(
+        update={kind: getattr(placement, kind).model_copy(update={"shards": 1}) for kind in kinds}
+    )

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from configs.sections import StorageSection
 from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.storage.artifacts.commit import ArtifactWriter
@@ -22,6 +21,9 @@ from tasks.storage.artifacts.replace import LINEAGE, pruned_error, restored_tomb
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import is_local, load_checked, move_folder, settle_folder
 from tasks.storage.filesystem.run_folder import INCOMING, PREVIOUS, QUARANTINE, RunFolder
+
+if TYPE_CHECKING:
+    from configs.sections import StorageSection
 
 __all__ = ["INCOMING", "MANIFEST_ENDING", "PREVIOUS", "QUARANTINE", "ArtifactStore", "current_store", "use_store"]
 RUN_FILE = "run.json"
@@ -151,7 +153,7 @@ def lineage_of(store: RunFolder, folder: str = "", file: str = RUN_FILE) -> str 
     return None
 
 
-def open_store(storage: StorageSection, run: str) -> ArtifactStore:
+def open_store(storage: "StorageSection", run: str) -> ArtifactStore:
     """Return a run's store, with the configured cache; nothing is written yet.
 
     Raises:
@@ -163,7 +165,7 @@ def open_store(storage: StorageSection, run: str) -> ArtifactStore:
     return ArtifactStore(storage.root, run, ReadCache(Path(storage.cache_dir).expanduser(), limit))
 
 
-def open_store_elsewhere(storage: StorageSection, run: str) -> ArtifactStore:
+def open_store_elsewhere(storage: "StorageSection", run: str) -> ArtifactStore:
     """Return the store of a run that another process has opened, perhaps on another machine.
 
     If the folder for copies cannot be written on this machine, they are kept in the user's cache folder.
@@ -182,8 +184,11 @@ def open_store_elsewhere(storage: StorageSection, run: str) -> ArtifactStore:
     return store
 
 
-def described(store: ArtifactStore) -> StorageSection:
+def described(store: ArtifactStore) -> "StorageSection":
     """Return the root and its folder for copies for other processes; None stands for each user's cache folder."""
+    # It takes seconds to import, and a command that finds a run has no need of it.
+    from configs.sections import StorageSection
+
     root, cache = store.filesystem.unstrip_protocol(store.root), store.files.cache
     if cache is None:
         return StorageSection(root=root)

@@ -12,7 +12,8 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, PrefectHTTPStatusError
 
 from configs.loader import read_config
-from flows.deployment.deploy import DeployedRun, DeployRequest, deploy_run
+from flows.deployment.deploy import DeployedRun, deploy_run
+from flows.pipeline.requests import DeployRequest
 from tests.flows.conftest import REPOSITORY, TINY
 
 POOL = "deploy-tests"
@@ -35,7 +36,7 @@ def make_pool() -> str:
 
 def deployed(file: Path = TINY, run: str = "nightly", **requested: Any) -> DeployedRun:
     config = read_config(file, [f"run.name={run}", *requested.pop("overrides", ())])
-    return asyncio.run(deploy_run(DeployRequest(config, pool=POOL, **requested)))
+    return asyncio.run(deploy_run(DeployRequest(pool=POOL, **requested), config))
 
 
 def on_the_server(run: str) -> dict[str, DeploymentResponse]:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.deployment.deployments import credential_problems
+from flows.deployment.deploy import credential_problems
 from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
 from flows.server.heartbeat_automation import NAME as AUTOMATION
 from tasks.checkout import CHECKOUT
@@ -44,10 +44,10 @@ class TestRegistered:
         assert found.enforce_parameter_schema
 
     def test_a_second_time_brings_up_to_date_and_adds_nothing(self, pool: str) -> None:
-        first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluation=True, rescorings=(MIX,))
+        first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
         names = ["grpo train/twice", "grpo evaluate/twice", "grpo rescore/twice-mix"]
         assert [(each.name, each.updated) for each in first.deployments] == [(name, False) for name in names]
-        again = deployed(run="twice", cron="30 3 * * 1", evaluation=True, rescorings=(MIX,), overrides=["run.seed=7"])
+        again = deployed(run="twice", cron="30 3 * * 1", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
         assert [(each.name, each.id, each.updated) for each in again.deployments] == [
             (each.name, each.id, True) for each in first.deployments
         ]
@@ -86,7 +86,7 @@ class TestRegistered:
         assert kept.model_dump(include=set(given)) == given
 
     def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
-        deployed(run="scored", rescorings=(MIX,))
+        deployed(run="scored", rescore=(str(MIX),))
         requested = on_the_server("scored")["grpo rescore/scored-mix"].parameters["request"]
         assert (requested["sources"], requested["rewards"], requested["name"]) == (
             ["scored"],

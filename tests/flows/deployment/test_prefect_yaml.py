@@ -12,7 +12,8 @@ import yaml
 from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
-from configs.loader import read_config, read_rewards_file, validated
+from configs.loader import read_config, read_rewards_file
+from configs.validation import validated
 from flows.deployment.deploy import job_variables
 from flows.pipeline.requests import RescoreRequest
 from tests.flows.conftest import REPOSITORY, TINY

@@ -18,7 +18,9 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loader import read_config
-from flows.deployment.deploy import DeployRequest, deploy_run
+from configs.schema import RunConfig
+from flows.deployment.deploy import deploy_run
+from flows.pipeline.requests import DeployRequest
 from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 
@@ -57,9 +59,9 @@ async def until(found: Callable[[], Awaitable[FlowRun | None]], what: str) -> Fl
     return run
 
 
-async def fires_once(client: PrefectClient, request: DeployRequest) -> tuple[FlowRun, FlowRun]:
+async def fires_once(client: PrefectClient, config: RunConfig) -> tuple[FlowRun, FlowRun]:
     """The run that the schedule starts, and one by hand while that is at work, both as they ended."""
-    (deployment,) = (await deploy_run(request)).deployments
+    (deployment,) = (await deploy_run(DeployRequest(pool=POOL, cron="* * * * *"), config)).deployments
     tried = FlowRunFilterDeploymentId(any_=[deployment.id])
 
     async def begun() -> FlowRun | None:
@@ -68,7 +70,7 @@ async def fires_once(client: PrefectClient, request: DeployRequest) -> tuple[Flo
 
     first = await until(begun, "the schedule did not fire")
     # It would fire again every minute.
-    await deploy_run(DeployRequest(request.config, pool=request.pool, cron=""))
+    await deploy_run(DeployRequest(pool=POOL, cron=""), config)
     second = await client.create_flow_run_from_deployment(first.deployment_id or "")
 
     def ended(run: FlowRun) -> Callable[[], Awaitable[FlowRun | None]]:
@@ -96,7 +98,7 @@ def test_a_schedule_fires_and_a_second_run_of_the_name_is_cancelled(
         async with get_client() as client:
             await client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
             with worker(ui, tmp_path / "worker"):
-                return await fires_once(client, DeployRequest(config, pool=POOL, cron="* * * * *"))
+                return await fires_once(client, config)
 
     with grpo_ui(tmp_path / "server", {}) as ui, temporary_settings({PREFECT_API_URL: ui.api_url}):
         first, second = asyncio.run(both())

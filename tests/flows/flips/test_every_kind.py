@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.execution.call import StageCall, StageOutcome, code_of
-from tasks.execution.pool import CALLS, leave_outcome, read_call, read_outcome
+from tasks.execution.call import CALLS, StageCall, StageOutcome, code_of, leave_outcome, read_call, read_outcome
 from tasks.storage.artifacts.files import ReadCache
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.replace import replace_artifact

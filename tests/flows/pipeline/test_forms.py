@@ -80,7 +80,7 @@ class TestForm:
         assert "'data' is a required property" in str(answer)
 
     def test_the_other_flows_have_forms_too(self, pool: str) -> None:
-        deployed(run="others", evaluation=True, rescorings=(MIX,))
+        deployed(run="others", evaluate=True, rescore=(str(MIX),))
         found = on_the_server("others")
         evaluation, rescoring = found["grpo evaluate/others"], found["grpo rescore/others-mix"]
         request, mix = evaluation.parameters["request"], rescoring.parameters["request"]

@@ -1,11 +1,18 @@
-"""Names that are given to commands stay below the root, and what is refused leaves no trace outside."""
+"""Requests as options of commands, and the names in them: what is refused is named, and leaves no trace."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from configs.loader import validated
+from configs.validation import validated
+from flows.command_line.main import application
 from flows.pipeline.requests import RescoreRequest
+from flows.replay.plan import plan_replay
+from flows.rescoring.plan import plan_rescore
 from tests.flows.conftest import Runs, refused
 from tests.flows.replay.replays import request_replay
 from tests.flows.rescoring.test_rescore import SSIM, rewards_file
@@ -18,12 +25,52 @@ def everything(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_of_replays_and_rescorings(finished: Runs, name: str) -> None:
+def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs, name: str) -> None:
     file = str(rewards_file(finished, SSIM))
     values = {"sources": ["run"], "rewards": file, "name": name, "root": str(finished.root)}
     before = everything(finished.root.parent)
-    refused(lambda: request_replay(finished, name=name).plan)
-    refused(lambda: validated(RescoreRequest, values).plan)
+    refused(lambda: plan_replay(request_replay(finished, name=name)))
+    refused(lambda: plan_rescore(validated(RescoreRequest, values)))
     if name:
-        refused(lambda: request_replay(finished, advantages=name).plan)
+        refused(lambda: plan_replay(request_replay(finished, advantages=name)))
     assert everything(finished.root.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "value"),
+    [
+        (["evaluate", "run", "--policy", "-1"], "--policy", -1),
+        (["evaluate", "run", "--prompts", ""], "--prompts", ""),
+        (["evaluate", "absent"], "RUN", "absent"),
+        (["replay", "run", "--max-staleness", "-1"], "--max-staleness", -1),
+        (["replay", "run", "--run", "../up"], "--run", "../up"),
+        (["rescore", "run", "--rewards", "x.yaml", "--name", "../up"], "--name", "../up"),
+        (["rescore", "absent", "--rewards", "x.yaml", "--name", "other"], "RUN", "absent"),
+        (["prune", "absent", "--policies-last", "0"], "--policies-last", 0),
+        (["prune", "absent", "--policies-last", "1"], "RUN", "absent"),
+    ],
+)
+def test_commands_name_the_option_and_end_with_2(
+    tmp_path: Path, arguments: list[str], place: str, value: object
+) -> None:
+    ended = CliRunner().invoke(application, [*arguments, "--root", str(tmp_path), "--json"])
+    assert ended.exit_code == 2
+    (error,) = json.loads(ended.stdout)["errors"]
+    assert (error["place"], error["value"]) == (place, value)
+    assert error["hint"]
+    assert ended.stderr.startswith(f"error: {place}: got {value!r}.")
+
+
+def test_options_and_their_mistakes_import_no_heavy_library() -> None:
+    program = """
+import sys
+from typer.testing import CliRunner
+from flows.command_line.main import application
+for command in (["evaluate", "absent"], ["replay", "absent"], ["prune", "absent", "--policies-last", "1"],
+                ["rescore", "absent", "--rewards", "x", "--name", "y"], ["inspect", "absent"], ["ui", "--host", "::"]):
+    for arguments in (command, [command[0], "--help"]):
+        assert CliRunner().invoke(application, arguments).exit_code == (0 if "--help" in arguments else 2)
+print([name for name in ("prefect", "torch", "transformers", "polars") if name in sys.modules])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

@@ -13,9 +13,8 @@ from prefect import flow, task
 from configs.sections import PlacementSection, RetrySection, ShardedStagePlacement
 from grpo_core.errors import InputError
 from tasks.execution import stages
-from tasks.execution.caching import configured, stage_task
+from tasks.execution.caching import configured, retry_options, stage_task
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
-from tasks.execution.retries import retry_options
 from tasks.execution.stages import Arguments, Part, Sharding
 from tasks.rollouts import collect as rollouts
 from tasks.storage.artifacts.reference import ArtifactRef

@@ -98,22 +98,6 @@ def test_evaluations_of_another_evaluate_section_go_aside(prompts: Path) -> None
     assert not made.exists()
 
 
-MALFORMED = {
-    "empty": b"",
-    "cut short in a section": b"run:\n",
-    "a text": b"rewards: 3\nrun: 1\nupdate: x\n",
-    "no date": b"run: 2001-99-99\n",
-    "empty entries": b"rewards:\n- \n- 1\n- []\n",
-    "names of other kinds": b"rewards:\n- {name: [1], reward: {a: b}}\n- {reward: 2}\n",
-    "keys of other kinds": b"1: 2\nnull: 3\nrun: {1: 2}\nupdate: {2: 3, 2001-01-01: 4}\n",
-    "a schedule of another kind": b"update: {lr_scheduler: [linear]}\n",
-    "a part of itself": b"run: &a {run: *a}\nupdate: &b [*b]\n",
-    "no text": b"\xff\xfe\x00\x80",
-    "deep": b"[" * 100_000,
-    "a list": b"- run\n",
-}
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -45,7 +45,7 @@ def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
 
 
 def pruned(runs: Runs, *sources: str, **requested: Any) -> PruneSummary:
-    return prune(PruneRequest(sources or (RUN,), root=str(runs.root), **requested))
+    return prune(PruneRequest(sources=sources or (RUN,), root=str(runs.root), **requested))
 
 
 def deleted(summary: PruneSummary, index: int = 0) -> dict[str, int]:

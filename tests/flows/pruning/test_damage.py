@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.evaluation.plan import plan_evaluate
 from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import IMAGES, VERSIONS
 from grpo_core.errors import InputError
@@ -91,11 +92,11 @@ def test_prune_passes_by_damaged_rollouts(runs: Runs, damage: Callable[[Path], o
 
 def test_an_evaluation_of_another_version_of_that_number_is_not_taken(runs: Runs) -> None:
     ask = {"run": RUN, "root": str(runs.root)}
-    assert EvaluateRequest(**ask, policy=4).plan.stored is not None
+    assert plan_evaluate(EvaluateRequest(**ask, policy=4)).stored is not None
     place = runs.path("evaluations", run=RUN)
     shutil.rmtree(place / "000004")
     for path in place.glob("000004.*"):
         path.unlink()
     shutil.copytree(place / "000002", place / "000004")
-    assert EvaluateRequest(**ask, policy=2).plan.stored is not None
-    assert EvaluateRequest(**ask, policy=4).plan.stored is None
+    assert plan_evaluate(EvaluateRequest(**ask, policy=2)).stored is not None
+    assert plan_evaluate(EvaluateRequest(**ask, policy=4)).stored is None

@@ -167,6 +167,6 @@ def test_texts_have_no_images(empty: Runs) -> None:
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
     content = yaml.safe_dump({**config, "storage": {"root": str(empty.root)}}).encode()
     write_description(store, {}, content)
-    summary = prune(PruneRequest(("text",), root=str(empty.root), images_older_than="0i"))
+    summary = prune(PruneRequest(sources=("text",), root=str(empty.root), images_older_than="0i"))
     (note,) = summary.runs[0].notes
     assert "texts" in note

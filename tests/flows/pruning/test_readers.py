@@ -72,7 +72,7 @@ class TestScheduled:
         file.write_text(yaml.safe_dump({"rewards": [SSIM]}))
         overrides = [each for each in runs.overrides(**EVALUATED) if not each.startswith("run.name")]
         changed = [*overrides, "run.iterations=9", "evaluate.every=3"]
-        deployed(run=RUN, cron="0 2 * * *", evaluation=True, rescorings=(file,), overrides=changed)
+        deployed(run=RUN, cron="0 2 * * *", evaluate=True, rescore=(str(file),), overrides=changed)
         requested = {"policies_last": 1, "images_older_than": "0i", "dry_run": True}
         # The training alone has a schedule, and would evaluate version 3 on its way.
         summary = pruned(runs, **requested)
@@ -170,9 +170,9 @@ class TestRefused:
 
 
 def test_rules_have_defaults() -> None:
-    assert PruneRequest(("a",), policies_every=5).last == 2
-    assert PruneRequest(("a",), policies_last=7).last == 7
-    assert PruneRequest(("a",), images_older_than="3d").last is None
+    assert PruneRequest(sources=("a",), policies_every=5).last == 2
+    assert PruneRequest(sources=("a",), policies_last=7).last == 7
+    assert PruneRequest(sources=("a",), images_older_than="3d").last is None
 
 
 def test_the_names_of_scheduled_flows() -> None:

@@ -70,7 +70,7 @@ def prepare(number):
     shutil.copytree(Path(sys.argv[1], RUN), root / RUN)
     steps = [(ArtifactStore, "write_manifest"), (ArtifactStore, "put_file"), (LocalFileSystem, "rm_file"),
              (pruning, "strip_images")]
-    return lambda: (steps, lambda: prune(PruneRequest((RUN,), root=str(root), **EVERYTHING)))
+    return lambda: (steps, lambda: prune(PruneRequest(sources=(RUN,), root=str(root), **EVERYTHING)))
 
 kill_before_each_step(prepare)
 """
@@ -90,9 +90,9 @@ def test_killed_at_every_step_it_finishes_when_it_is_run_again(runs: Runs) -> No
         places = [path.relative_to(folder / RUN) for path in (folder / RUN).rglob("*.manifest.json")]
         found = [store.find(place.as_posix().removesuffix(".manifest.json")) for place in places]
         assert all(reference is not None for reference in found), number
-        prune(PruneRequest((RUN,), root=str(folder), **EVERYTHING))
+        prune(PruneRequest(sources=(RUN,), root=str(folder), **EVERYTHING))
         assert files_of_artifacts(folder / RUN) == expected, number
-        assert deleted(prune(PruneRequest((RUN,), root=str(folder), **EVERYTHING))) == {}
+        assert deleted(prune(PruneRequest(sources=(RUN,), root=str(folder), **EVERYTHING))) == {}
 
 
 def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,16 +106,16 @@ def test_in_a_bucket(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         store = ArtifactStore(f"s3://{bucket}/runs", RUN)
         store.filesystem.put(f"{runs.root}/", f"{bucket}/runs/", recursive=True)
         seen = len(server.requests())
-        planned = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", dry_run=True, **EVERYTHING))
+        planned = prune(PruneRequest(sources=(RUN,), root=f"s3://{bucket}/runs", dry_run=True, **EVERYTHING))
         assert {request.split()[0] for request in server.requests(seen)} <= {"GET", "HEAD"}
-        there = prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **EVERYTHING))
+        there = prune(PruneRequest(sources=(RUN,), root=f"s3://{bucket}/runs", **EVERYTHING))
         here = pruned(runs, **EVERYTHING)
         for summary in (planned, there):
             assert (deleted(summary), summary.runs[0].kept) == (deleted(here), here.runs[0].kept)
         assert stored_versions(store) == stored_versions(ArtifactStore(str(runs.root), RUN))
         for path in runs.root.rglob("*.parquet"):
             assert store.filesystem.cat_file(f"{bucket}/runs/{path.relative_to(runs.root)}") == path.read_bytes()
-        assert deleted(prune(PruneRequest((RUN,), root=f"s3://{bucket}/runs", **EVERYTHING))) == {}
+        assert deleted(prune(PruneRequest(sources=(RUN,), root=f"s3://{bucket}/runs", **EVERYTHING))) == {}
     forget_clients()
 
 

@@ -10,7 +10,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from configs.loader import validated
+from configs.validation import validated
 from flows.pipeline.requests import ReplayRequest
 from flows.replay.replay import ReplaySummary, replay
 from tasks.storage.artifacts.reference import ArtifactRef

@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from typer.testing import CliRunner
 
-from configs.loader import validated
-from flows.command_line.main import application
+from configs.validation import validated
 from flows.pipeline.requests import RescoreRequest
+from flows.replay.plan import plan_replay
+from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analysis import analyse_rewards
 from tasks.rewards import score as score_reward
@@ -121,7 +121,7 @@ def test_a_rescoring_changed_under_its_name_leaves_no_previous_advantages(finish
     assert "the rewards of the rescoring one changed" in finished.reasons()[-1]
     (kept,) = finished.path("previous").rglob("one/iteration_000001/advantages/advantages.parquet")
     assert pl.read_parquet(kept).equals(whole)
-    (error,) = refused(lambda: request_replay(finished, advantages="one").plan)
+    (error,) = refused(lambda: plan_replay(request_replay(finished, advantages="one")))
     assert "iteration_000001/advantages" in error.place
 
 
@@ -175,7 +175,7 @@ def test_each_mistake_has_its_place_and_hint_before_anything_is_written(
     finished: Runs, rewards: tuple[dict[str, object], ...], options: dict[str, Any], place: str, word: str
 ) -> None:
     before = content(finished)
-    errors = refused(lambda: request_rescore(finished, *rewards, **options).plan)
+    errors = refused(lambda: plan_rescore(request_rescore(finished, *rewards, **options)))
     assert [error for error in errors if error.place.startswith(place) and word in error.hint], errors
     assert content(finished) == before
 
@@ -183,29 +183,24 @@ def test_each_mistake_has_its_place_and_hint_before_anything_is_written(
 def test_runs_with_one_name_under_two_roots_are_refused(finished: Runs) -> None:
     other = Runs(finished.root.parent / "elsewhere")
     shutil.copytree(finished.root, other.root)
-    (error,) = refused(lambda: request_rescore(finished, SSIM, sources=("run", str(other.path()))).plan)
+    (error,) = refused(lambda: plan_rescore(request_rescore(finished, SSIM, sources=("run", str(other.path())))))
     assert (error.place, error.value) == ("RUN", ["run"])
 
 
 def test_damaged_rollouts_are_refused_by_name(finished: Runs) -> None:
     flip(finished.path("iteration_000002", "rollouts", "part-00000.parquet"))
-    (error,) = refused(lambda: request_rescore(finished, SSIM).plan)
+    (error,) = refused(lambda: plan_rescore(request_rescore(finished, SSIM)))
     assert error.place == "run/iteration_000002/rollouts"
 
 
-@pytest.mark.parametrize(
-    ("file", "api", "place"),
-    [("nowhere.yaml", None, "--rewards"), (None, "http://127.0.0.1:9/api", "PREFECT_API_URL")],
-)
-def test_the_command_reports_a_missing_file_and_an_unreachable_server(
-    finished: Runs, file: str | None, api: str | None, place: str
-) -> None:
+def test_a_missing_file_and_an_unreachable_server_are_reported(finished: Runs) -> None:
     before = content(finished)
-    options = ["--rewards", file or str(rewards_file(finished, SSIM)), "--name", "x", "--root", str(finished.root)]
-    with temporary_settings({PREFECT_API_URL: api} if api else {}):
-        ended = CliRunner().invoke(application, ["rescore", "run", *options])
-    assert ended.exit_code == 2, ended.output
-    assert ended.stderr.startswith(f"error: {place}: got ")
+    request = request_rescore(finished, SSIM)
+    (error,) = refused(lambda: plan_rescore(request.model_copy(update={"rewards": "nowhere.yaml"})))
+    assert (error.place, error.value) == ("--rewards", "nowhere.yaml")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        (error,) = refused(lambda: plan_rescore(request))
+    assert error.place == "PREFECT_API_URL"
     assert content(finished) == before
 
 

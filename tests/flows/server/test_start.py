@@ -14,7 +14,6 @@ from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.server.access import Access
 from flows.server.heartbeat_automation import NAME, heartbeat_automation
 from flows.server.reachable import require_server, server_database
 from flows.server.start import ServerRequest, serve
@@ -131,10 +130,6 @@ def test_a_port_in_use_is_told_at_once(ui: GrpoUi) -> None:
 def test_the_exit_code_is_that_of_wrong_input(tmp_path: Path) -> None:
     code, told = ui_refused(tmp_path / "home", {}, "--host", "0.0.0.0")
     assert (code, told.count("error: --host: got '0.0.0.0'")) == (2, 1)
-
-
-def test_all_addresses_are_reached_from_here_by_loopback() -> None:
-    assert Access("::", 4200, "https://prefect.lab", "u:p", True).own_api_url == "http://[::1]:4200/api"
 
 
 def test_it_ends_when_told_and_leaves_nothing(ui: GrpoUi) -> None:

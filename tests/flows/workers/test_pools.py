@@ -1,4 +1,4 @@
-"""Stages on work pools: the same run as in one process, the model loaded once per worker, and a worker that dies."""
+"""Stages on work pools: the same run as in one process, one model load per worker, workers that die or freeze."""
 
 import asyncio
 import signal
@@ -14,13 +14,15 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
-from flows.deployment.deploy import DeployedRun, DeployRequest, deploy_run
+from flows.deployment.deploy import DeployedRun, deploy_run
+from flows.pipeline.requests import DeployRequest
 from flows.training.summary import TrainSummary
 from tests.flows.conftest import TINY, Runs, printed_summary, training_process
-from tests.flows.workers.pool_workers import SECONDS_TO_START, Workers, alone, joined_tables, server, workers
+from tests.flows.workers.pool_workers import SECONDS_TO_START, Worker, Workers, alone, joined_tables, server, workers
 
 __all__ = ["alone", "server", "workers"]
 
+BEGUN = "collect rollouts on images: begun"
 SECONDS_TO_TRAIN = 600.0
 POOLED: dict[str, object] = {
     "rollout__prompts_per_batch": 1,
@@ -107,7 +109,7 @@ def on_one_pool(runs: Runs, name: str, pool: str) -> DeployedRun:
     """A training deployed to the pool that does its stages."""
     placed = {f"placement__{stage}__pool": pool for stage in ("rollouts", "rewards", "advantages", "update")}
     config = read_config(TINY, runs.overrides(run__name=name, placement__retries__delay=0.1, **placed))
-    return asyncio.run(deploy_run(DeployRequest(config, pool=pool)))
+    return asyncio.run(deploy_run(DeployRequest(pool=pool), config))
 
 
 def started(training: DeployedRun) -> Callable[[], dict[str, Any]]:
@@ -184,7 +186,7 @@ def test_a_training_that_does_its_stages_itself_and_stages_of_others_take_turns(
 ) -> None:
     (worker,) = workers.start("turns")
     config = read_config(TINY, empty.overrides(run__name="itself"))
-    state = started(asyncio.run(deploy_run(DeployRequest(config, pool="turns"))))
+    state = started(asyncio.run(deploy_run(DeployRequest(pool="turns"), config)))
     wait_for(lambda: state()["state_type"] == "RUNNING", worker.log)
     other = Runs(tmp_path / "other")
     other.start(run__iterations=1, placement__advantages__pool="turns")
@@ -193,3 +195,40 @@ def test_a_training_that_does_its_stages_itself_and_stages_of_others_take_turns(
     assert state()["state_type"] == "COMPLETED"
     (stage,) = [each for name, each in stages_of("run").items() if name.endswith("compute advantages on turns")]
     assert stage["start_time"] >= state()["end_time"]
+
+
+def send(worker: Worker, number: int) -> None:
+    """To the worker and what it started."""
+    children = psutil.Process(worker.process.pid).children(recursive=True)
+    for process in [psutil.Process(worker.process.pid), *children]:
+        process.send_signal(number)
+
+
+def test_a_frozen_worker_is_replaced_and_may_wake_up_later(
+    workers: Workers, empty: Runs, alone: Callable[..., tuple[TrainSummary, Runs]], tmp_path: Path
+) -> None:
+    (frozen,) = workers.start("images")
+    changes = {
+        "rollout__prompts_per_batch": 1,
+        "placement__rollouts__pool": "images",
+        "placement__update__pool": "images",
+        "placement__retries__delay": 0.1,
+    }
+    with training_process(empty, tmp_path / "run", **changes) as run:
+        said = tmp_path / "run" / "err"
+        try:
+            frozen.wait_for(BEGUN)
+            send(frozen, signal.SIGSTOP)
+            wait_for(lambda: "of pool images has died" in said.read_text(), said)
+            (other,) = workers.start("images")
+            other.wait_for(BEGUN)
+            send(frozen, signal.SIGCONT)
+            assert run.wait(SECONDS_TO_START) == 0, said.read_text()
+        finally:
+            send(frozen, signal.SIGCONT)
+    summary, runs = alone()
+    assert printed_summary(tmp_path / "run")["policy_digest"] == summary.policy_digest
+    assert joined_tables(empty) == joined_tables(runs)
+    assert not empty.reasons()
+    assert frozen.process.poll() is None, frozen.log.read_text()
+    assert empty.start(rollout__prompts_per_batch=1).stages == ()

@@ -1,26 +1,29 @@
-"""A run that waits for a pool says what keeps its workers from the work."""
+"""Runs that wait for workers of a pool: what they log, how they end, and what a worker does side by side."""
 
 import asyncio
 import contextvars
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
-from flows.workers.worker import KIND, STAGES_QUEUE, register_stages
-from tasks.execution.cancellation import StopSignals
+from flows.workers.worker import KIND, STAGES_QUEUE, needs_the_machine, register_stages
+from grpo_core.parity import ParityError
 from tasks.execution.errors import StageCancelledError
-from tasks.execution.pool_run import follow
-from tasks.execution.resources import resource, run_resources
+from tasks.execution.pool import follow
+from tasks.execution.resources import StopSignals, resource, run_resources
 from tasks.progress import listen
-from tests.flows.conftest import Heard
+from tests.flows.conftest import Heard, Runs
 
 POOL = "waited-for"
 SECONDS_TO_TELL = 30.0
+DESERTED = "nobody-works-here"
+SECONDS_TO_FAIL = 60.0
 
 
 async def _asked_of_the_pool() -> FlowRun:
@@ -70,3 +73,46 @@ def test_what_keeps_workers_from_it_is_told_once_each(heard: Heard) -> None:
         while len(heard.lines) < number and time.monotonic() < limit:
             time.sleep(0.1)
         assert heard.lines[number - 1 :] == [f"waiting for a worker of pool {POOL}: {told}"]
+
+
+async def _make_deserted_pool() -> None:
+    async with get_client() as client:
+        await client.create_work_pool(WorkPoolCreate(name=DESERTED, type=KIND))
+        await register_stages(client, DESERTED)
+
+
+def test_a_failed_update_is_told_while_rollouts_wait_for_a_worker(empty: Runs) -> None:
+    empty.start(run__staleness=1, run__iterations=1)
+    asyncio.run(_make_deserted_pool())
+    # Both iterations begin with version 0; the rollouts of the first are there, those of the second are nobody's.
+    strict = {"update__parity__max_difference": 1e-30, "update__parity__mean_difference": 1e-30}
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            empty.start(run__staleness=1, run__iterations=2, placement__rollouts__pool=DESERTED, **strict)
+        except ParityError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_FAIL)
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"root": "runs", "run": "tiny", "call": "0" * 64}, True),
+        ({"config": {"run": {"name": "tiny"}}}, True),
+        (
+            {"config": {"placement": {"rollouts": {"pool": None, "timeout": 60.0}}, "rewards": [{"reward": "ssim"}]}},
+            True,
+        ),
+        ({"config": {"placement": {"update": {"pool": "gpu"}}}}, False),
+        ({"config": {"rewards": [{"reward": "ssim"}, {"reward": "psnr", "pool": "cpu"}]}}, False),
+        ({"request": {"run": "tiny"}}, False),
+    ],
+)
+def test_what_has_a_machine_to_itself(parameters: dict[str, Any], expected: bool) -> None:
+    assert needs_the_machine(parameters) is expected

@@ -9,8 +9,16 @@ from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.errors import InputError
-from tasks.execution.call import StageCall, StageOutcome, arguments_of, call_file, call_of, carry_out
-from tasks.execution.pool import leave_outcome, read_outcome
+from tasks.execution.call import (
+    StageCall,
+    StageOutcome,
+    arguments_of,
+    call_file,
+    call_of,
+    carry_out,
+    leave_outcome,
+    read_outcome,
+)
 from tasks.execution.stages import stage_named
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError

@@ -1,0 +1,147 @@
+"""The base of every section and request, and how plain values become one of them, or every error at once.
+
+It imports no model library, so a command can check its options at once.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from configs.keys import nearest_key, translate
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.settings import STRICT
+
+M = TypeVar("M", bound=BaseModel)
+
+NAME_HINT = "Letters, digits, dots, dashes and underscores, the first a letter or digit; at most 100 characters."
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+# The reward or the schedule defines these keys and values.
+_FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs")
+
+ALL_AT_ONCE = "all at once"
+"""Validation context for callers that use `refused_combinations`, so that all errors are reported together."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen; refuses unknown keys, wrong types and NaN.
+
+    A section may inherit a settings dataclass of grpo_core; pydantic takes over its fields.
+    """
+
+    model_config = STRICT
+
+    memory_settings: ClassVar[frozenset[str]] = frozenset()
+    """Fields about memory, speed or placement; they change results by rounding at most."""
+
+    def result_settings(self) -> dict[str, Any]:
+        """Return the fields that determine results, as JSON values, for cache keys and the run's identity."""
+        values = self.model_dump(mode="json", exclude=set(self.memory_settings))
+        for name in values:
+            if isinstance(section := getattr(self, name), Section):
+                values[name] = section.result_settings()
+        return values
+
+    @model_validator(mode="after")
+    def _refuse_combinations(self, info: ValidationInfo) -> "Section":
+        if info.context != ALL_AT_ONCE:
+            self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse contradictory fields with the check of the inherited settings.
+
+        Raises:
+            InputError: the first contradiction.
+        """
+        inherited: Callable[[], None] | None = getattr(self, "__post_init__", None)
+        if inherited is not None:
+            inherited()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe inherited fields in forms by the `Attributes:` of the settings that declare them."""
+        made = handler(schema)
+        properties = handler.resolve_ref_schema(made).get("properties", {})
+        for base in cls.__mro__:
+            for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(base) or "", re.MULTILINE):
+                if name in properties:
+                    properties[name].setdefault("description", re.sub(r"\s+", " ", text))
+        return made
+
+
+def refused_combinations(value: object, path: tuple[str, ...] = ()) -> Iterator[InputError]:
+    """Yield an error for every section in a value with contradictory fields, with its path in the file."""
+    if isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from refused_combinations(item, (*path, str(index)))
+    if not isinstance(value, BaseModel):
+        return
+    for name in type(value).model_fields:
+        yield from refused_combinations(getattr(value, name), (*path, name))
+    if isinstance(value, Section):
+        try:
+            value.check()
+        except InputError as error:
+            # The core uses the section's name, without its index in a list.
+            section = ".".join(part for part in path if not part.isdigit()) + "."
+            field = error.place.removeprefix(section) if error.place.startswith(section) else error.place.split(".")[-1]
+            yield InputError(".".join((*path, field)), error.value, error.hint)
+
+
+def validated(
+    model: type[M], values: Mapping[str, Any], checks: Callable[[M], Sequence[InputError]] = lambda record: ()
+) -> M:
+    """Validate plain values from YAML as this model.
+
+    Args:
+        values: by the model's keys or TRL's names of them.
+        checks: returns further errors of a valid record.
+
+    Raises:
+        InputErrors: every error.
+    """
+    # YAML has lists, the models have tuples.
+    plain = _tuples(values)
+    errors = translate(plain)
+    try:
+        record = model.model_validate(plain, context=ALL_AT_ONCE)
+    except ValidationError as error:
+        errors += [_explain(model, detail) for detail in _distinct(error.errors())]
+        raise InputErrors(errors) from error
+    errors += [*refused_combinations(record), *checks(record)]
+    if errors:
+        raise InputErrors(errors)
+    return record
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: item if key in _FREE_MAPPINGS else _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _distinct(details: Sequence[Any]) -> list[Any]:
+    """Drop the error that a list is too short if only its refused entries make it so."""
+    refused = {detail["loc"][0] for detail in details if len(detail["loc"]) > 1}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"][0] not in refused]
+
+
+def _explain(model: type[BaseModel], detail: Any) -> InputError:
+    location = [str(part) for part in detail["loc"] if part != "tuple"]
+    place = ".".join(location) or "configuration"
+    kind, found = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return InputError(place, found, f"There is no such key. {nearest_key(model, location)}")
+    if kind == "missing":
+        return InputError(place, None, "It is required and has no default; add it.")
+    if kind == "string_pattern_mismatch":
+        # Only names have a pattern.
+        return InputError(place, found, NAME_HINT)
+    return InputError(place, found, f"{detail['msg']}.")
