@@ -59,7 +59,8 @@ def score_hidden(
     Args:
         hidden: hidden[b, t] predicts token_ids[b, t].
         head: hidden states [tokens, dim] -> logits [tokens, ids], at least `vocabulary` of them; gradients reach
-            the parameters it uses.
+            the parameters it uses. For a model that returns all logits they take the place of the hidden states, and
+            the head returns them unchanged: only one chunk of them is in fp32 at a time.
         token_ids: any ids where the mask is False.
         support: the ids each token was sampled from; None without truncation.
         entropy: compute entropies too, with gradients; otherwise they are zero.
@@ -124,31 +125,3 @@ def _possible_ids(support: TokenSupport, vocabulary: int, device: torch.device) 
     possible = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=device)
     possible[tokens.to(device), support.ids.to(device, torch.long)] = True
     return possible
-
-
-def score_logits(
-    logits: Float[Tensor, "batch time ids"],
-    token_ids: Int[Tensor, "batch time"],
-    loss_mask: Bool[Tensor, "batch time"],
-    *,
-    vocabulary: int,
-    temperature: float,
-    support: TokenSupport | None = None,
-    entropy: bool = True,
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> TokenLogprobs:
-    """Do the same as `score_hidden` for a model that returns all logits: logits[b, t] predict token_ids[b, t].
-
-    Only one chunk of them is in fp32 at a time.
-    """
-    return score_hidden(
-        logits,
-        lambda part: part,
-        token_ids,
-        loss_mask,
-        vocabulary=vocabulary,
-        temperature=temperature,
-        support=support,
-        entropy=entropy,
-        chunk_tokens=chunk_tokens,
-    )

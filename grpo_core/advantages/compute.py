@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.advantages.objective import Moments, Objective, moments_of, objective_of
+from grpo_core.advantages.objective import Moments, moments_of, objective_of
 from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
 from grpo_core.errors import NonFiniteError
 from grpo_core.losses.kl import KlEstimator, estimate_kl
@@ -77,12 +77,13 @@ def compute_advantages(
     """
     refuse_terms(terms, settings)
     combined = combine_rewards(values.double(), terms, applies=applies, missing=settings.missing)
-    running = _moments_so_far(combined, running)
+    # Every scored value, also of samples without an advantage: each is one observation of the reward.
+    here = RunningMoments.of(torch.where(combined.imputed, torch.nan, combined.scaled))
+    running = here if running is None else running.merged(here)
     penalty = _penalty(combined, penalties, settings)
     rewards = combined.rewards - penalty
-    objective = objective_of(combined, terms, settings, running)
-    objective = Objective(objective.sums - penalty, objective.magnitudes + penalty.abs())
-    constant, raw = _normalised(objective, combined.present, settings)
+    sums, magnitudes = objective_of(combined, terms, settings, running)
+    constant, raw = _normalised(sums - penalty, magnitudes + penalty.abs(), combined.present, settings)
     bounded = raw if settings.clip is None else raw.clamp(-settings.clip, settings.clip)
     advantages = torch.where(constant.unsqueeze(-1), 0.0, bounded)
     dropped = constant & (settings.constant_groups != "keep")
@@ -102,12 +103,6 @@ def compute_advantages(
     )
 
 
-def _moments_so_far(combined: CombinedRewards, before: RunningMoments | None) -> RunningMoments:
-    """Merge in every scored value, also of samples without an advantage: each is one observation of the reward."""
-    here = RunningMoments.of(torch.where(combined.imputed, torch.nan, combined.scaled))
-    return here if before is None else before.merged(here)
-
-
 def _penalty(
     combined: CombinedRewards, penalties: Float[Tensor, "groups siblings"] | None, settings: AdvantageSettings
 ) -> Float[Tensor, "groups siblings"]:
@@ -124,15 +119,18 @@ def _penalty(
 
 
 def _normalised(
-    objective: Objective, present: Bool[Tensor, "groups siblings"], settings: AdvantageSettings
+    sums: Float[Tensor, "groups siblings"],
+    magnitudes: Float[Tensor, "groups siblings"],
+    present: Bool[Tensor, "groups siblings"],
+    settings: AdvantageSettings,
 ) -> tuple[Bool[Tensor, " groups"], Float[Tensor, "groups siblings"]]:
     """Return which groups are constant, and the advantages before the clip; those of constant groups are undefined."""
-    groups = moments_of(objective.sums, present, magnitudes=objective.magnitudes)
+    groups = moments_of(sums, present, magnitudes=magnitudes)
     dropped = groups.constant & (settings.constant_groups != "keep")
     trained = present & ~dropped.unsqueeze(-1)
     if settings.aggregation == "normalize_then_sum":
-        return groups.constant, _normalised_over_batch(objective.sums, trained, settings)
-    return groups.constant, _over_baseline(groups, settings) / _divisor(objective.sums, trained, groups, settings)
+        return groups.constant, _normalised_over_batch(sums, trained, settings)
+    return groups.constant, _over_baseline(groups, settings) / _divisor(sums, trained, groups, settings)
 
 
 def _over_baseline(groups: Moments, settings: AdvantageSettings) -> Float[Tensor, "groups siblings"]:

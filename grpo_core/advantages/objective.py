@@ -65,25 +65,16 @@ def moments_of(
     return Moments(counts, means, stds, centred, constant)
 
 
-@dataclass(frozen=True)
-class Objective:
-    """S = sum over k of w_k n_k, for the samples that are present.
-
-    Attributes:
-        sums: S; the combined rewards where nothing is normalised.
-        magnitudes: sum of the magnitudes of the summands: rounding is relative to it.
-    """
-
-    sums: Float[Tensor, "groups siblings"]
-    magnitudes: Float[Tensor, "groups siblings"]
-
-
 def objective_of(
     combined: CombinedRewards, terms: Sequence[RewardTerm], settings: AdvantageSettings, running: RunningMoments
-) -> Objective:
+) -> tuple[Float[Tensor, "groups siblings"], Float[Tensor, "groups siblings"]]:
     """Normalise each reward as its term says (`normalize_then_sum`: all of them by group), and sum.
 
     A standard deviation of zero is not divided by.
+
+    Returns:
+        S = sum over k of w_k n_k of the samples that are present, which is the combined reward where nothing is
+        normalised; and the sum of the magnitudes of the summands, to which rounding is relative.
     """
     whole_mix = settings.aggregation == "normalize_then_sum"
     kinds: list[Normalization] = ["group" if whole_mix else term.normalize for term in terms]
@@ -95,10 +86,8 @@ def objective_of(
     stds = torch.where(by_group, group_stds, torch.where(by_run, gated.new_tensor(running.stds), 0.0))
     divisors = torch.where(stds > 0, stds + settings.eps, 1.0)
     normalised = (gated - means) / divisors
-    return Objective(
-        sums=(combined.weights * normalised).sum(-1),
-        magnitudes=(combined.weights * (gated.abs() + means.abs()) / divisors).abs().sum(-1),
-    )
+    sums = (combined.weights * normalised).sum(-1)
+    return sums, (combined.weights * (gated.abs() + means.abs()) / divisors).abs().sum(-1)
 
 
 def _group_moments(

@@ -230,13 +230,9 @@ def _column_type(cells: Collection[str]) -> Callable[[str], object]:
         return lambda cell: cell.lower() == "true"
     if all(_INTEGER.fullmatch(cell) for cell in cells):
         return int
-    if all(_INTEGER.fullmatch(cell) or _is_exact_decimal(cell) for cell in cells):
+    if all(_INTEGER.fullmatch(cell) or (_DECIMAL.fullmatch(cell) and repr(float(cell)) == cell) for cell in cells):
         return float
     return str
-
-
-def _is_exact_decimal(cell: str) -> bool:
-    return _DECIMAL.fullmatch(cell) is not None and repr(float(cell)) == cell
 
 
 def _read_parquet(content: bytes, place: str) -> Iterator[PromptRow]:

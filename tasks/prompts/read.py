@@ -62,13 +62,10 @@ def read_prompts(source: str | Path, *, column: str | None = None, limit: int | 
     for row in rows[:limit]:
         text = _prompt_text(row, chosen)
         others = {name: value for name, value in row.values.items() if name != chosen}
-        prompts.append(Prompt(_prompt_id(text, seen[text]), text, others))
+        prompt_id = hashlib.sha256(json.dumps([text, seen[text]]).encode()).hexdigest()[:16]
+        prompts.append(Prompt(prompt_id, text, others))
         seen[text] += 1
     return tuple(prompts)
-
-
-def _prompt_id(text: str, earlier: int) -> str:
-    return hashlib.sha256(json.dumps([text, earlier]).encode()).hexdigest()[:16]
 
 
 def _choose_column(rows: Sequence[PromptRow], column: str | None, place: str) -> str:

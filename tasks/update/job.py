@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +223,7 @@ def _save_state(
     }
     (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
     columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
-    for field in StepMetrics.__dataclass_fields__:
-        columns[field] = [asdict(step)[field] for step in result.steps]
+    columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(StepMetrics)}
     write_table(folder / "update_steps.parquet", UPDATE_STEPS, columns)
 
 

@@ -7,7 +7,6 @@ error. When the launching process ends, standard input closes and they exit.
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from tasks.execution.child_main import ERROR, OUTCOME, READY, Answers, claim_stdout
@@ -55,17 +54,17 @@ def take_part(folder: Path, answers: Answers) -> None:
         kind = ShardedProcessGroup
     process_group = kind(configure_torch(placement))
     is_first = process_group.rank == 0
+
+    def report(done: int, total: int) -> None:
+        answers.advance("update policy", done, total)
+
     if is_first:
         answers.send(READY, True)
     with translate_storage_errors(store.filesystem, store.root):
-        outcome = carry_out(shared.job, Path(shared.staged), process_group, _passes(answers) if is_first else None)
+        outcome = carry_out(shared.job, Path(shared.staged), process_group, report if is_first else None)
     process_group.close()
     if outcome is not None:
         answers.send(OUTCOME, outcome.model_dump(mode="json"))
-
-
-def _passes(answers: Answers) -> Callable[[int, int], None]:
-    return lambda done, total: answers.advance("update policy", done, total)
 
 
 def _end_with_parent() -> None:

@@ -78,7 +78,9 @@ def read_training_rows(
     ]
     scored = store.local_files(advantages, fetched / "advantages")
     scores = pl.read_parquet(sorted(scored.glob("*.parquet")), columns=["sample_id", "reward", "advantage"])
-    table = pl.concat([_read_rollouts(path) for path in files])
+    left_on_disk = ("image", "completion", "support_ids")
+    names = [[name for name in pl.read_parquet_schema(path) if name not in left_on_disk] for path in files]
+    table = pl.concat([pl.read_parquet(path, columns=columns) for path, columns in zip(files, names, strict=True)])
     table = table.join(scores, on="sample_id", how="inner", validate="1:1", maintain_order="left")
     if table["reward"].null_count() == table.height:
         raise ValueError(
@@ -87,8 +89,12 @@ def read_training_rows(
         )
     staleness = (table["policy_version"] - policy.version).abs()
     on_policy = table["policy_digest"] == policy.digest
-    if max_staleness == 0:
-        _require_own_rows(table.filter(~on_policy), policy)
+    if max_staleness == 0 and not on_policy.all():
+        samplers = sorted(digest[:12] for digest in table.filter(~on_policy)["policy_digest"].unique())
+        raise ValueError(
+            f"the rollouts were sampled by policy {samplers}, not by version {policy.version} "
+            f"({policy.digest[:12]}); collect rollouts with this version"
+        )
     kept = table.filter((on_policy | (staleness <= max_staleness)) & pl.col("advantage").is_not_null())
     too_stale = table.filter(~on_policy & (staleness > max_staleness))
     if len(too_stale) == len(table):
@@ -110,20 +116,6 @@ def read_training_rows(
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),
         too_stale=len(too_stale),
     )
-
-
-def _read_rollouts(path: Path) -> pl.DataFrame:
-    names = pl.read_parquet_schema(path)
-    return pl.read_parquet(path, columns=[name for name in names if name not in ("image", "completion", "support_ids")])
-
-
-def _require_own_rows(others: pl.DataFrame, policy: PolicyRef) -> None:
-    if others.height:
-        samplers = sorted(digest[:12] for digest in others["policy_digest"].unique())
-        raise ValueError(
-            f"the rollouts were sampled by policy {samplers}, not by version {policy.version} "
-            f"({policy.digest[:12]}); collect rollouts with this version"
-        )
 
 
 def _mapped_support_ids(files: Sequence[Path], kept: pl.Series, folder: Path) -> Tensor:

@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from diffusers import GlmImagePipeline
 
 from grpo_core.collect import GroupRequest, RolloutGroup, collect_rollouts
 from grpo_core.errors import NonFiniteError
 from tests.grpo_core.toy_policy import TablePolicy
-from tests.tiny_policy import PROMPTS, build_policy
 
 
 def request_for(prompt: str, first: int, siblings: int = 3) -> GroupRequest:
@@ -94,14 +92,3 @@ def test_the_reference_is_asked_where_the_reward_needs_it() -> None:
         assert group.scored_logprobs is not None
         torch.testing.assert_close(group.scored_logprobs, group.rollout_logprobs)
     assert all(group.ref_logprobs is None for group in collected(REQUESTS, 2))
-
-
-def test_glm_image_groups_do_not_depend_on_the_batch(shipped_pipeline: GlmImagePipeline) -> None:
-    policy = build_policy(shipped_pipeline)
-    requests = [request_for(prompt, 10 * index, siblings=2) for index, prompt in enumerate(PROMPTS[:3])]
-    together = list(collect_rollouts(policy, requests, prompts_per_batch=3))
-    alone = list(collect_rollouts(policy, requests, prompts_per_batch=1))
-    for first, second in zip(together, alone, strict=True):
-        assert torch.equal(first.tokens.token_ids, second.tokens.token_ids)
-        torch.testing.assert_close(first.rollout_logprobs, second.rollout_logprobs, rtol=0, atol=1e-5)
-        assert [output.tobytes() for output in first.outputs] == [output.tobytes() for output in second.outputs]

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.logprobs import score_hidden, score_logits, vocabulary_logprobs
+from grpo_core.logprobs import score_hidden, vocabulary_logprobs
 from grpo_core.records import TokenSupport
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes, saved_storages
 
@@ -95,7 +95,7 @@ def test_chunks_give_the_values_and_gradients_of_all_at_once(
     tokens = {"token_ids": case.token_ids, "loss_mask": case.loss_mask, "support": case.support}
     sizes = {"vocabulary": VOCABULARY, "temperature": temperature, "chunk_tokens": chunk_tokens}
     if whole:
-        scored = score_logits(case.head(case.hidden), **tokens, **sizes)
+        scored = score_hidden(case.head(case.hidden), lambda part: part, **tokens, **sizes)
     else:
         scored = score_hidden(case.hidden, case.head, **tokens, **sizes)
     logprobs, entropies = all_at_once(case, temperature)

@@ -75,7 +75,8 @@ def read_config(model: str) -> Any:
         config = AutoConfig.from_pretrained(_place(model), trust_remote_code=False)
     except _UNREADABLE as error:
         raise _refusal(model, "configuration", error) from error
-    causal = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)}
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    causal = {name for names in classes for name in ((names,) if isinstance(names, str) else names)}
     kinds = list(config.architectures or [])
     # transformers adds a random head to a model without one, and to an encoder.
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (kinds and not causal.intersection(kinds)):
@@ -83,10 +84,6 @@ def read_config(model: str) -> Any:
         hint = f"It is {found}, not a causal language model; give one that transformers' AutoModelForCausalLM loads."
         raise InputError("policy.model", model, hint)
     return config
-
-
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
 
 
 def context_length(config: Any) -> int | None:

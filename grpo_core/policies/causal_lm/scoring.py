@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from grpo_core.logprobs import score_hidden, score_logits
+from grpo_core.logprobs import score_hidden
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.records import TokenLogprobs, TokenSupport
 
@@ -38,20 +38,13 @@ def score_completions(
     inputs = _inputs(encoded, token_ids[:, :-1], loss_mask[:, :-1])
     if whole_logits:
         # One more position than `time` is requested: the slice keeps the last `time` of them.
-        logits = model(**inputs, use_cache=False, logits_to_keep=time).logits
-        return score_logits(
-            logits,
-            token_ids,
-            loss_mask,
-            vocabulary=vocabulary,
-            temperature=temperature,
-            support=support,
-            entropy=entropy,
-        )
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+        states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, _unchanged
+    else:
+        states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
+        head = model.get_output_embeddings()
     return score_hidden(
-        hidden[:, encoded.length - 1 :],
-        model.get_output_embeddings(),
+        states,
+        head,
         token_ids,
         loss_mask,
         vocabulary=vocabulary,
@@ -59,6 +52,10 @@ def score_completions(
         support=support,
         entropy=entropy,
     )
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
 
 
 def _inputs(

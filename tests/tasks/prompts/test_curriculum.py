@@ -153,10 +153,6 @@ class TestUniform:
         ids = [each.prompt.prompt_id for each in stream([prompt_set(9)], 3, 4, 5)]
         assert [each.prompt.prompt_id for each in stream([prompt_set(9, "other", 0.3)], 3, 4, 5)] == ids
 
-    def test_duplicates_of_a_text_stay_apart(self) -> None:
-        twins = PromptSet("x", 1.0, (Prompt("1", "same", {}), Prompt("2", "same", {})), (None, None))
-        assert Counter(each.prompt.prompt_id for each in drawn([twins], count=4)) == {"1": 2, "2": 2}
-
     def test_prompts_come_with_their_set_and_target(self) -> None:
         for each in drawn([prompt_set(4, "a"), prompt_set(6, "b")], count=20):
             name, index = each.prompt.text.split()
@@ -230,27 +226,6 @@ class TestDifficulty:
         left_out = sum("default 2" not in texts for texts in rounds)
         assert left_out == pytest.approx(3000 * 2 * (1 / total) * (1 / (total - 1)), abs=4.5 * 3000**0.5 / 2)
 
-    def test_a_weight_decides_by_the_same_random_numbers(self) -> None:
-        # Nobody's key depends on the others: a lower weight only sends a prompt further back.
-        key = ("default", f"{4:016x}")
-        for iteration in range(1, 40):
-            before, after = (
-                names(drawn([prompt_set(8)], iteration, 8, curriculum=DIFFICULTY, means={key: mean}))
-                for mean in (0.5, 1.0)
-            )
-            assert [text for text in before if text != "default 4"] == [text for text in after if text != "default 4"]
-            assert before.index("default 4") <= after.index("default 4")
-
-    @given(SEEDS, st.integers(1, 9), st.integers(1, 8))
-    def test_sets_keep_their_shares(self, seed: int, count: int, iterations: int) -> None:
-        sets = [prompt_set(3, "a", 0.6), prompt_set(7, "b", 0.4)]
-        of_a = sum(
-            each.dataset == "a"
-            for number in range(1, iterations + 1)
-            for each in drawn(sets, number, count, seed=seed, curriculum=DIFFICULTY)
-        )
-        assert abs(of_a - 0.6 * count * iterations) < 1 + 1e-9
-
 
 class TestLaterRounds:
     @pytest.mark.parametrize("curriculum", [UNIFORM, DIFFICULTY])
@@ -264,13 +239,6 @@ class TestLaterRounds:
         again = drawn(sets, 3, 6, sampling_round=2, curriculum=curriculum, avoided=avoided)
         assert set(names(again[:3])).isdisjoint(names(first))
         assert set(names(again[3:])) <= set(names(first))
-
-    def test_sets_keep_their_shares_on_average(self) -> None:
-        sets = [prompt_set(9, "a", 3.0), prompt_set(9, "b", 1.0)]
-        rounds = [Counter(each.dataset for each in drawn(sets, n, 2, sampling_round=2)) for n in range(1, 2001)]
-        assert {counts["a"] for counts in rounds} == {1, 2}
-        # Of 4000 prompts 3000 are expected of a; the number of a round has a standard deviation of 1/2.
-        assert sum(counts["a"] for counts in rounds) == pytest.approx(3000, abs=4.5 * 0.5 * 2000**0.5)
 
 
 @pytest.mark.parametrize("curriculum", [UNIFORM, DIFFICULTY])

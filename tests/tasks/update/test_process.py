@@ -13,7 +13,7 @@ from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from tasks.execution.errors import LostStageError
 from tasks.progress import listen
-from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.job import refuse_unusable_placement
 from tasks.update.policy import update_policy_task
@@ -30,18 +30,11 @@ from tests.tasks.update.update_jobs import (
     commit,
     job_of,
     largest_difference,
-    passes_of,
     together,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = {"images": IMAGES, "texts": TEXTS}
-
-
-def tokens_of_trained_rows(store: ArtifactStore, rollouts: ArtifactRef) -> list[list[int]]:
-    table = pl.read_parquet(store.local_files(rollouts) / "*.parquet")
-    rows = [row for row, value in enumerate(ADVANTAGE_OF) if value is not None]
-    return [table["token_ids"][row].to_list() for row in rows]
 
 
 REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)})
@@ -73,21 +66,6 @@ def test_two_processes_compute_the_weights_of_one(
     assert (tmp_path / "two" / "reference").exists() == (update == REFRESHED)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
     assert two.rows == one.rows == 7
-
-
-@pytest.mark.parametrize("name", MEDIA)
-def test_every_process_trains_on_rows_of_its_own(store: ArtifactStore, tmp_path: Path, name: str) -> None:
-    modality = MEDIA[name]
-    rollouts = modality.collect()
-    # Seven rows one by one in one minibatch: four for the first process; the second repeats its last for nothing.
-    update = UPDATE.model_copy(update={"minibatch_size": None, "epochs": 1})
-    job = job_of(modality, rollouts, advantages_of(rollouts), update=update, processes=2)
-    together(job, tmp_path / "two")
-    first, second = (passes_of(tmp_path / "two", rank) for rank in (0, 1))
-    assert len(first) == len(second) == 4
-    (rows_of_first, rows_of_second) = ([row for rows in part for row in rows] for part in (first, second[:3]))
-    assert sorted(rows_of_first + rows_of_second) == sorted(tokens_of_trained_rows(store, rollouts))
-    assert second[3] == first[3]
 
 
 @pytest.mark.slow

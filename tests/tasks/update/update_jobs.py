@@ -3,20 +3,16 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import MismatchSection, UpdateSection
-from grpo_core.policies.causal_lm.policy import CausalLMPolicy
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.records import TokenBatch, TokenLogprobs
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.child_main import OUTCOME, Answers
 from tasks.models.files import model_digest
@@ -178,36 +174,13 @@ def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
     exchanged.mkdir()
     shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(folder))
     (exchanged / JOB_FILE).write_text(shared.model_dump_json())
-    in_processes(job.placement.processes, _take_part_recorded, exchanged)
+    in_processes(job.placement.processes, _take_part, exchanged)
     answers = [json.loads(line) for line in (exchanged / "answers").read_text().splitlines()]
     return UpdateOutcome.model_validate_json(json.dumps(answers[-1][OUTCOME]))
 
 
-def _take_part_recorded(folder: Path) -> None:
-    """Take part, and leave the tokens of every row that went through the model with gradients."""
-    passes: list[list[list[int]]] = []
-    for kind in (CausalLMPolicy, GlmImagePolicy):
-        kind.logprobs = _recording(kind.logprobs, passes)  # type: ignore[method-assign]
+def _take_part(folder: Path) -> None:
     take_part(folder, Answers(os.open(folder / "answers", os.O_WRONLY | os.O_APPEND | os.O_CREAT)))
-    (folder / f"passes-{os.environ['RANK']}.json").write_text(json.dumps(passes))
-
-
-def _recording(score: Callable[..., TokenLogprobs], passes: list[list[list[int]]]) -> Callable[..., TokenLogprobs]:
-    def logprobs(self: Any, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
-        if torch.is_grad_enabled():
-            rows = zip(tokens.token_ids, tokens.loss_mask, strict=True)
-            passes.append([ids[mask].tolist() for ids, mask in rows])
-        return score(self, tokens, entropy=entropy)
-
-    return logprobs
-
-
-def passes_of(folder: Path, rank: int) -> list[list[list[int]]]:
-    """The tokens of each row of each pass with gradients that a process of `together` made."""
-    found: list[list[list[int]]] = json.loads(
-        (folder.with_name(f"{folder.name}-exchanged") / f"passes-{rank}.json").read_text()
-    )
-    return found
 
 
 def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOutcome) -> PolicyRef:
