@@ -23,7 +23,7 @@ from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
 from grpo_core.rewards.images import MAX_PIXELS, decode_stored
-from grpo_core.rewards.remote.http import Service
+from grpo_core.rewards.remote.reward import RemoteReward
 from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.read import read_input_file
 from tasks.reports.images import TargetReader, read_images
@@ -222,7 +222,7 @@ class TestImages:
 
 def test_a_service_that_repeats_the_token_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "sk-hidden-secret")
-    service = Service("remote", "http://127.0.0.1:9", token_env="SERVICE_TOKEN")
+    service = RemoteReward(url="http://127.0.0.1:9", reward="mine", token_env="SERVICE_TOKEN")
     for status, content in ((401, b'{"error": "unknown token sk-hidden-secret"}'), (400, b"Bearer sk-hidden-secret?")):
         error = service._refused("http://127.0.0.1:9", status, content)
         assert "***" in str(error)

@@ -1,4 +1,4 @@
-"""The stages with rewards that are missing, not finite, too few, or of another dataset."""
+"""The stages with broken images and missing rewards."""
 
 import hashlib
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Requests to a service that may be slow, busy or gone: time limits, and retries with growing pauses."""
 
+import dataclasses
 import email.utils
 import functools
 import json
@@ -10,13 +11,12 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
 from pydantic import AfterValidator, Field
-from pydantic.dataclasses import dataclass as settings_dataclass
+from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.event_loop import run_awaitable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import httpx
     import tenacity
 
+PREFLIGHT_TIMEOUT_S = 5.0
 MAX_PAUSE_S = 30.0
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -48,30 +49,66 @@ class ServiceFailure(Exception):
         super().__init__(reason)
 
 
-@dataclass(frozen=True)
-class Service:
-    """Where a service is, and how long and how often to ask it.
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        # What httpx refuses: port 0, a host that is no name, white space and control characters.
+        sound = parts.port != 0 and (parts.hostname or "").encode("idna") and not re.search(r"[\s\x00-\x1f\x7f]", url)
+    except ValueError:
+        sound = False
+    if not sound or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        raise InputError("", url, "Set an address such as http://127.0.0.1:8600.")
+    if parts.username is not None or parts.password is not None:
+        hint = "Put the secret into an environment variable and set `token_env` to its name."
+        raise InputError("", f"{parts.scheme}://...@{parts.hostname}", hint)
+    return url
+
+
+def _check_token_env(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        # The value may be the token.
+        hint = "Set the name of the environment variable with the token, not the token."
+        raise InputError("", "not the name of a variable", hint)
+    return name
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServiceReward(Reward):
+    """A reward that a service computes.
 
     Attributes:
-        reward: name of the reward, for messages.
-        url: http or https, without a trailing slash.
+        url: http or https.
         timeout_s: of one attempt, in seconds, from connecting to the last byte.
-        attempts: in all, the first included.
+        attempts: for each request, the first included.
         backoff_s: pause before the second attempt; it doubles with each further one, up to MAX_PAUSE_S, and is cut by
             up to half at random. A longer ``Retry-After`` of the service counts instead.
+        concurrency: requests at a time.
         token_env: environment variable with a bearer token; None to send none.
     """
 
-    reward: str
-    url: str
-    timeout_s: float = 60.0
-    attempts: int = 5
-    backoff_s: float = 0.5
-    token_env: str | None = None
+    url: Annotated[str, AfterValidator(_check_url)] = ""
+    timeout_s: Positive = 60.0
+    attempts: Annotated[int, Field(ge=1, le=100)] = 5
+    backoff_s: Positive = 0.5
+    concurrency: Annotated[int, Field(ge=1, le=256)] = 2
+    token_env: Annotated[str, AfterValidator(_check_token_env)] | None = None
+
+    free_settings: ClassVar[frozenset[str]] = frozenset(
+        {"url", "timeout_s", "attempts", "backoff_s", "concurrency", "token_env"}
+    )
+
+    @property
+    def address(self) -> str:
+        """The URL without a trailing slash."""
+        return self.url.rstrip("/")
+
+    def impatient(self) -> Self:
+        """Return the same with a single attempt of a few seconds, for the preflight."""
+        return dataclasses.replace(self, attempts=1, timeout_s=PREFLIGHT_TIMEOUT_S)
 
     def get(self, path: str) -> object:
         """Return the JSON answer to a GET of this path; raises as :meth:`post`."""
-        return self._ask("GET", path, None)
+        return self._request("GET", path, None)
 
     def post(self, path: str, body: bytes) -> object:
         """Return the JSON answer to a POST of this JSON.
@@ -80,9 +117,9 @@ class Service:
             ServiceFailure: no connection, no answer in time, status 429 or 5xx, in every attempt.
             InputError: another status than 200, or an answer that is not JSON: waiting does not help.
         """
-        return self._ask("POST", path, body)
+        return self._request("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> object:
+    def _request(self, method: str, path: str, body: bytes | None) -> object:
         import tenacity
 
         retrying = tenacity.Retrying(
@@ -92,7 +129,7 @@ class Service:
             reraise=True,
         )
         try:
-            return retrying(lambda: run_awaitable(self._attempt(method, self.url + path, body)))
+            return retrying(lambda: run_awaitable(self._attempt(method, self.address + path, body)))
         except ServiceFailure as failure:
             tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
             raise ServiceFailure(f"{failure.reason}, after {tries}") from failure
@@ -131,7 +168,7 @@ class Service:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            hint = f"The answer is not JSON. Set `url` to a service that rewards.{self.reward} can use."
+            hint = f"The answer is not JSON. Set `url` to a service that rewards.{self.name} can use."
             raise InputError(f"{method} {url}", self._without_token(_start(content)), hint) from error
 
     async def _read(self, response: "httpx.Response", url: str) -> bytes:
@@ -143,7 +180,7 @@ class Service:
         return bytes(content)
 
     def _token(self) -> str | None:
-        return read_token(f"rewards.{self.reward}.token_env", self.token_env)
+        return read_token(f"rewards.{self.name}.token_env", self.token_env)
 
     def _refused(self, url: str, status: int, content: bytes) -> InputError:
         hints = {
@@ -160,50 +197,6 @@ class Service:
         """Remove the token from a service's message: some repeat what they were sent."""
         token = self._token()
         return said if token is None else said.replace(token, "***")
-
-
-def _check_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        # What httpx refuses: port 0, a host that is no name, white space and control characters.
-        sound = parts.port != 0 and (parts.hostname or "").encode("idna") and not re.search(r"[\s\x00-\x1f\x7f]", url)
-    except ValueError:
-        sound = False
-    if not sound or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
-        raise InputError("", url, "Set an address such as http://127.0.0.1:8600.")
-    if parts.username is not None or parts.password is not None:
-        hint = "Put the secret into an environment variable and set `token_env` to its name."
-        raise InputError("", f"{parts.scheme}://...@{parts.hostname}", hint)
-    return url
-
-
-def _check_token_env(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        # The value may be the token.
-        hint = "Set the name of the environment variable with the token, not the token."
-        raise InputError("", "not the name of a variable", hint)
-    return name
-
-
-@settings_dataclass(frozen=True, config=STRICT)
-class ServiceReward(Reward):
-    """A reward that a service computes; the attributes are those of :class:`Service`, and requests at a time."""
-
-    url: Annotated[str, AfterValidator(_check_url)] = ""
-    timeout_s: Positive = 60.0
-    attempts: Annotated[int, Field(ge=1, le=100)] = 5
-    backoff_s: Positive = 0.5
-    concurrency: Annotated[int, Field(ge=1, le=256)] = 2
-    token_env: Annotated[str, AfterValidator(_check_token_env)] | None = None
-
-    free_settings: ClassVar[frozenset[str]] = frozenset(
-        {"url", "timeout_s", "attempts", "backoff_s", "concurrency", "token_env"}
-    )
-
-    def service(self, attempts: int | None = None, timeout_s: float | None = None) -> Service:
-        """Return the service, with another number of attempts or time limit where given."""
-        limits = timeout_s or self.timeout_s, attempts or self.attempts, self.backoff_s
-        return Service(self.name, self.url.rstrip("/"), *limits, self.token_env)
 
 
 def read_token(place: str, token_env: str | None) -> str | None:

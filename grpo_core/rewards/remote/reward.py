@@ -13,10 +13,8 @@ from grpo_core.errors import InputError
 from grpo_core.records import Modality
 from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import Service, ServiceFailure, ServiceReward, ask_side_by_side
+from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch, Text
-
-_PREFLIGHT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -60,7 +58,7 @@ class RemoteReward(ServiceReward):
         version = self.reward_version
         if version is None:
             try:
-                version = _describe(self.service(), self.reward).version
+                version = _describe(self).version
             except ServiceFailure as failure:
                 hint = f"{failure.reason}. Start the server, or set `reward_version` to go on without it."
                 raise InputError("rewards.remote.url", self.url, hint) from failure
@@ -69,7 +67,7 @@ class RemoteReward(ServiceReward):
     def preflight(self) -> Sequence[str]:
         """Report a server that does not answer at once, has no such reward, or another version of it."""
         try:
-            described = _describe(self.service(attempts=1, timeout_s=_PREFLIGHT_TIMEOUT_S), self.reward)
+            described = _describe(self.impatient())
             self._check_fit(described)
         except ServiceFailure as failure:
             hint = f"{failure.reason}. Start the server there, or correct the address."
@@ -83,7 +81,7 @@ class RemoteReward(ServiceReward):
         if self.by_group and not batch.group_ids:
             raise InputError("rewards.remote.by_group", True, "These samples come without groups. Set it to false.")
         try:
-            described = _describe(self.service(), self.reward)
+            described = _describe(self)
         except ServiceFailure as failure:
             return [Score.failed(failure.reason)] * len(batch)
         self._check_fit(described)
@@ -104,7 +102,7 @@ class RemoteReward(ServiceReward):
     def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
         body = wire.write_request(self.reward, batch, self.with_targets)
         try:
-            answer = wire.ScoreAnswer.model_validate(self.service().post(wire.SCORE_PATH, body))
+            answer = wire.ScoreAnswer.model_validate(self.post(wire.SCORE_PATH, body))
             if answer.reward != self.reward:
                 raise ValueError(f"scores of the reward {answer.reward!r}")
             self._check_version(answer.version, described.version)
@@ -146,20 +144,19 @@ class RemoteReward(ServiceReward):
 
 
 @functools.lru_cache(maxsize=64)
-def _describe(service: Service, reward: str) -> wire.RewardDescription:
+def _describe(reward: RemoteReward) -> wire.RewardDescription:
     """Ask the server about the reward, once per process; failures are retried."""
-    url = service.url + wire.DESCRIBE_PATH
     try:
-        description = wire.Description.model_validate(service.get(wire.DESCRIBE_PATH))
+        description = wire.Description.model_validate(reward.get(wire.DESCRIBE_PATH))
     except InputError:
         raise
     except ValueError as error:
-        raise _not_protocol(url, error) from error
+        raise _not_protocol(reward.address + wire.DESCRIBE_PATH, error) from error
     found = {known.name: known for known in description.rewards}
-    if reward not in found:
-        hint = f"The server at {service.url} has {', '.join(sorted(found)) or 'no rewards'}. Set one of them."
-        raise InputError("rewards.remote.reward", reward, hint)
-    return found[reward]
+    if reward.reward not in found:
+        hint = f"The server at {reward.address} has {', '.join(sorted(found)) or 'no rewards'}. Set one of them."
+        raise InputError("rewards.remote.reward", reward.reward, hint)
+    return found[reward.reward]
 
 
 def _not_protocol(url: str, error: ValueError) -> InputError:

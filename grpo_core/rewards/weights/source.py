@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from grpo_core.errors import InputError
 
+_OFFLINE = (
+    "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids downloads. Unset "
+    "HF_HUB_OFFLINE, or run `hf download` once on a machine that shares the cache, or set a local path."
+)
+
 
 @dataclass(frozen=True)
 class HubName:
@@ -69,8 +74,11 @@ class Source(abc.ABC):
         located = self._locate(self.source)
         found = self._cached(located) if isinstance(located, HubName) else located
         if found is None:
+            import huggingface_hub
+
             assert isinstance(located, HubName)
-            self._refuse_offline()
+            if huggingface_hub.is_offline_mode():
+                raise self._error(_OFFLINE)
             if not download:
                 return None
             found = self._ask_hub(located)
@@ -107,15 +115,6 @@ class Source(abc.ABC):
 
     def _error(self, hint: str) -> InputError:
         return InputError(self.place, self.source, hint)
-
-    def _refuse_offline(self) -> None:
-        import huggingface_hub
-
-        if huggingface_hub.is_offline_mode():
-            raise self._error(
-                "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids downloads. Unset "
-                "HF_HUB_OFFLINE, or run `hf download` once on a machine that shares the cache, or set a local path."
-            )
 
     def _ask_hub(self, name: HubName) -> str:
         """Download, and turn every failure of the Hub into one message."""

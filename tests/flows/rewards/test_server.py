@@ -271,30 +271,22 @@ print("ended", flush=True)
 """
 
 
-@contextmanager
-def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert "serving jpeg on http://127.0.0.1:" in line
-            yield process, line.split()[-1]
-        finally:
-            process.kill()
-
-
 @pytest.mark.slow
 def test_a_server_ends_on_a_signal_and_later_samples_fail() -> None:
     batch = make_batch([noise(i, 24, 24) for i in range(4)])
-    with server_process() as (process, url):
-        reward = RemoteReward(url=url, reward="jpeg", batch_size=1, concurrency=1, **QUICK)
-        assert reward.score(batch) == JpegReward().score(batch)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+    environment, command = os.environ | {"OMP_NUM_THREADS": "1"}, [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.read() == "ended\n"
+        try:
+            line = process.stdout.readline()
+            assert "serving jpeg on http://127.0.0.1:" in line
+            reward = RemoteReward(url=line.split()[-1], reward="jpeg", batch_size=1, concurrency=1, **QUICK)
+            assert reward.score(batch) == JpegReward().score(batch)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+            assert process.stdout.read() == "ended\n"
+        finally:
+            process.kill()
     assert [score.failure for score in reward.score(batch)] == [
         "the service could not be reached (ConnectError), after 2 attempts"
     ] * 4

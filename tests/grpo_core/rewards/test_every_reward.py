@@ -14,6 +14,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_model import load_clip
 from grpo_core.rewards.image_statistics.statistics import JpegReward
+from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
 from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score, ScoringBatch, score_samples
 from grpo_core.rewards.weights.models import ModelSource
@@ -179,3 +180,20 @@ def test_another_number_of_scores_than_samples_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(JpegReward, "score", lambda self, batch: [Score(0.5, 0.5)])
     with pytest.raises(InputError, match=r"^reward jpeg: got '1 scores'\. It got 2 samples"):
         score_samples(JpegReward(), make_batch([flat(0)] * 2))
+
+
+@pytest.mark.parametrize("previous", ["high", "medium"])
+def test_products_are_exact_inside_and_as_before_outside(previous: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(previous)
+    try:
+        with exact_inference("cuda"):
+            assert not torch.backends.cuda.matmul.allow_tf32
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == previous
+        with pytest.raises(KeyError), exact_inference("cuda"):
+            raise KeyError
+        assert torch.get_float32_matmul_precision() == previous
+    finally:
+        torch.set_float32_matmul_precision(before)

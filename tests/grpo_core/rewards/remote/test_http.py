@@ -13,16 +13,19 @@ import pytest
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.remote import http
-from grpo_core.rewards.remote.http import Service, ServiceFailure, ask_side_by_side
+from grpo_core.rewards.remote.http import ServiceFailure, ask_side_by_side
+from grpo_core.rewards.remote.reward import RemoteReward
 from tests.grpo_core.rewards.remote.conftest import QUICK, Reply, Stub
 
-PATIENT = {**QUICK, "attempts": 3}
+
+def service(url: str, **more: Any) -> RemoteReward:
+    return RemoteReward(url=url, reward="mine", **{**QUICK, "attempts": 3, **more})
 
 
 @pytest.mark.parametrize("trouble", [Reply(drop=True), Reply({}, 500), Reply({}, 503), Reply({}, 429)])
 def test_errors_that_may_pass_are_retried(stub: Stub, trouble: Reply) -> None:
     stub.script(trouble, trouble, Reply({"well": 1}))
-    assert Service("remote", stub.url, **PATIENT).post("/x", b'{"a": 2}') == {"well": 1}
+    assert service(stub.url).post("/x", b'{"a": 2}') == {"well": 1}
     assert [requested.body for requested in stub.requested] == [{"a": 2}] * 3
 
 
@@ -39,7 +42,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 ) -> None:
     stub.script(trouble or Reply())
     with pytest.raises(ServiceFailure) as failure:
-        Service("remote", stub.url if trouble else closed_url, **PATIENT).get("/x")
+        service(stub.url if trouble else closed_url).get("/x")
     assert reason in str(failure.value)
     assert "127.0.0.1" not in str(failure.value)
     assert len(stub.requested) == (3 if trouble else 0)
@@ -60,7 +63,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, word: str) -> None:
     stub.script(Reply(body, status, headers={"Location": "/elsewhere"}))
     with pytest.raises(InputError) as error:
-        Service("remote", stub.url, **PATIENT).post("/x", b"{}")
+        service(stub.url).post("/x", b"{}")
     assert (error.value.place, error.value.value) == (f"{stub.url}/x", f"status {status}")
     assert word in error.value.hint
     assert len(stub.requested) == 1
@@ -75,7 +78,7 @@ def test_an_answer_that_is_no_json_or_endless(
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
     stub.script(Reply(answer))
     with pytest.raises(InputError) as error:
-        Service("remote", stub.url, **PATIENT).get("/x")
+        service(stub.url).get("/x")
     assert error.value.value == value
 
 
@@ -84,53 +87,53 @@ def test_retry_after_is_read(stub: Stub, dated: bool) -> None:
     value = email.utils.formatdate(time.time() + 1000, usegmt=True) if dated else "1000"
     stub.script(Reply({}, 429, {"Retry-After": value}))
     with pytest.raises(ServiceFailure) as failure:
-        Service("remote", stub.url, timeout_s=5.0, attempts=1).get("/x")
+        service(stub.url, timeout_s=5.0, attempts=1).get("/x")
     cause = failure.value.__cause__
     assert isinstance(cause, ServiceFailure)
     assert cause.retry_after_s == pytest.approx(1000, abs=100)
 
 
-def pauses(service: Service, retry_after_s: float | None = None) -> list[float]:
+def pauses(asked: RemoteReward, retry_after_s: float | None = None) -> list[float]:
     outcome = SimpleNamespace(exception=lambda: ServiceFailure("busy", retry_after_s))
     states = (SimpleNamespace(outcome=outcome, attempt_number=number) for number in range(1, 12))
-    return [service._pause(state) for state in states]  # type: ignore[arg-type]
+    return [asked._pause(state) for state in states]  # type: ignore[arg-type]
 
 
 def test_pauses_double_up_to_a_limit_and_differ() -> None:
     before = random.getstate()
-    service = Service("remote", "http://x", backoff_s=0.5)
-    for number, pause in enumerate(pauses(service)):
+    asked = service("http://x", backoff_s=0.5)
+    for number, pause in enumerate(pauses(asked)):
         full = min(0.5 * 2**number, 30.0)
         assert full / 2 <= pause <= full
-    assert pauses(service) != pauses(service)
-    assert pauses(service, 7.0)[0] == 7.0
-    assert pauses(service, 7.0)[-1] >= 15.0
-    assert pauses(service, 1e6)[0] == 300.0
+    assert pauses(asked) != pauses(asked)
+    assert pauses(asked, 7.0)[0] == 7.0
+    assert pauses(asked, 7.0)[-1] >= 15.0
+    assert pauses(asked, 1e6)[0] == 300.0
     assert random.getstate() == before
 
 
 def test_token_goes_into_the_header_only(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORER_TOKEN", " s3cret\n")
     stub.script(Reply({}))
-    service = Service("remote", stub.url, token_env="SCORER_TOKEN", **PATIENT)
-    service.get("/x")
+    bearing = service(stub.url, token_env="SCORER_TOKEN")
+    bearing.get("/x")
     assert stub.requested[0].headers["Authorization"] == "Bearer s3cret"
-    assert "s3cret" not in repr(service)
-    Service("remote", stub.url, **PATIENT).get("/x")
+    assert "s3cret" not in repr(bearing)
+    service(stub.url).get("/x")
     assert "Authorization" not in stub.requested[1].headers
     monkeypatch.setenv("SCORER_TOKEN", "two words")
     with pytest.raises(InputError, match="is not a token"):
-        service.get("/x")
+        bearing.get("/x")
     monkeypatch.delenv("SCORER_TOKEN")
     with pytest.raises(InputError, match=r"token_env: got 'SCORER_TOKEN'\. This environment variable is not set"):
-        service.get("/x")
+        bearing.get("/x")
 
 
 def test_no_proxy_is_used_for_the_loopback(stub: Stub, closed_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", closed_url)
     monkeypatch.delenv("NO_PROXY", raising=False)
     stub.script(Reply({"well": 1}))
-    assert Service("remote", stub.url, **PATIENT).get("/x") == {"well": 1}
+    assert service(stub.url).get("/x") == {"well": 1}
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -192,4 +195,4 @@ def test_a_slow_service_runs_out_of_time(content: bytes, pause_s: float) -> None
         dripping(content, pause_s) as url,
         pytest.raises(ServiceFailure, match=r"did not answer within 0\.3 s, after 2 attempts"),
     ):
-        Service("remote", url, timeout_s=0.3, attempts=2, backoff_s=0.001).get("/x")
+        service(url, timeout_s=0.3, attempts=2, backoff_s=0.001).get("/x")
