@@ -21,7 +21,6 @@ from tasks.advantages.compute import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.pages import write_page
 from tasks.reports.rescoring import (
-    HEADINGS,
     compare,
     moved_most,
     read_outputs,
@@ -181,9 +180,8 @@ def report(plan: RescorePlan, done: Mapping[str, list[StoredIteration]]) -> tupl
 
 async def publish(name: str, comparison: Statistics) -> None:
     """Show the comparison in Prefect's UI."""
-    rows = [dict(zip(HEADINGS, row, strict=True)) for row in reward_rows(comparison)]
     description = f"{', '.join(comparison['runs'])}: scored again as {name}"
-    await acreate_table_artifact(rows, key=artifact_key(f"rescore-{name}"), description=description)
+    await acreate_table_artifact(reward_rows(comparison), key=artifact_key(f"rescore-{name}"), description=description)
 
 
 def summarize(

@@ -13,7 +13,7 @@ from rich.text import Text
 from flows.terminal.tables import key_values, plain, relative, reward_table, stderr, table_of
 from grpo_core.rewards.reward import Reward
 from tasks.reports import rescoring
-from tasks.reports.reward_page import HEADINGS, PAIR_HEADINGS, agreement_rows, findings, reward_rows
+from tasks.reports.reward_page import agreement_rows, findings, reward_rows
 from tasks.reports.statistics import Statistics
 from tasks.reports.text import counted, number, one_line
 
@@ -44,10 +44,10 @@ def show_analysis(analysis: Statistics, console: Console) -> None:
         lines = Text("\n").join(plain(f"{subject} {text}") for subject, text in found)
         console.print(Panel(lines, title="check before training on these", border_style="yellow"))
     size = f"{counted(analysis['samples'], 'sample')} in {counted(analysis['groups'], 'group')}"
-    console.print(reward_table(f"Rewards, {size}", HEADINGS, list(reward_rows(analysis)), console))
+    console.print(reward_table(f"Rewards, {size}", reward_rows(analysis), console))
     if analysis["agreements"]:
-        pairs = list(agreement_rows(analysis))
-        table = reward_table("Agreement between rewards", PAIR_HEADINGS, pairs[:MAX_PAIRS], console)
+        pairs = agreement_rows(analysis)
+        table = reward_table("Agreement between rewards", pairs[:MAX_PAIRS], console)
         if len(pairs) > MAX_PAIRS:
             table.caption = f"{MAX_PAIRS} of {len(pairs)} pairs; the page shows all"
         console.print(table)
@@ -73,8 +73,7 @@ def show_rescoring(done: "Rescoring") -> None:
 def show_comparison(comparison: Statistics, moved: pl.DataFrame, console: Console) -> None:
     """Print means, spread, order, advantages, and the samples whose rank moved most."""
     size = f"{counted(comparison['samples'], 'sample')} in {counted(comparison['groups'], 'group')}"
-    rows = list(rescoring.reward_rows(comparison))
-    console.print(reward_table(f"Rewards before → after, {size}", rescoring.HEADINGS, rows, console))
+    console.print(reward_table(f"Rewards before → after, {size}", rescoring.reward_rows(comparison), console))
     console.print(key_values("Advantages", rescoring.advantage_rows(comparison["advantages"])))
     console.print(_moved(moved) if moved.height else "No sample's rank moved.", highlight=False)
 

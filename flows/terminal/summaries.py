@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from flows.pruning.prune import PruneSummary
     from flows.training.summary import TrainSummary
 
-EVALUATION_HEADINGS = ("reward", "mean", "std", "without", "failed")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -44,10 +43,17 @@ def show_evaluation(summary: "EvaluateSummary", console: Console | None = None) 
     console = console or stderr()
     named = [*summary.rewards.items(), *((f"{label} (guardrail)", each) for label, each in summary.guardrails.items())]
     cells = [
-        (label, number(each.mean), number(each.std), f"{each.without:,}", f"{each.failed:,}") for label, each in named
+        {
+            "reward": label,
+            "mean": number(each.mean),
+            "std": number(each.std),
+            "without": f"{each.without:,}",
+            "failed": f"{each.failed:,}",
+        }
+        for label, each in named
     ]
     title = f"{summary.run}, policy {summary.policy}, {counted(summary.samples, 'sample')}"
-    console.print(reward_table(title, EVALUATION_HEADINGS, cells, console))
+    console.print(reward_table(title, cells, console))
     rows = [
         ("held-out reward", number(summary.heldout)),
         ("policy digest", summary.policy_digest[:16]),

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tasks.reports.text import printable
+from tasks.reports.text import Cells, printable
 
 NAME_WIDTH = 28
 """Characters of a reward's name on one line."""
@@ -41,7 +41,7 @@ def key_values(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Table:
+def table_of(title: str, headings: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[int] = ()) -> Table:
     """Make a table whose cells are data and fold where they are too wide; `right` are columns of numbers."""
     table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
     for index, heading in enumerate(headings):
@@ -52,31 +52,32 @@ def table_of(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]],
     return table
 
 
-def reward_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+def reward_table(title: str, rows: Sequence[Cells], console: Console) -> Table:
     """Make a table with a row per reward, or a list per reward, without empty cells, when the console is too narrow."""
-    table = table_of(title, headings, rows)
+    table = table_of(title, list(rows[0]), (row.values() for row in rows))
     for column in table.columns[1:]:
         column.justify = "right"
     unlimited = console.options.update_width(UNLIMITED)
     if console.measure(table, options=unlimited).maximum <= console.width:
         return table
     # Headings fold between words, names fold anywhere, numbers do not fold.
-    for index, (column, heading) in enumerate(zip(table.columns, headings, strict=True)):
-        cells = max(len(row[index]) for row in rows)
+    for index, (column, heading) in enumerate(zip(table.columns, rows[0], strict=True)):
+        cells = max(len(row[heading]) for row in rows)
         column.width = max(cells if index else min(cells, NAME_WIDTH), *map(len, heading.split()))
     if console.measure(table, options=unlimited).maximum <= console.width:
         return table
-    return _reward_lists(title, headings, rows)
+    return _reward_lists(title, rows)
 
 
-def _reward_lists(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _reward_lists(title: str, rows: Sequence[Cells]) -> Table:
     table = key_values(title, ())
     table.columns[0].overflow, table.columns[1].justify = "fold", "right"
-    for name, *cells in rows:
+    for row in rows:
+        (_, name), *cells = row.items()
         label = plain(name)
         label.stylize("bold")
         table.add_row(label, "")
-        for heading, cell in zip(headings[1:], cells, strict=True):
+        for heading, cell in cells:
             if cell:
                 table.add_row(f"  {heading}", plain(cell))
     return table

@@ -19,7 +19,7 @@ from tasks.reports.statistics import (
     spread_of,
     with_groups,
 )
-from tasks.reports.text import correlation, counted, number, percent
+from tasks.reports.text import Cells, correlation, counted, number, percent
 from tasks.runs.records import StoredIteration
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -30,17 +30,6 @@ COLUMNS = ("sample_id", "group_id", "prompt", "dataset")
 REWARDS = ("reward_before", "reward_after")
 ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
-
-HEADINGS = (
-    "reward",
-    "mean",
-    "spread in groups",
-    "groups without spread",
-    "without a value",
-    "order kept, all / in groups",
-    "order by the previous reward, all / in groups",
-)
-"""Headings of the columns of :func:`reward_rows`."""
 
 Outputs = Mapping[tuple[str, str], Image.Image | str]
 """Images, or complete texts, by run and sample id."""
@@ -227,20 +216,24 @@ def _percentile(reward: pl.Expr, count: int) -> pl.Expr:
     return (reward.rank() - 1) / (count - 1) * 100 if count > 1 else pl.lit(50.0)
 
 
-def reward_rows(comparison: Statistics) -> Iterator[tuple[str, ...]]:
-    """List the combined reward, then each one alone: one cell per heading, both sides with an arrow between them."""
+def reward_rows(comparison: Statistics) -> list[Cells]:
+    """List the combined reward, then each one alone: cells by heading, both sides with an arrow between them."""
+    rows = []
     for change in (comparison["combined"], *comparison["rewards"]):
         note = "" if change["before"] and change["after"] else " (added)" if change["after"] else " (removed)"
         sides = [side for side in (change["before"], change["after"]) if side]
-        yield (
-            "combined" if change is comparison["combined"] else change["label"] + note,
-            " → ".join(number(side["mean"]) for side in sides),
-            " → ".join(number(side["within_groups"]) for side in sides),
-            " → ".join(percent(side["groups_without_spread"]) for side in sides),
-            " → ".join(percent(side["null_share"]) for side in sides),
-            _order(change["own"]),
-            _order(change["with_previous"]),
+        rows.append(
+            {
+                "reward": "combined" if not rows else change["label"] + note,
+                "mean": " → ".join(number(side["mean"]) for side in sides),
+                "spread in groups": " → ".join(number(side["within_groups"]) for side in sides),
+                "groups without spread": " → ".join(percent(side["groups_without_spread"]) for side in sides),
+                "without a value": " → ".join(percent(side["null_share"]) for side in sides),
+                "order kept, all / in groups": _order(change["own"]),
+                "order by the previous reward, all / in groups": _order(change["with_previous"]),
+            }
         )
+    return rows
 
 
 def _order(ranks: Statistics | None) -> str:
@@ -273,8 +266,7 @@ def render_rescoring_page(
         "rescoring.html.jinja",
         title=title,
         subtitle=f"{size} of {', '.join(runs) if len(runs) <= 3 else f'{len(runs)} runs'}",
-        headings=HEADINGS,
-        rewards=list(reward_rows(comparison)),
+        rewards=reward_rows(comparison),
         advantages=list(advantage_rows(comparison["advantages"])),
         pairs=comparison["combined"]["with_previous"]["pairs"],
         joint=plot_joint(before, after),

@@ -5,23 +5,7 @@ from collections.abc import Iterator, Mapping
 from tasks.reports.images import data_uri
 from tasks.reports.pages import render
 from tasks.reports.statistics import Statistics
-from tasks.reports.text import correlation, counted, number, percent, significant
-
-HEADINGS = (
-    "reward",
-    "mean ± std",
-    "minimum | median | maximum",
-    "at 0 | at 1 | at highest",
-    "no value | failed",
-    "groups without spread",
-    "spread in groups | of total",
-    "noise, mean | maximum",
-    "seconds, mean | p95",
-)
-"""Headings of the columns of :func:`reward_rows`."""
-
-PAIR_HEADINGS = ("rewards", "rank correlation", "within groups", "same side of the group's mean", "samples")
-"""Headings of the columns of :func:`agreement_rows`."""
+from tasks.reports.text import Cells, correlation, counted, number, percent, significant
 
 MANY_FLAT_GROUPS = 0.5
 """Share of groups without spread, from which nothing is learned."""
@@ -84,43 +68,51 @@ def _findings_of_pairs(analysis: Statistics) -> Iterator[tuple[str, str]]:
             yield subject, f"oppose each other within groups (rank correlation {rho:.2f})"
 
 
-def reward_rows(analysis: Statistics) -> Iterator[tuple[str, ...]]:
-    """List the rewards, one cell per heading."""
+def reward_rows(analysis: Statistics) -> list[Cells]:
+    """List the rewards with their cells by heading."""
+    rows = []
     for reward in analysis["rewards"]:
         spread, edges = reward["spread"], reward["saturation"]
-        yield (
-            reward["label"],
-            _cell(" ± ", spread if reward["values"] else None, "mean", "std"),
-            _cell(" | ", reward["values"], "minimum", "median", "maximum"),
-            " | ".join(map(percent, edges.values())) if edges else "none",
-            f"{percent(spread['null_share'])} | {reward['failures']:,}",
-            percent(spread["groups_without_spread"]),
-            f"{significant(spread['within_groups'])} | {number(reward['signal_ratio'], 2)}",
-            _cell(" | ", reward["noise"], "mean_difference", "max_difference") if reward["noise"] else "unknown",
-            _cell(" | ", reward["cost"], "mean", "p95"),
+        rows.append(
+            {
+                "reward": reward["label"],
+                "mean ± std": _cell(" ± ", spread if reward["values"] else None, "mean", "std"),
+                "minimum | median | maximum": _cell(" | ", reward["values"], "minimum", "median", "maximum"),
+                "at 0 | at 1 | at highest": " | ".join(map(percent, edges.values())) if edges else "none",
+                "no value | failed": f"{percent(spread['null_share'])} | {reward['failures']:,}",
+                "groups without spread": percent(spread["groups_without_spread"]),
+                "spread in groups | of total": f"{significant(spread['within_groups'])} | "
+                f"{number(reward['signal_ratio'], 2)}",
+                "noise, mean | maximum": _cell(" | ", reward["noise"], "mean_difference", "max_difference")
+                if reward["noise"]
+                else "unknown",
+                "seconds, mean | p95": _cell(" | ", reward["cost"], "mean", "p95"),
+            }
         )
+    return rows
 
 
 def _cell(separator: str, values: Statistics | None, *names: str) -> str:
     return separator.join(significant(values[name]) for name in names) if values else "none"
 
 
-def agreement_rows(analysis: Statistics) -> Iterator[tuple[str, ...]]:
+def agreement_rows(analysis: Statistics) -> list[Cells]:
     """List pairs of rewards: the most related within groups first, those that are not comparable last."""
 
     def strength(pair: Statistics) -> float:
         within = pair["ranks"]["within_groups"]
         return 1.0 if within is None else -abs(within)
 
-    for pair in sorted(analysis["agreements"], key=strength):
-        ranks = pair["ranks"]
-        yield (
-            f"{pair['first']}, {pair['second']}",
-            correlation(ranks["overall"]),
-            correlation(ranks["within_groups"]),
-            percent(pair["same_sign"]),
-            f"{ranks['pairs']:,}",
-        )
+    return [
+        {
+            "rewards": f"{pair['first']}, {pair['second']}",
+            "rank correlation": correlation(pair["ranks"]["overall"]),
+            "within groups": correlation(pair["ranks"]["within_groups"]),
+            "same side of the group's mean": percent(pair["same_sign"]),
+            "samples": f"{pair['ranks']['pairs']:,}",
+        }
+        for pair in sorted(analysis["agreements"], key=strength)
+    ]
 
 
 def render_reward_page(analysis: Statistics, plots: Mapping[str, bytes], title: str) -> str:
@@ -131,10 +123,8 @@ def render_reward_page(analysis: Statistics, plots: Mapping[str, bytes], title: 
         subtitle=f"{counted(len(analysis['rewards']), 'reward')} over {counted(analysis['samples'], 'sample')} in "
         f"{counted(analysis['groups'], 'group')} of {', '.join(analysis['runs'])}",
         findings=findings(analysis),
-        headings=HEADINGS,
-        rows=list(reward_rows(analysis)),
-        pair_headings=PAIR_HEADINGS,
-        pairs=list(agreement_rows(analysis)),
+        rows=reward_rows(analysis),
+        pairs=agreement_rows(analysis),
         plots={name.rsplit(".", 1)[0]: data_uri(content, "image/png") for name, content in plots.items()},
         repeated=any(reward["noise"] for reward in analysis["rewards"]),
     )

@@ -6,6 +6,9 @@ import re
 import string
 from collections.abc import Sequence
 
+Cells = dict[str, str]
+"""A row of a table for people: its cells by heading, in the order of the columns."""
+
 MAX_LINES = 12
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from tasks.reports.rescoring import (
-    HEADINGS,
     Outputs,
     advantage_rows,
     compare,
@@ -159,14 +158,13 @@ def test_no_more_than_requested() -> None:
 
 def test_a_row_a_reward_with_both_sides() -> None:
     rewards = {"before:old": [0.1, 0.3], "after:new": [0.5, None]}
-    rows = list(reward_rows(compare(made_samples("aa", [0.1, 0.2], [0.4, 0.3], rewards=rewards))))
+    rows = reward_rows(compare(made_samples("aa", [0.1, 0.2], [0.4, 0.3], rewards=rewards)))
     turned = "-1.000 / -1.000"
-    assert rows == [
+    assert [tuple(row.values()) for row in rows] == [
         ("combined", "0.150 → 0.350", "0.071 → 0.071", "0.0% → 0.0%", "0.0% → 0.0%", turned, turned),
         ("new (added)", "0.500", "none", "100.0%", "50.0%", "", "none / none"),
         ("old (removed)", "0.200", "0.141", "0.0%", "0.0%", "", "1.000 / 1.000"),
     ]
-    assert {len(row) for row in rows} == {len(HEADINGS)}
 
 
 def page(
