@@ -181,7 +181,9 @@ def report(plan: RescorePlan, done: Mapping[str, list[StoredIteration]]) -> tupl
 async def publish(name: str, comparison: Statistics) -> None:
     """Show the comparison in Prefect's UI."""
     description = f"{', '.join(comparison['runs'])}: scored again as {name}"
-    await acreate_table_artifact(reward_rows(comparison), key=artifact_key(f"rescore-{name}"), description=description)
+    await acreate_table_artifact(
+        list(reward_rows(comparison)), key=artifact_key(f"rescore-{name}"), description=description
+    )
 
 
 def summarize(

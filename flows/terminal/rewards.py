@@ -44,9 +44,9 @@ def show_analysis(analysis: Statistics, console: Console) -> None:
         lines = Text("\n").join(plain(f"{subject} {text}") for subject, text in found)
         console.print(Panel(lines, title="check before training on these", border_style="yellow"))
     size = f"{counted(analysis['samples'], 'sample')} in {counted(analysis['groups'], 'group')}"
-    console.print(reward_table(f"Rewards, {size}", reward_rows(analysis), console))
+    console.print(reward_table(f"Rewards, {size}", list(reward_rows(analysis)), console))
     if analysis["agreements"]:
-        pairs = agreement_rows(analysis)
+        pairs = list(agreement_rows(analysis))
         table = reward_table("Agreement between rewards", pairs[:MAX_PAIRS], console)
         if len(pairs) > MAX_PAIRS:
             table.caption = f"{MAX_PAIRS} of {len(pairs)} pairs; the page shows all"
@@ -73,7 +73,8 @@ def show_rescoring(done: "Rescoring") -> None:
 def show_comparison(comparison: Statistics, moved: pl.DataFrame, console: Console) -> None:
     """Print means, spread, order, advantages, and the samples whose rank moved most."""
     size = f"{counted(comparison['samples'], 'sample')} in {counted(comparison['groups'], 'group')}"
-    console.print(reward_table(f"Rewards before → after, {size}", rescoring.reward_rows(comparison), console))
+    rows = list(rescoring.reward_rows(comparison))
+    console.print(reward_table(f"Rewards before → after, {size}", rows, console))
     console.print(key_values("Advantages", rescoring.advantage_rows(comparison["advantages"])))
     console.print(_moved(moved) if moved.height else "No sample's rank moved.", highlight=False)
 

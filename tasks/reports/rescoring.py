@@ -216,24 +216,20 @@ def _percentile(reward: pl.Expr, count: int) -> pl.Expr:
     return (reward.rank() - 1) / (count - 1) * 100 if count > 1 else pl.lit(50.0)
 
 
-def reward_rows(comparison: Statistics) -> list[Cells]:
+def reward_rows(comparison: Statistics) -> Iterator[Cells]:
     """List the combined reward, then each one alone: cells by heading, both sides with an arrow between them."""
-    rows = []
     for change in (comparison["combined"], *comparison["rewards"]):
         note = "" if change["before"] and change["after"] else " (added)" if change["after"] else " (removed)"
         sides = [side for side in (change["before"], change["after"]) if side]
-        rows.append(
-            {
-                "reward": "combined" if not rows else change["label"] + note,
-                "mean": " → ".join(number(side["mean"]) for side in sides),
-                "spread in groups": " → ".join(number(side["within_groups"]) for side in sides),
-                "groups without spread": " → ".join(percent(side["groups_without_spread"]) for side in sides),
-                "without a value": " → ".join(percent(side["null_share"]) for side in sides),
-                "order kept, all / in groups": _order(change["own"]),
-                "order by the previous reward, all / in groups": _order(change["with_previous"]),
-            }
-        )
-    return rows
+        yield {
+            "reward": "combined" if change is comparison["combined"] else change["label"] + note,
+            "mean": " → ".join(number(side["mean"]) for side in sides),
+            "spread in groups": " → ".join(number(side["within_groups"]) for side in sides),
+            "groups without spread": " → ".join(percent(side["groups_without_spread"]) for side in sides),
+            "without a value": " → ".join(percent(side["null_share"]) for side in sides),
+            "order kept, all / in groups": _order(change["own"]),
+            "order by the previous reward, all / in groups": _order(change["with_previous"]),
+        }
 
 
 def _order(ranks: Statistics | None) -> str:
@@ -266,7 +262,7 @@ def render_rescoring_page(
         "rescoring.html.jinja",
         title=title,
         subtitle=f"{size} of {', '.join(runs) if len(runs) <= 3 else f'{len(runs)} runs'}",
-        rewards=reward_rows(comparison),
+        rewards=list(reward_rows(comparison)),
         advantages=list(advantage_rows(comparison["advantages"])),
         pairs=comparison["combined"]["with_previous"]["pairs"],
         joint=plot_joint(before, after),

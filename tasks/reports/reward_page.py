@@ -68,51 +68,42 @@ def _findings_of_pairs(analysis: Statistics) -> Iterator[tuple[str, str]]:
             yield subject, f"oppose each other within groups (rank correlation {rho:.2f})"
 
 
-def reward_rows(analysis: Statistics) -> list[Cells]:
+def reward_rows(analysis: Statistics) -> Iterator[Cells]:
     """List the rewards with their cells by heading."""
-    rows = []
     for reward in analysis["rewards"]:
-        spread, edges = reward["spread"], reward["saturation"]
-        rows.append(
-            {
-                "reward": reward["label"],
-                "mean ± std": _cell(" ± ", spread if reward["values"] else None, "mean", "std"),
-                "minimum | median | maximum": _cell(" | ", reward["values"], "minimum", "median", "maximum"),
-                "at 0 | at 1 | at highest": " | ".join(map(percent, edges.values())) if edges else "none",
-                "no value | failed": f"{percent(spread['null_share'])} | {reward['failures']:,}",
-                "groups without spread": percent(spread["groups_without_spread"]),
-                "spread in groups | of total": f"{significant(spread['within_groups'])} | "
-                f"{number(reward['signal_ratio'], 2)}",
-                "noise, mean | maximum": _cell(" | ", reward["noise"], "mean_difference", "max_difference")
-                if reward["noise"]
-                else "unknown",
-                "seconds, mean | p95": _cell(" | ", reward["cost"], "mean", "p95"),
-            }
-        )
-    return rows
+        spread, edges, signal = reward["spread"], reward["saturation"], number(reward["signal_ratio"], 2)
+        yield {
+            "reward": reward["label"],
+            "mean ± std": _cell(" ± ", reward["values"] and spread, "mean", "std"),
+            "minimum | median | maximum": _cell(" | ", reward["values"], "minimum", "median", "maximum"),
+            "at 0 | at 1 | at highest": " | ".join(map(percent, edges.values())) if edges else "none",
+            "no value | failed": f"{percent(spread['null_share'])} | {reward['failures']:,}",
+            "groups without spread": percent(spread["groups_without_spread"]),
+            "spread in groups | of total": f"{significant(spread['within_groups'])} | {signal}",
+            "noise, mean | maximum": _cell(" | ", reward["noise"], "mean_difference", "max_difference", none="unknown"),
+            "seconds, mean | p95": _cell(" | ", reward["cost"], "mean", "p95"),
+        }
 
 
-def _cell(separator: str, values: Statistics | None, *names: str) -> str:
-    return separator.join(significant(values[name]) for name in names) if values else "none"
+def _cell(separator: str, values: Statistics | None, *names: str, none: str = "none") -> str:
+    return separator.join(significant(values[name]) for name in names) if values else none
 
 
-def agreement_rows(analysis: Statistics) -> list[Cells]:
+def agreement_rows(analysis: Statistics) -> Iterator[Cells]:
     """List pairs of rewards: the most related within groups first, those that are not comparable last."""
 
     def strength(pair: Statistics) -> float:
         within = pair["ranks"]["within_groups"]
         return 1.0 if within is None else -abs(within)
 
-    return [
-        {
+    for pair in sorted(analysis["agreements"], key=strength):
+        yield {
             "rewards": f"{pair['first']}, {pair['second']}",
             "rank correlation": correlation(pair["ranks"]["overall"]),
             "within groups": correlation(pair["ranks"]["within_groups"]),
             "same side of the group's mean": percent(pair["same_sign"]),
             "samples": f"{pair['ranks']['pairs']:,}",
         }
-        for pair in sorted(analysis["agreements"], key=strength)
-    ]
 
 
 def render_reward_page(analysis: Statistics, plots: Mapping[str, bytes], title: str) -> str:
@@ -123,8 +114,8 @@ def render_reward_page(analysis: Statistics, plots: Mapping[str, bytes], title: 
         subtitle=f"{counted(len(analysis['rewards']), 'reward')} over {counted(analysis['samples'], 'sample')} in "
         f"{counted(analysis['groups'], 'group')} of {', '.join(analysis['runs'])}",
         findings=findings(analysis),
-        rows=reward_rows(analysis),
-        pairs=agreement_rows(analysis),
+        rows=list(reward_rows(analysis)),
+        pairs=list(agreement_rows(analysis)),
         plots={name.rsplit(".", 1)[0]: data_uri(content, "image/png") for name, content in plots.items()},
         repeated=any(reward["noise"] for reward in analysis["rewards"]),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tasks.reports.images import TargetReader, data_uri, fitted, image_uri, read_images, shrunk
+from tasks.reports.images import TargetReader, fitted, image_uri, read_images, shrunk
 from tests.tasks.reports.made_runs import RunMaker, colour, png
 
 
@@ -45,10 +45,6 @@ def test_shrinking_keeps_the_shape_and_the_given_image(size: tuple[int, int], ex
     image = plain((9, 8, 7), *size)
     assert shrunk(image, 40).size == expected
     assert image.size == size
-
-
-def test_a_data_uri_contains_the_bytes() -> None:
-    assert data_uri(b"\x00<>\xff", "image/png") == "data:image/png;base64,ADw+/w=="
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ def test_a_text_that_fits_is_left_alone_and_a_long_one_keeps_both_ends() -> None
     assert excerpt("two\nlines", 9) == "two\nlines"
     assert excerpt("0123456789", 6) == "0123 … 89"
     assert excerpt("a\nb\nc\nd\ne", 90, lines=3) == "a\nb … e"
+    assert one_line("  think\r\nanswer\n", 40) == "think ⏎ answer"
 
 
 @given(anything, st.integers(3, 40), st.integers(3, 9))
@@ -21,14 +22,6 @@ def test_the_ends_of_a_text_are_no_longer_than_requested(text: str, letters: int
     assert len(shown) <= letters + len(" … ")
     assert shown.count("\n") <= lines - 1
     assert (shown == text) == (len(text) <= letters and text.count("\n") < lines)
-
-
-def test_a_line_keeps_both_ends_of_a_long_text() -> None:
-    assert one_line("  think\r\nanswer\n", 40) == "think ⏎ answer"
-    long = one_line("start " + "x" * 100 + " end", 30)
-    assert long.startswith("start ")
-    assert long.endswith(" end")
-    assert len(long) <= 30 + len(" … ")
 
 
 @pytest.mark.parametrize("text", ["a|b", "**b**", "<img src=x>", "[a](http://x)", "www.x.org", "`c`", "a\\|b", "~~s~~"])
