@@ -5,7 +5,6 @@ import json
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from configs.loader import read_config
@@ -131,18 +130,6 @@ class TestRefused:
         assert f"error: {place}: got {value!r}" in ended.stderr
         assert "secret" not in ended.output
         assert on_the_server("refused") == {}
-
-    def test_without_a_server(self) -> None:
-        with temporary_settings({PREFECT_API_URL: None}):
-            ended = CliRunner().invoke(application, ["deploy", str(TINY)])
-        assert ended.exit_code == 2
-        assert "--pool: got 'training'" in ended.stderr
-
-    def test_with_a_server_that_does_not_answer(self) -> None:
-        with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-            ended = CliRunner().invoke(application, ["deploy", str(TINY)])
-        assert ended.exit_code == 2
-        assert "PREFECT_API_URL: got 'http://127.0.0.1:9/api'" in ended.stderr
 
     def test_credentials_are_found_wherever_they_stand(self) -> None:
         values = {"a": [{"b": "https://user:word@host/x"}], "c": "s3://bucket/key", "d": "mail@host", "e": 3}

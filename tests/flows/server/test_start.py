@@ -127,11 +127,6 @@ def test_a_port_in_use_is_told_at_once(ui: GrpoUi) -> None:
     assert refused.value.value == f"127.0.0.1:{ui.port}"
 
 
-def test_the_exit_code_is_that_of_wrong_input(tmp_path: Path) -> None:
-    code, told = ui_refused(tmp_path / "home", {}, "--host", "0.0.0.0")
-    assert (code, told.count("error: --host: got '0.0.0.0'")) == (2, 1)
-
-
 def test_it_ends_when_told_and_leaves_nothing(ui: GrpoUi) -> None:
     # The last test of the module.
     assert ui.end(signal.SIGTERM) == 0
