@@ -33,6 +33,7 @@ from tests.tasks.storage.made_artifacts import (
 # Both writers have the same result for the first three runs, and each its own for the others.
 AT_ONCE = """
 import sys
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.storage.made_artifacts import commit
 
 root, number = sys.argv[1], int(sys.argv[2])
