@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from configs.checks import contradictions
-from configs.keys import TRL_NAMES, translate
+from configs.contradictions import contradictions
 from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
 from configs.sections import PolicySection
+from configs.unknown_keys import TRL_NAMES, translate
 from configs.validation import validated
 from grpo_core.errors import InputError, InputErrors
 

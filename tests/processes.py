@@ -17,7 +17,7 @@ _IMPORTED = [
     "grpo_core.policies.causal_lm.policy",
     "grpo_core.policies.glm_image.policy",
     "grpo_core.update.accelerated",
-    "tasks.rollouts.collect",
+    "tasks.rollouts.collect_rollouts",
     "tasks.update.job",
     "transformers.models.llama.modeling_llama",
 ]

@@ -32,8 +32,8 @@ from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import require_schema, write_description
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.replace import LINEAGE
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import LINEAGE
 from tasks.storage.locks.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 

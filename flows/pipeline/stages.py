@@ -19,21 +19,21 @@ from configs.sections import PlacementSection
 from configs.training import UpdateSection
 from flows.pipeline.run import Run
 from flows.server.temporary import ending_with_temporary_server
-from tasks.advantages.compute import compute_advantages_task
+from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import configured
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
 from tasks.execution.stages import clear_shards
 from tasks.progress import has_listener, listen
-from tasks.rewards.score import score_reward_task
+from tasks.rewards.score_rewards import score_reward_task
 from tasks.rewards.stored import failed_scores
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
 from tasks.storage.locks.run_lock import RunLock, current_lock, use_lock
 from tasks.storage.prefect_results import registered_records, use_records
-from tasks.update.policy import update_policy_task
+from tasks.update.update_policy import update_policy_task
 
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)

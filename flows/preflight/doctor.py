@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from PIL import features
 
-from configs.checks import pools_of
+from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
 from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from configs.checks import pools_of
+from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import DatasetSection, ImageRolloutSection, PromptsSection

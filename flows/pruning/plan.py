@@ -32,8 +32,8 @@ from tasks.runs.layout import (
     stage_folder,
 )
 from tasks.runs.reader import RunReader
-from tasks.storage.artifacts.replace import LINEAGE, replace_artifact
 from tasks.storage.artifacts.store import ArtifactStore, lineage_of
+from tasks.storage.artifacts.tombstones import LINEAGE, replace_artifact
 
 VERSIONS, IMAGES, HELDOUT_IMAGES = "policy versions", "images of iterations", "images of evaluations"
 MOVED, CALLS, WRITES = "previous and quarantined files", "calls of work pools", "unfinished writes"

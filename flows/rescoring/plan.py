@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow.parquet as pq
 
-from configs.checks import reward_contradictions
+from configs.contradictions import reward_contradictions
 from configs.loader import read_rewards_file
 from configs.schema import RewardsFile, RunConfig
 from configs.scoring import RewardSection

@@ -17,7 +17,7 @@ from configs.schema import RewardsFile
 from flows.pipeline.forms import RescoreForm
 from flows.pipeline.stages import artifact_key, named, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
-from tasks.advantages.compute import compute_advantages_task
+from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.progress import log
 from tasks.reports.pages import write_page
 from tasks.reports.rescoring import (

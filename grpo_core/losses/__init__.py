@@ -1,21 +1,22 @@
 """The terms of the loss, each a small pure function.
 
-registry      every loss: options, policy term, reduction, importance levels; the user's own by import path
-ratios        importance ratio of a token, or of its sequence (GSPO); weights for a sampler that is not the policy
-kl            k1, k2, k3 to the reference, times the importance ratio if requested
-reductions    the tokens that count, and from one value per token to one number, each with its denominator
-policy_loss   all of these composed into the loss of a microbatch, and its clip counts
+policy_loss       every loss: options, policy term (clipped, cispo, sapo, vespo), reduction; the user's own loss
+ratios            importance ratio of a token, or of its sequence (GSPO); weights for a sampler that is not the policy
+kl                k1, k2, k3 to the reference, times the importance ratio if requested
+reductions        the tokens that count, and from one value per token to one number, each with its denominator
+microbatch_loss   all of these composed into the loss of a microbatch, and its clip counts
 """
 
 from grpo_core.losses.kl import KlEstimator, estimate_kl
-from grpo_core.losses.policy_loss import (
+from grpo_core.losses.microbatch_loss import (
     ClipCounts,
     LossInputs,
     TokenLoss,
     clipped_share_of_rows,
-    compute_policy_loss,
+    compute_microbatch_loss,
     count_clipped,
 )
+from grpo_core.losses.policy_loss import LOSSES, Loss, LossSettings, PolicyTerm, TermInputs, custom_loss_digest
 from grpo_core.losses.ratios import (
     ImportanceLevel,
     MismatchMode,
@@ -31,7 +32,6 @@ from grpo_core.losses.reductions import (
     on_policy_rows,
     overlong_mask,
 )
-from grpo_core.losses.registry import LOSSES, Loss, LossSettings, PolicyTerm, TermInputs, custom_loss_digest
 
 __all__ = [
     "LOSSES",
@@ -48,7 +48,7 @@ __all__ = [
     "TermInputs",
     "TokenLoss",
     "clipped_share_of_rows",
-    "compute_policy_loss",
+    "compute_microbatch_loss",
     "count_clipped",
     "custom_loss_digest",
     "entropy_threshold",

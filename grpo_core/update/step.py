@@ -13,7 +13,7 @@ from grpo_core.losses import (
     Denominators,
     LossInputs,
     TokenLoss,
-    compute_policy_loss,
+    compute_microbatch_loss,
     entropy_threshold,
     high_entropy_mask,
     overlong_mask,
@@ -161,7 +161,7 @@ def _backward(
         entropy=scored.entropy,
         entropy_mask=selected(minibatch.entropy_mask),
     )
-    loss, terms = compute_policy_loss(inputs, settings, minibatch.denominators)
+    loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
     if not torch.isfinite(loss):
         _refuse_non_finite(chunk.sample_ids, terms)
     (loss if counts else loss * 0.0).backward()

@@ -7,7 +7,7 @@ dispatch        the choice: this process, a child, a pool's workers, shards
 call            a stage and its arguments as JSON, and its outcome
 child_process   children that keep their model, and are killed at a timeout
 child_main      the child's side of that
-pool            a stage sent to a work pool of the Prefect server, and watched until it ends
+work_pool       a stage sent to a work pool of the Prefect server, and watched until it ends
 errors          errors of stages: which are retryable, and all of them as JSON
 out_of_memory   batches halved when a device's memory is too small
 resources       what a process keeps between stages, owned by the run, and the signals that stop them

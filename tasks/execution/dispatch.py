@@ -17,9 +17,9 @@ from tasks.execution.errors import (
     StageTimeoutError,
     retryable_kind,
 )
-from tasks.execution.pool import carry_out_on_pool
 from tasks.execution.resources import resource, stages_cancelled_on_interrupt
 from tasks.execution.stages import Arguments, Part, Reference, Stage
+from tasks.execution.work_pool import carry_out_on_pool
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 

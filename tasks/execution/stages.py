@@ -16,10 +16,10 @@ Reference = ArtifactRef | PolicyRef
 
 _MODULES: Mapping[str, str] = MappingProxyType(
     {
-        "collect rollouts": "tasks.rollouts.collect",
-        "score reward": "tasks.rewards.score",
-        "compute advantages": "tasks.advantages.compute",
-        "update policy": "tasks.update.policy",
+        "collect rollouts": "tasks.rollouts.collect_rollouts",
+        "score reward": "tasks.rewards.score_rewards",
+        "compute advantages": "tasks.advantages.compute_advantages",
+        "update policy": "tasks.update.update_policy",
     }
 )
 STAGES = tuple(_MODULES)

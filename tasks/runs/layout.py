@@ -7,6 +7,9 @@ policies/000001                                            what an update made; 
 evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
 evaluations_of/<prompts>/000001/...                        the same with other prompts or settings
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
+
+Beside them the storage keeps `quarantine/` (damaged files), `previous/` (results of an older configuration) and
+`.incoming/` (unfinished files): tasks/storage/filesystem/run_folder.py.
 """
 
 import re

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.checkout import CHECKOUT
-from tasks.execution.pool import WORKER_LABEL
+from tasks.execution.work_pool import WORKER_LABEL
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.server.grpo_ui import grpo_ui
 from tests.postgres_server import postgres_server

@@ -10,20 +10,20 @@ from configs.sections import ImageRolloutSection, LoraSection, PlacementSection,
 from configs.training import AdvantagesSection, UpdateSection
 from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.reward import Score, ScoringBatch
-from tasks.advantages.compute import compute_advantages_task
+from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
-from tasks.rewards.score import score_reward_task
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rewards.score_rewards import score_reward_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan, plan_round
 from tasks.runs.layout import SCORES_FILE
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.update.policy import update_policy_task
+from tasks.update.update_policy import update_policy_task
 from tests.tiny_policy import MODEL
 
 ROLLOUT = ImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)

@@ -4,8 +4,8 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.rewards.stored import refuse_lost_scores
-from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import replace_artifact
 from tests.tasks.storage.made_artifacts import FOLDER, commit
 
 TABLE = "iteration_000001/rewards/ssim"

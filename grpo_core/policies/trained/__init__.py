@@ -1,13 +1,13 @@
 """The trained part of a model, how it is saved, and its reference: LoRA, or full weights.
 
-choice   the settings that select what is trained
-model    the interface of a trained model, its reference and its moving average, gradient checkpointing
-kinds    full weights and adapters
-policy   the half of a policy that its trained model implements; 16-bit arithmetic over the weights
+choice         the settings that select what is trained
+model          the interface of a trained model, its reference and its moving average, gradient checkpointing
+lora_and_full  adapters and full weights
+policy         the half of a policy that its trained model implements; 16-bit arithmetic over the weights
 """
 
 from grpo_core.policies.trained.choice import LoraSettings, Reference, TrainingChoice
-from grpo_core.policies.trained.kinds import ADAPTER_FILE, WEIGHTS_FILE, FullModel, LoraModel, train_model
+from grpo_core.policies.trained.lora_and_full import ADAPTER_FILE, WEIGHTS_FILE, FullModel, LoraModel, train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.policy import TrainedPolicy, autocast, refuse_unscaled_float16
 

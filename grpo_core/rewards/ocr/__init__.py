@@ -1,5 +1,5 @@
 """Text in images.
 
 - ``text_accuracy``: the reward; ``quoted_text`` finds the wanted texts, ``text_match`` compares.
-- ``engine``: what an OCR engine does; ``rapid`` and ``tesseract`` are the two.
+- ``protocol``: what an OCR engine does; ``rapidocr_engine`` and ``tesseract_engine`` are the two.
 """

@@ -3,6 +3,6 @@
 reference   ArtifactRef and PolicyRef, which tasks pass to each other, and the manifest that makes a folder an artifact
 files       files of artifacts, verified; bounded copies of what was read from a bucket
 commit      writes artifacts
-replace     deletes files of an artifact under a tombstone
+tombstones  deletes files of an artifact under a tombstone
 store       reads and restores the artifacts of a run; opens them as a configuration says
 """

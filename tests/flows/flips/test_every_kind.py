@@ -12,8 +12,8 @@ from grpo_core.errors import InputError
 from tasks.execution.call import CALLS, StageCall, StageOutcome, code_of, leave_outcome, read_call, read_outcome
 from tasks.storage.artifacts.files import ReadCache
 from tasks.storage.artifacts.reference import StaleReferenceError
-from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore, described, use_store
+from tasks.storage.artifacts.tombstones import replace_artifact
 from tasks.storage.filesystem.files import dump_checked
 from tasks.storage.locks.run_lock import LOCK, locked
 from tasks.storage.prefect_results import FOLDER, StageRecords
@@ -23,7 +23,7 @@ from tests.flows.flips.conftest import SETTINGS, Evaluated
 FLIPS = 6
 DESCRIPTIONS = ("run.json", "config.yaml", "iteration_000001/metrics.parquet", "contact_sheet.png")
 SUFFIXES = {".parquet", ".safetensors", ".json", ".html", ".yaml"}
-ROOTS = ("tasks.update.policy:update_policy_task",)
+ROOTS = ("tasks.update.update_policy:update_policy_task",)
 
 
 @pytest.fixture

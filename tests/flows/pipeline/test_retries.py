@@ -16,7 +16,7 @@ from tasks.execution import stages
 from tasks.execution.caching import configured, retry_options, stage_task
 from tasks.execution.errors import LostStageError, RetriesExhaustedError, StageTimeoutError
 from tasks.execution.stages import Arguments, Part, Sharding
-from tasks.rollouts import collect as rollouts
+from tasks.rollouts import collect_rollouts as rollouts
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
 from tasks.storage.prefect_results import registered_records, use_records
@@ -126,7 +126,7 @@ class Sharded:
             return made(name)
 
         # A stage's key wants the code of a function of the project.
-        collect.__module__, collect.__qualname__ = "tasks.rollouts.collect", "collect_rollouts_task"
+        collect.__module__, collect.__qualname__ = "tasks.rollouts.collect_rollouts", "collect_rollouts_task"
         self.task = stage_task(
             "scripted parts",
             lambda inputs: {"name": inputs["name"]},

@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import FlowRun
 from flows.workers.worker import KIND, STAGES_QUEUE, needs_the_machine, register_stages
 from grpo_core.parity import ParityError
 from tasks.execution.errors import StageCancelledError
-from tasks.execution.pool import follow
 from tasks.execution.resources import StopSignals, resource, run_resources
+from tasks.execution.work_pool import follow
 from tasks.progress import listen
 from tests.flows.conftest import Heard, Runs
 

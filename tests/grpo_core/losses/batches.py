@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from grpo_core.losses import Denominators, LossInputs, LossSettings, TokenLoss, compute_policy_loss
+from grpo_core.losses import Denominators, LossInputs, LossSettings, TokenLoss, compute_microbatch_loss
 
 MAX_COMPLETION_LENGTH = 11
 
@@ -93,7 +93,7 @@ def loss_of(
         inputs.entropy_mask,
     )
     for part in split or [rows]:
-        loss, tokens = compute_policy_loss(select(whole, part), settings, denominators)
+        loss, tokens = compute_microbatch_loss(select(whole, part), settings, denominators)
         loss.backward()
         value += float(loss.detach())
         terms.append(tokens)

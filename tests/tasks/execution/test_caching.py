@@ -9,17 +9,17 @@ from configs.sections import ImageRolloutSection as Rollout
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection
 from configs.training import UpdateSection as Update
-from tasks.advantages.compute import compute_advantages_task
+from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import StageKey
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
-from tasks.rewards.score import score_reward_task
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rewards.score_rewards import score_reward_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import plan_round
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.update.policy import update_policy_task
+from tasks.update.update_policy import update_policy_task
 
 PROMPTS = tuple(
     DrawnPrompt("default", Prompt(f"id{place}", f"a {colour} circle", {"colour": colour}), None)

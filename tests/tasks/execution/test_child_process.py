@@ -24,7 +24,7 @@ from tasks.execution.child_process import ChildProcess, ChildProcesses
 from tasks.execution.errors import LostStageError, RemoteStageError, StageCancelledError, StageTimeoutError
 from tasks.execution.stages import stage_named
 from tasks.progress import listen
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore

@@ -12,8 +12,8 @@ from configs.sections import PlacementSection, ShardedStagePlacement
 from grpo_core.errors import FailedSamplesError
 from tasks.execution.dispatch import run_in_shards
 from tasks.execution.stages import Part, clear_shards, stage_named
-from tasks.rewards.score import score_reward_task
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rewards.score_rewards import score_reward_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef

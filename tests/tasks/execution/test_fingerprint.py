@@ -98,7 +98,7 @@ STAGE_ROOTS = {
 @pytest.mark.parametrize(
     ("file", "definition", "changed"),
     [
-        ("grpo_core/losses/registry.py", "def clipped", {"update policy"}),
+        ("grpo_core/losses/policy_loss.py", "def clipped", {"update policy"}),
         ("grpo_core/rewards/similarity/pixels.py", "class SsimReward", {"score ssim"}),
         ("grpo_core/rewards/image_statistics/statistics.py", "class JpegReward", {"score jpeg"}),
         ("grpo_core/collect.py", "def collect_rollouts", {"collect rollouts"}),

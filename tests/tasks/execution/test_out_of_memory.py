@@ -15,9 +15,9 @@ from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import listen
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.update.policy import update_policy_task
+from tasks.update.update_policy import update_policy_task
 from tests.progress import ProgressLog
 from tests.tasks.execution.test_dispatch import rollout_arguments
 from tests.tasks.update.update_jobs import IMAGES, UPDATE, advantages_of, job_of, largest_difference

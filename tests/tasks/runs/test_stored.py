@@ -7,8 +7,8 @@ import pytest
 from grpo_core.errors import InputError, InputErrors
 from tasks.runs.lookup import spans
 from tasks.runs.stored import STORED, choose_policy, first_iteration, read_iterations, read_policy, read_range
-from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.artifacts.tombstones import replace_artifact
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run
 
 BASE = "base" * 16

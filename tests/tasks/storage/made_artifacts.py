@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.replace import replace_artifact
 from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.tombstones import replace_artifact
 
 FOLDER = "iteration_000001/rollouts"
 MANIFEST = f"{FOLDER}.manifest.json"

@@ -16,7 +16,7 @@ from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.job import refuse_unusable_placement
-from tasks.update.policy import update_policy_task
+from tasks.update.update_policy import update_policy_task
 from tests.progress import ProgressLog
 from tests.tasks.update.update_jobs import (
     ADVANTAGE_OF,

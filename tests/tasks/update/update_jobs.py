@@ -17,7 +17,7 @@ from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.child_main import OUTCOME, Answers
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
-from tasks.rollouts.collect import collect_rollouts_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described

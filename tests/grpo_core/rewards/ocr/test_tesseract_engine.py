@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr import tesseract
-from grpo_core.rewards.ocr.engine import ReadingError
-from grpo_core.rewards.ocr.tesseract import TesseractEngine
+from grpo_core.rewards.ocr.protocol import ReadingError
+from grpo_core.rewards.ocr.tesseract_engine import TesseractEngine
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, draw
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.engine import Line, ReadingError, in_reading_order
+from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order
 
 TIMEOUT_SECONDS = 60
 """After which an image is given up; Tesseract takes about a tenth of a second for one."""

@@ -9,8 +9,8 @@ import yaml
 from trl import GRPOConfig
 
 import configs
-from configs.keys import OTHER_MEANING, TRL_NAMES
 from configs.loader import read_config
+from configs.unknown_keys import OTHER_MEANING, TRL_NAMES
 from grpo_core.errors import InputError, InputErrors
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"

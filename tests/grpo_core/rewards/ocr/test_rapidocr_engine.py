@@ -9,9 +9,8 @@ import rapidocr
 from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr import rapid
-from grpo_core.rewards.ocr.engine import ReadingError
-from grpo_core.rewards.ocr.rapid import MODELS, RapidEngine, reads_both_ways
+from grpo_core.rewards.ocr.protocol import ReadingError
+from grpo_core.rewards.ocr.rapidocr_engine import MODELS, RapidEngine, reads_both_ways
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.ocr.lettering import LATIN, draw
 

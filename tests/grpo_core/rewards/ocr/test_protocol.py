@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_core.rewards.ocr.engine import Line, in_reading_order
+from grpo_core.rewards.ocr.protocol import Line, in_reading_order
 
 
 def line(text: str, left: float, top: float, height: float = 10) -> Line:

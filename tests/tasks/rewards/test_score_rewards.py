@@ -16,10 +16,10 @@ from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import AdvantagesSection
 from grpo_core.errors import FailedSamplesError, InputError
-from tasks.advantages.compute import compute_advantages_task
+from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
-from tasks.rewards.score import score_reward_task
+from tasks.rewards.score_rewards import score_reward_task
 from tasks.rewards.stored import choose_scores, provenance_json
 from tasks.runs.layout import SCORES_FILE
 from tasks.runs.records import SamplingRound

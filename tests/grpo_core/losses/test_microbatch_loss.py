@@ -1,0 +1,358 @@
+"""The composed loss: by hand, over any split into microbatches, and blind to what is masked."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo_core.losses import (
+    LOSSES,
+    Denominators,
+    LossInputs,
+    LossSettings,
+    MismatchSettings,
+    PolicyTerm,
+    TermInputs,
+    compute_microbatch_loss,
+    count_clipped,
+    overlong_mask,
+)
+from tests.grpo_core.losses.batches import Loss, count, loss_of, random_inputs
+
+RATIOS = st.floats(0.05, 5.0)
+ADVANTAGES = st.floats(-3.0, 3.0)
+LOW_CLIPS = st.floats(0.01, 0.9)
+HIGH_CLIPS = st.floats(0.01, 1.5)
+ONE = Denominators(1, 1, 1, 1, 1, 1)
+
+
+def inputs_of(log_ratio: Tensor, advantages: Tensor, old: float = 0.0, weights: Tensor | None = None) -> TermInputs:
+    mask = torch.ones_like(log_ratio).bool()
+    return TermInputs(old + log_ratio, log_ratio, log_ratio.exp(), advantages, mask, weights, ONE)
+
+
+def one_token(
+    settings: LossSettings, ratio: float, advantage: float, old: float = 0.0
+) -> tuple[float, float, PolicyTerm]:
+    """The policy term of one token, its derivative by the log-prob, and the term with its flags."""
+    log_ratio = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    term = LOSSES[settings.loss].term(inputs_of(log_ratio, one(advantage), old), settings)
+    assert isinstance(term, PolicyTerm)
+    term.values.sum().backward()
+    assert log_ratio.grad is not None
+    return float(term.values.detach()), float(log_ratio.grad), term
+
+
+def one(advantage: float) -> Tensor:
+    return torch.tensor([advantage], dtype=torch.float64)
+
+
+def clipped(
+    ratio: float, advantage: float, *, low: float = 0.2, high: float = 0.28, delta: float | None = None
+) -> tuple[float, float, PolicyTerm]:
+    return one_token(LossSettings(clip_range=low, clip_range_high=high, delta=delta), ratio, advantage)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope", "flags"),
+    [
+        # -min(r A, clip(r) A) with clip to [0.8, 1.28]; the slope is -r A unless the clipped branch is taken.
+        (1.0, 2.0, -2.0, -2.0, (False, False)),
+        (1.0, -2.0, 2.0, 2.0, (False, False)),
+        (1.2, 2.0, -2.4, -2.4, (False, False)),
+        (1.5, 2.0, -2.56, 0.0, (False, True)),
+        (1.5, -2.0, 3.0, 3.0, (False, False)),
+        (0.5, 2.0, -1.0, -1.0, (False, False)),
+        (0.5, -2.0, 1.6, 0.0, (True, False)),
+        (0.9, -2.0, 1.8, 1.8, (False, False)),
+        (3.0, 0.0, 0.0, 0.0, (False, False)),
+    ],
+)
+def test_clipped_by_hand(ratio: float, advantage: float, value: float, slope: float, flags: tuple[bool, bool]) -> None:
+    *found, term = clipped(ratio, advantage)
+    assert found == pytest.approx([value, slope])
+    assert (term.clipped_low, term.clipped_high) == flags
+
+
+@given(RATIOS, ADVANTAGES, LOW_CLIPS, HIGH_CLIPS)
+def test_gradient_is_zero_exactly_where_a_flag_is_up(ratio: float, advantage: float, low: float, high: float) -> None:
+    met = math.exp(math.log(ratio))
+    # On a bound itself the slope is any number between those of its two sides.
+    assume(met not in (1 - low, 1 + high))
+    _, slope, term = clipped(ratio, advantage, low=low, high=high)
+    stopped = (advantage > 0 and met > 1 + high) or (advantage < 0 and met < 1 - low)
+    assert bool(term.clipped_low) or bool(term.clipped_high) if stopped else not (term.clipped_low or term.clipped_high)
+    assert slope == (0.0 if stopped else pytest.approx(-met * advantage))
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+PER_TOKEN = ("surrogate", "kl", "importance_ratio", "clipped_low", "clipped_high", "active")
+
+
+def everything(loss: str, estimator: Any = "k3") -> LossSettings:
+    """Every switch that the loss has."""
+    return LossSettings(
+        loss,
+        clip_range_high=0.28,
+        delta=1.5 if LOSSES[loss].clips else None,
+        ratio_cap=1.4,
+        kl_coef=0.1,
+        kl_estimator=estimator,
+        kl_importance_correction=True,
+        entropy_coef=0.05,
+        mismatch=MismatchSettings("truncate", "token", 1.5),
+        off_policy_threshold=0.2,
+    )
+
+
+def plain(loss: str = "grpo", **options: Any) -> LossSettings:
+    return LossSettings(loss, **{"kl_importance_correction": False} | options)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, rows: int = 6) -> list[list[int]]:
+    """The rows in any order, cut anywhere."""
+    order = draw(st.permutations(range(rows)))
+    cuts = sorted(draw(st.sets(st.integers(1, rows - 1))))
+    return [order[start:end] for start, end in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def by_hand() -> LossInputs:
+    """Row 1, A = 1: ratios 1.5 and .5. Row 2, A = -2: one token of ratio 1. k3 = .193147 for the first token alone."""
+    return LossInputs(
+        logprobs=torch.tensor([[0.3, 0.2], [0.5, 0.1]]).log(),
+        old_logprobs=torch.tensor([[0.2, 0.4], [0.5, 0.9]]).log(),
+        advantages=torch.tensor([1.0, -2.0]),
+        loss_mask=torch.tensor([[True, True], [True, False]]),
+        rollout_logprobs=torch.tensor([[0.1, 0.4], [1.0, 0.5]]).log(),
+        ref_logprobs=torch.tensor([[0.15, 0.2], [0.5, 0.7]]).log(),
+        entropy=torch.tensor([[1.0, 2.0], [4.0, 8.0]]),
+        entropy_mask=None,
+    )
+
+
+KL = 0.1 * 0.193147
+ROOT = math.sqrt(0.75)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # grpo: the first ratio is clipped at 1.2; KL on the first token.
+        (plain(kl_coef=0.1), ((-1.2 - 0.5 + KL) / 2 + 2) / 2),
+        (plain("bnpo", kl_coef=0.1), (-1.2 - 0.5 + KL + 2) / 3),
+        (plain("dr_grpo", kl_coef=0.1), (-1.2 - 0.5 + KL + 2) / (2 * 11)),
+        (plain("dapo", kl_coef=0.1), (-1.2 - 0.5 + KL + 2) / 3),
+        # k1 is ln 2, k2 is (ln 2)^2 / 2; the correction multiplies by the ratio 1.5, which no clip touches.
+        (plain(kl_coef=0.1, kl_estimator="k1"), ((-1.7 + 0.1 * 0.693147) / 2 + 2) / 2),
+        (plain(kl_coef=0.1, kl_estimator="k2"), ((-1.7 + 0.1 * 0.240227) / 2 + 2) / 2),
+        (plain(kl_coef=0.1, kl_importance_correction=True), ((-1.7 + 1.5 * KL) / 2 + 2) / 2),
+        # gspo: the row's ratio is sqrt(1.5 * .5), one term a row whatever its length; luspo counts it for each token.
+        (plain("gspo"), (-ROOT + 2) / 2),
+        (plain("luspo"), (-2 * ROOT + 2) / 2),
+        (LossSettings("dapo", "sequence"), (-2 * ROOT + 2) / 3),
+        # cispo: ratio times log-prob.
+        (plain("cispo", ratio_cap=1.4), (-1.4 * math.log(0.3) - 0.5 * math.log(0.2) + 2 * math.log(0.5)) / 3),
+        # The mean entropy of three tokens is 7 / 3, whatever the loss's reduction.
+        (plain("dapo", entropy_coef=0.3), (-1.7 + 2) / 3 - 0.3 * 7 / 3),
+        (plain("grpo", entropy_coef=0.3), (-0.85 + 2) / 2 - 0.3 * 7 / 3),
+        # Mismatch ratios 2, 1 and .5; truncated at 1.5, or masked beyond it.
+        (plain("dapo", mismatch=MismatchSettings("truncate", "token", 1.5)), (-1.2 * 1.5 - 0.5 + 2 * 0.5) / 3),
+        (plain("dapo", mismatch=MismatchSettings("mask", "token", 1.5)), (-0.5 + 2 * 0.5) / 3),
+        (plain("dapo", mismatch=MismatchSettings("truncate", "sequence", 1.5)), (-1.7 * 1.5 + 2 * 0.5) / 3),
+        # The second row's log-prob fell from ln 1 to ln .5, by .69 nats: out at .5, in at .7.
+        (plain("dapo", off_policy_threshold=0.5), -1.7 / 3),
+        (plain("dapo", off_policy_threshold=0.7), (-1.7 + 2) / 3),
+    ],
+)
+def test_loss_by_hand(settings: LossSettings, expected: float) -> None:
+    assert loss_of(by_hand(), settings).value == pytest.approx(expected, abs=1e-6)
+
+
+def test_terms_by_hand() -> None:
+    terms = loss_of(by_hand(), plain(kl_coef=0.1)).terms[0]
+    assert terms.importance_ratio.flatten().tolist() == pytest.approx([1.5, 0.5, 1.0, 0.0])
+    assert terms.surrogate.flatten().tolist() == pytest.approx([-1.2, -0.5, 2.0, 0.0])
+    assert terms.clipped_high.tolist() == [[True, False], [False, False]]
+    assert not terms.clipped_low.any()
+    inputs = replace(by_hand(), advantages=torch.tensor([-1.0, 1.0]))
+    terms = loss_of(inputs, plain(kl_coef=0.1)).terms[0]
+    assert terms.clipped_low.tolist() == [[False, True], [False, False]]
+    assert not terms.clipped_high.any()
+
+
+def test_clipped_rows_count_once_with_one_ratio_a_row() -> None:
+    """Row 1 has the ratio .866: below .9 and to become less likely, so clipped, once; as tokens, twice."""
+    inputs = replace(by_hand(), advantages=torch.tensor([-1.0, 1.0]))
+    terms = loss_of(inputs, plain("gspo", clip_range=0.1)).terms[0]
+    rows = count_clipped(terms, inputs.loss_mask, plain("gspo"))
+    tokens = count_clipped(terms, inputs.loss_mask, plain("grpo"))
+    assert (rows.low, rows.high, rows.counted) == (1, 0, 2)
+    assert (tokens.low, tokens.high, tokens.counted) == (2, 0, 3)
+
+
+def test_overlong_rows_stay_in_the_count_of_rows_and_leave_that_of_tokens() -> None:
+    inputs = by_hand()
+    inputs = replace(inputs, loss_mask=overlong_mask(inputs.loss_mask, torch.tensor([False, True])))
+    assert loss_of(inputs, plain("grpo")).value == pytest.approx(2 / 2)
+    assert loss_of(inputs, plain("dapo")).value == pytest.approx(2 / 1)
+
+
+def require_same(found: Loss, expected: Loss) -> None:
+    assert found.value == pytest.approx(expected.value, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(SEEDS, partitions(), st.sampled_from(["k1", "k2", "k3"]))
+def test_microbatches_add_up_to_the_minibatch(loss: str, seed: int, split: list[list[int]], estimator: Any) -> None:
+    """Any rows in any microbatch, every switch on, the minibatch a part of a larger rollout set."""
+    inputs, settings = random_inputs(seed), everything(loss, estimator)
+    denominators = count(inputs, rollout_rows=20, rollout_tokens=81)
+    require_same(loss_of(inputs, settings, denominators, split), loss_of(inputs, settings, denominators))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(SEEDS)
+def test_nothing_under_the_mask_is_seen(loss: str, seed: int) -> None:
+    """NaN and infinity there reach neither the loss, nor its gradient, nor its terms."""
+    inputs, settings = random_inputs(seed), everything(loss)
+    garbage = {
+        "logprobs": math.nan,
+        "old_logprobs": -math.inf,
+        "rollout_logprobs": math.nan,
+        "ref_logprobs": math.inf,
+        "entropy": math.nan,
+        "entropy_mask": True,
+    }
+    mask = inputs.loss_mask
+    changed = {name: torch.where(mask, getattr(inputs, name), value) for name, value in garbage.items()}
+    expected, found = loss_of(inputs, settings), loss_of(replace(inputs, **changed), settings, count(inputs))
+    assert found.value == expected.value
+    assert torch.equal(found.logprobs, expected.logprobs)
+    assert torch.equal(found.entropy, expected.entropy)
+    for name in PER_TOKEN:
+        values = getattr(found.terms[0], name)
+        assert torch.equal(values, getattr(expected.terms[0], name))
+        assert not values[~mask].any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_without_tokens_give_zero_and_no_nan(loss: str) -> None:
+    inputs = replace(random_inputs(1), loss_mask=torch.zeros(6, 7, dtype=torch.bool))
+    found = loss_of(inputs, everything(loss))
+    assert found.value == 0.0
+    assert not found.logprobs.any()
+    assert not found.entropy.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_only_log_probs_and_entropy_get_a_gradient(loss: str) -> None:
+    inputs = random_inputs(2)
+    constants = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs")
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in constants}
+    for name in ("logprobs", "entropy"):
+        leaves[name] = getattr(inputs, name).clone().requires_grad_()
+    value, _ = compute_microbatch_loss(replace(inputs, **leaves), everything(loss), count(inputs))
+    value.backward()
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == {"logprobs", "entropy"}
+
+
+def token_weights(loss: str, inputs: LossInputs, denominators: Denominators) -> torch.Tensor:
+    """What one token counts in the reduction of the loss."""
+    mask = inputs.loss_mask.double()
+    rows, tokens = denominators.rows, denominators.rollout_tokens * denominators.rows / denominators.rollout_rows
+    return {
+        "grpo": mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows,
+        "bnpo": mask / denominators.tokens,
+        "dr_grpo": mask / rows / denominators.max_completion_length,
+        "dapo": mask / tokens,
+        "cispo": mask / tokens,
+        "sapo": mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows,
+        "gspo": mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows,
+        "luspo": mask / rows,
+        "vespo": mask / tokens,
+    }[loss]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(SEEDS)
+def test_on_policy_gradient_is_the_policy_gradient(loss: str, seed: int) -> None:
+    """At ratio one the derivative by each log-prob is -A times the token's weight, and 0 where masked."""
+    inputs = random_inputs(seed)
+    inputs = replace(inputs, old_logprobs=inputs.logprobs, entropy_mask=None)
+    denominators = count(inputs, rollout_rows=18, rollout_tokens=70)
+    expected = -inputs.advantages.unsqueeze(-1) * token_weights(loss, inputs, denominators)
+    torch.testing.assert_close(loss_of(inputs, plain(loss), denominators).logprobs, expected)
+
+
+def test_drift_is_measured_against_the_old_policy_where_nothing_else_is_known() -> None:
+    """Row 2's log-prob is that of the old policy, so it stays; against the sampler's it had drifted."""
+    inputs = replace(by_hand(), rollout_logprobs=None)
+    assert loss_of(inputs, plain("dapo", off_policy_threshold=0.5)).value == pytest.approx((-1.7 + 2) / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"mismatch": MismatchSettings("mask")}, "rollout_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
+    ],
+)
+def test_a_term_without_its_input_is_refused(options: dict[str, Any], missing: str) -> None:
+    inputs = replace(by_hand(), **{missing: None})
+    with pytest.raises(ValueError, match=missing):
+        compute_microbatch_loss(inputs, plain(**options), count(inputs))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("distance", "advantage"), [(200.0, -1.0), (200.0, 1.0), (-200.0, 1.0)])
+def test_one_token_far_away_leaves_a_finite_loss_and_gradient(loss: str, distance: float, advantage: float) -> None:
+    """exp(200) overflows fp32: its log-ratio is clamped, and counted once per token, or per token of its row."""
+    logprobs = torch.tensor([[-1.0, -1.0]])
+    old = torch.tensor([[-1.0 - 4 * distance, -1.0]])
+    inputs = LossInputs(logprobs, old, torch.tensor([advantage]), torch.ones(1, 2).bool(), ref_logprobs=old + distance)
+    found = loss_of(inputs, LossSettings(loss, kl_coef=0.1))
+    assert math.isfinite(found.value)
+    assert found.logprobs.isfinite().all()
+    assert int(found.terms[0].log_ratio_clamped.sum()) == (2 if plain(loss).level == "sequence" else 1)
+    assert not loss_of(random_inputs(6), plain(loss)).terms[0].log_ratio_clamped.any()
+
+
+def reinforce(inputs: TermInputs, settings: LossSettings) -> torch.Tensor:
+    return -inputs.advantages.unsqueeze(-1) * inputs.logprobs
+
+
+def reinforce_over_tokens(inputs: TermInputs, settings: LossSettings) -> torch.Tensor:
+    return (reinforce(inputs, settings) * inputs.loss_mask).sum() / inputs.denominators.tokens
+
+
+@pytest.mark.parametrize("function", [reinforce, reinforce_over_tokens])
+def test_a_loss_of_the_users(function: Any) -> None:
+    """Named by its import path: per token it is averaged over rows as grpo is, a scalar is taken as it is."""
+    inputs = replace(random_inputs(3), entropy_mask=None)
+    per_token = -inputs.advantages.unsqueeze(-1) * torch.where(inputs.loss_mask, inputs.logprobs, 0.0)
+    expected = {
+        "reinforce": per_token.sum(-1) / inputs.loss_mask.sum(-1).clamp(min=1) / 6,
+        "reinforce_over_tokens": per_token / inputs.loss_mask.sum(),
+    }[function.__name__]
+    settings = plain(f"{__name__}:{function.__name__}")
+    found = loss_of(inputs, settings, count(inputs), split=[[4], [0, 5, 2], [1, 3]])
+    assert found.value == pytest.approx(float(expected.sum()))
+    assert sum(float(terms.policy_loss) for terms in found.terms) == pytest.approx(found.value)
+    with_kl = replace(settings, kl_coef=0.1)
+    kl = loss_of(inputs, replace(settings, loss="grpo", kl_coef=0.1)).value - loss_of(inputs, plain("grpo")).value
+    assert loss_of(inputs, with_kl).value == pytest.approx(float(expected.sum()) + kl)
+
+
+def test_the_policy_loss_is_the_loss_without_kl_and_bonus() -> None:
+    settings = plain("dapo", kl_coef=0.1, entropy_coef=0.3)
+    terms = loss_of(by_hand(), settings).terms[0]
+    assert float(terms.policy_loss) == pytest.approx((-1.2 - 0.5 + 2) / 3)
