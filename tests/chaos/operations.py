@@ -36,7 +36,7 @@ class Operation:
 
     Attributes:
         name: kind and the project's functions that called it, innermost first, such as
-            `rename: files.py:write_file_atomically < store.py:write_manifest < store.py:commit`; or a part of that.
+            `rename: files.py:write_file_atomically < commit.py:write_manifest < commit.py:commit`; or a part of that.
         number: which of the operations whose name contains this, from 1.
     """
 

@@ -18,7 +18,7 @@ from flows.replay.plan import plan_replay
 from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analysis import analyse_rewards
-from tasks.rewards import score as score_reward
+from tasks.rewards import score_rewards
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.flows.replay.replays import request_replay, run_replay
 
@@ -62,7 +62,7 @@ def scoring(heard: Heard) -> list[str]:
 
 
 def test_other_weights_cost_no_scoring_and_give_the_definition(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_reward, "score_rows", None)
+    monkeypatch.setattr(score_rewards, "score_rows", None)
     before = content(finished)
     summary, heard = scored_again(finished, {**SSIM, "weight": 0.2}, {**PSNR, "weight": 0.8})
     assert content(finished) == before
