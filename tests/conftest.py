@@ -1,6 +1,7 @@
 """What every test runs under, and the shipped model loaded once."""
 
 import os
+from typing import TYPE_CHECKING
 
 from jaxtyping import install_import_hook
 
@@ -19,27 +20,35 @@ install_import_hook(
 )
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from diffusers import GlmImagePipeline  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from grpo_core.policies.glm_image.loading import load_pipeline  # noqa: E402
-from tests.tiny_policy import MODEL  # noqa: E402
+if TYPE_CHECKING:
+    from diffusers import GlmImagePipeline
 
-torch.set_num_threads(1)
 # The same examples on every machine, and no deadline: a shared core has slow moments.
 settings.register_profile("project", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("project")
 
 
 @pytest.fixture(scope="session")
-def shipped_pipeline() -> GlmImagePipeline:
+def shipped_pipeline() -> "GlmImagePipeline":
     """The tiny GLM-Image of data/models; never changed: `build_policy` copies what it trains."""
+    import torch
+
+    from grpo_core.policies.glm_image.loading import load_pipeline
+    from tests.tiny_policy import MODEL
+
     return load_pipeline(str(MODEL), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts a PostgreSQL server, directly or through another fixture."""
+    """Mark what starts a PostgreSQL server, directly or through another fixture.
+
+    torch is imported here because the process that hands the tests out never comes here, and so starts at once.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     for item in items:
         if "postgres" in getattr(item, "fixturenames", ()):
             item.add_marker("postgresql")

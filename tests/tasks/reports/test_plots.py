@@ -62,6 +62,7 @@ def test_a_rescoring_counts_as_numpy_does() -> None:
     )
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_only_where_something_is_plotted() -> None:
     modules = "flows.command_line.main, flows.training.train, flows.inspection.inspect_run, flows.rescoring.rescore"
     command = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
