@@ -10,7 +10,9 @@ names their modules as further roots. The versions of libraries are recorded wit
 """
 
 import ast
+import copy
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +54,9 @@ _LIBRARIES = (
 )
 """Libraries that compute."""
 
+_PARSING = threading.Lock()
+"""Python 3.11 raises SystemError in one of two threads that build syntax trees at once."""
+
 
 @dataclass(frozen=True)
 class ModuleSource:
@@ -80,14 +85,17 @@ def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
         ValueError: there is no such module or name.
     """
     digest = hashlib.sha256()
-    for (module, name), text in sorted(_reached(tuple(roots), checkout).items()):
+    with _PARSING:
+        reached = _reached(tuple(roots), checkout)
+    for (module, name), text in sorted(reached.items()):
         digest.update(f"{module}:{name}\n{text}\n".encode())
     return digest.hexdigest()
 
 
 def reached_symbols(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[Symbol]:
     """Return the module and name of all that a fingerprint covers; an empty name for a module's bare statements."""
-    return frozenset(_reached(tuple(roots), checkout))
+    with _PARSING:
+        return frozenset(_reached(tuple(roots), checkout))
 
 
 @lru_cache(maxsize=64)
@@ -236,8 +244,7 @@ def _is_text(statement: ast.stmt) -> bool:
 def _without_decorators(statement: ast.stmt) -> ast.stmt:
     if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return statement
-    copied = ast.parse(ast.unparse(statement)).body[0]
-    assert isinstance(copied, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    copied = copy.copy(statement)
     copied.decorator_list = []
     return copied
 
@@ -249,8 +256,7 @@ class _DropText(ast.NodeTransformer):
 
 def _without_docstrings(statement: ast.stmt) -> ast.stmt:
     """Copy a statement without docstrings; a body that was only a docstring becomes empty."""
-    copied = ast.parse(ast.unparse(statement)).body[0]
-    return ast.fix_missing_locations(_DropText().visit(copied))  # type: ignore[no-any-return]
+    return _DropText().visit(copy.deepcopy(statement))  # type: ignore[no-any-return]
 
 
 def library_versions() -> dict[str, str]:

@@ -1,8 +1,11 @@
 """A fingerprint sees the code that a stage runs: every part that it executes, and no other."""
 
+import gc
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,6 +16,7 @@ import pytest
 from configs.scoring import RewardSection
 from configs.training import AdvantagesSection
 from tasks.checkout import CHECKOUT
+from tasks.execution import fingerprint
 from tasks.execution.fingerprint import PACKAGES, Symbol, code_fingerprint, reached_symbols
 from tasks.execution.stages import STAGES, stage_named
 from tasks.runs.records import SamplingRound
@@ -177,3 +181,24 @@ def test_everything_that_a_stage_runs_is_in_its_fingerprint(store: ArtifactStore
         "update policy", "update policy", base(), (rollouts,), advantages, SPEC, settings, 1, 0, "i", PLACEMENT
     )
     assert policy.version == 1
+
+
+def _let_others_run(*_: object) -> None:
+    time.sleep(0)
+
+
+def test_stages_that_start_at_once_fingerprint_the_same() -> None:
+    """Python 3.11 raises SystemError where two threads build syntax trees and one of them collects garbage."""
+    roots = [("tasks.rewards.score_rewards",), ("tasks.update.update_policy",), ("tasks.rollouts.collect_rollouts",)]
+    expected = [code_fingerprint(each) for each in roots]
+    fingerprint._reached.cache_clear()
+    fingerprint._source.cache_clear()
+    interval = sys.getswitchinterval()
+    gc.callbacks.append(_let_others_run)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(roots)) as threads:
+            assert list(threads.map(code_fingerprint, roots)) == expected
+    finally:
+        sys.setswitchinterval(interval)
+        gc.callbacks.remove(_let_others_run)
