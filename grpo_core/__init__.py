@@ -12,5 +12,8 @@ losses/      log-probs and advantages -> the loss, for every loss in the registr
 parity       the gate before the first optimizer step: stored against recomputed log-probs
 update/      one policy update over stored rollouts, on one process or several
 optimizer/   AdamW, its schedule, and their state without pickle
+settings     the ranges and choices of settings, checked from their annotations
 errors       wrong input, and numbers that are not finite
+
+user_functions loads a user's reward or loss by import path; digests gives the sha256 of files.
 """
