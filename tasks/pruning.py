@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from tasks.execution.call import CALLS
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
+from tasks.storage.artifacts.run_folder import REASON_FILE
 from tasks.storage.artifacts.store import (
     INCOMING,
     MANIFEST_ENDING,
@@ -29,7 +30,6 @@ from tasks.storage.artifacts.store import (
 )
 from tasks.storage.artifacts.tombstones import is_half_pruned, replace_artifact
 from tasks.storage.filesystem.files import is_local, locked_file
-from tasks.storage.filesystem.run_folder import REASON_FILE
 from tasks.storage.tables.parquet import DIGESTS
 
 IMAGE = "image"

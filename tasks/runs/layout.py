@@ -9,7 +9,7 @@ evaluations_of/<prompts>/000001/...                        the same with other p
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
 
 Beside them the storage keeps `quarantine/` (damaged files), `previous/` (results of an older configuration) and
-`.incoming/` (unfinished files): tasks/storage/filesystem/run_folder.py.
+`.incoming/` (unfinished files): tasks/storage/artifacts/run_folder.py.
 """
 
 import re

@@ -10,6 +10,7 @@ from tasks.storage.artifacts.reference import (
     StaleReferenceError,
     read_manifest,
 )
+from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import (
     files_below,
@@ -20,7 +21,6 @@ from tasks.storage.filesystem.files import (
     settle_folder,
     write_file_atomically,
 )
-from tasks.storage.filesystem.run_folder import RunFolder
 
 _REPLACED = "another result of the same stage took its place"
 _CUT_SHORT = "a file is missing or changed, or its writing was cut short"

@@ -17,10 +17,10 @@ from tasks.progress import log
 from tasks.storage.artifacts.commit import ArtifactWriter
 from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError
+from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE, RunFolder
 from tasks.storage.artifacts.tombstones import LINEAGE, pruned_error, restored_tombstone
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import is_local, load_checked, move_folder, settle_folder
-from tasks.storage.filesystem.run_folder import INCOMING, PREVIOUS, QUARANTINE, RunFolder
 
 if TYPE_CHECKING:
     from configs.sections import StorageSection

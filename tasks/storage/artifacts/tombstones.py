@@ -17,9 +17,9 @@ from tasks.storage.artifacts.reference import (
     StaleReferenceError,
     read_manifest,
 )
+from tasks.storage.artifacts.run_folder import PREVIOUS
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import files_below, hashes_of, is_local, settle_folder
-from tasks.storage.filesystem.run_folder import PREVIOUS
 
 LINEAGE = "lineage"
 _COPIES = ".pruned"

@@ -1,7 +1,6 @@
 """Files on a disk or in a bucket: complete or absent, with clear messages when storage fails.
 
 roots       opens any fsspec URL as the root of all runs
-run_folder  one run's paths, small files, staging, commit lock, `quarantine/` and `previous/`
 files       fsync, rename, sha256, locked staging folders, small JSON documents with a checksum
 failures    a full disk or a refusing bucket as one error
 """
