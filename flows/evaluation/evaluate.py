@@ -15,7 +15,7 @@ from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import GUARDRAILS, REWARDS
 from tasks.runs.records import SamplingRound, StoredEvaluation
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.locks.run_lock import locked
+from tasks.storage.run_lock import locked
 
 
 class RewardMetrics(BaseModel):

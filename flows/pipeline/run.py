@@ -34,7 +34,7 @@ from tasks.runs.lookup import require_schema, write_description
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import LINEAGE
-from tasks.storage.locks.run_lock import RunLock, locked
+from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 

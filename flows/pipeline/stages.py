@@ -31,8 +31,8 @@ from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, use_store
-from tasks.storage.locks.run_lock import RunLock, current_lock, use_lock
 from tasks.storage.prefect_results import registered_records, use_records
+from tasks.storage.run_lock import RunLock, current_lock, use_lock
 from tasks.update.update_policy import update_policy_task
 
 P = ParamSpec("P")

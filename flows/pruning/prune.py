@@ -15,7 +15,7 @@ from tasks.runs.lookup import find_run
 from tasks.runs.stored import stored_config
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.locks.run_lock import LOCK, RunLock, locked
+from tasks.storage.run_lock import LOCK, RunLock, locked
 
 
 class Deleted(BaseModel):

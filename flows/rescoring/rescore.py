@@ -44,7 +44,7 @@ from tasks.runs.layout import (
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.locks.run_lock import locked
+from tasks.storage.run_lock import locked
 
 
 class RescoreSummary(BaseModel):

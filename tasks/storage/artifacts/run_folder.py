@@ -22,8 +22,8 @@ from tasks.storage.filesystem.files import (
     temporary_folder,
     write_file_atomically,
 )
+from tasks.storage.filesystem.lease import Lease, this_process, wait_for_lease
 from tasks.storage.filesystem.roots import open_root, probe_filesystem
-from tasks.storage.locks.lease import Lease, this_process, wait_for_lease
 
 QUARANTINE, PREVIOUS = "quarantine", "previous"
 """Folders for damaged files, and for results of an older configuration."""

@@ -19,7 +19,7 @@ from flows.pipeline.requests import EvaluateRequest
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked, load_checked
-from tasks.storage.locks.run_lock import locked
+from tasks.storage.run_lock import locked
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start, flip, heard_of, refused, sha256_of
 
 SMALL_TEXT = {

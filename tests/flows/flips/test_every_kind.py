@@ -15,8 +15,8 @@ from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore, described, use_store
 from tasks.storage.artifacts.tombstones import replace_artifact
 from tasks.storage.filesystem.files import dump_checked
-from tasks.storage.locks.run_lock import LOCK, locked
 from tasks.storage.prefect_results import FOLDER, StageRecords
+from tasks.storage.run_lock import LOCK, locked
 from tests.flows.conftest import Runs, flip
 from tests.flows.flips.conftest import SETTINGS, Evaluated
 

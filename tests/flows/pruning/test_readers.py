@@ -26,7 +26,7 @@ from flows.rescoring.rescore import rescore
 from flows.rewards.analysis import analyse_rewards
 from flows.training.train import train
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.locks.run_lock import locked
+from tasks.storage.run_lock import locked
 from tests.flows.conftest import Runs, Start, refused
 from tests.flows.deployment.deployed import deployed, make_pool, on_the_server
 from tests.flows.pruning.conftest import EVALUATED, RUN, again, contents, deleted, kept, pruned, tree

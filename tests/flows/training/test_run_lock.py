@@ -19,7 +19,7 @@ from flows.training import train as training
 from grpo_core.errors import InputError
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.locks.run_lock import LockLostError, locked
+from tasks.storage.run_lock import LockLostError, locked
 from tests.flows.conftest import TINY, Runs, Start, printed_summary, training_process
 from tests.flows.rescoring.test_rescore import JPEG, SSIM, scored_again
 

@@ -13,15 +13,15 @@ import pytest
 from grpo_core.errors import InputError
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.locks.run_lock import RunLock, locked
+from tasks.storage.run_lock import RunLock, locked
 from tests.progress import ProgressLog
 from tests.tasks.storage.made_artifacts import REPOSITORY, root_url
 
 # Locks a run and obeys one word a line; answers with a line each.
 HOLDER = """
 import os, subprocess, sys, time
-from tasks.storage.locks import lease
-from tasks.storage.locks.run_lock import locked
+from tasks.storage.filesystem import lease
+from tasks.storage.run_lock import locked
 from tasks.storage.artifacts.store import ArtifactStore
 lease.RENEWAL_SECONDS, lease.LEASE_SECONDS = 0.2, 600.0
 with locked(ArtifactStore(sys.argv[1], "run"), setting="run.name", value="run") as lock:

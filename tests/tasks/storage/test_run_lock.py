@@ -17,9 +17,9 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.locks import lease
-from tasks.storage.locks.lease import Lease, read_holder, take_lease, this_process
-from tasks.storage.locks.run_lock import LOCK, LockLostError
+from tasks.storage.filesystem import lease
+from tasks.storage.filesystem.lease import Lease, read_holder, take_lease, this_process
+from tasks.storage.run_lock import LOCK, LockLostError
 from tests.tasks.storage import lock_holders
 from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal
 from tests.tasks.storage.made_artifacts import another

@@ -17,7 +17,7 @@ from tasks.progress import log
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors, translate_storage_errors
 from tasks.storage.filesystem.files import is_local
-from tasks.storage.locks.lease import Lease, holder_name, read_holder, take_lease, this_process
+from tasks.storage.filesystem.lease import Lease, holder_name, read_holder, take_lease, this_process
 
 LOCK = ".lock"
 _HELD: set[int] = set()
