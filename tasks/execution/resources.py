@@ -5,6 +5,7 @@ Stop signals end the threads that wait for stages on pools, which no signal of t
 """
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ class Closable(Protocol):
 
 
 R = TypeVar("R")
+_AFTER_IMPORT = 0.05
+"""Seconds after which a signal that came while the import lock was held is sent again."""
 
 
 class _Resources:
@@ -106,22 +109,35 @@ def stages_cancelled_on_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stages_cancelled_on_signal() -> Iterator[None]:
-    """Cancel every stage that is waited for at the first SIGINT.
+    """Cancel every stage that is waited for at the first SIGINT, and let no signal's exception end an import.
 
-    asyncio raises nothing at the first one: it cancels a coroutine, which may be waiting for a stage.
+    asyncio raises nothing at the first SIGINT: it cancels a coroutine, which may be waiting for a stage. Prefect's
+    handler of SIGTERM raises at once; in the middle of an import that would leave Python's import lock taken, and
+    every other thread would wait for it for ever.
     """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     stop = resource(StopSignals)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def cancel(number: int, frame: FrameType | None) -> None:
-        stop.cancelled.set()
-        previous(number, frame)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            stop.cancelled.set()
+        if _holds_import_lock(frame):
+            threading.Timer(_AFTER_IMPORT, os.kill, (os.getpid(), number)).start()
+        elif callable(handler := previous[signal.Signals(number)]):
+            handler(number, frame)
 
-    signal.signal(signal.SIGINT, cancel)
+    changed = [number for number, handler in previous.items() if callable(handler)]
+    for number in changed:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number in changed:
+            signal.signal(number, previous[number])
+
+
+def _holds_import_lock(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"

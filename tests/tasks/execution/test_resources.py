@@ -1,9 +1,17 @@
 """What a run keeps between stages: one object per kind and run, closed at the end, seen by the run's threads."""
 
+import _imp
 import contextvars
+import importlib
+import os
+import signal
 import threading
+import time
+from collections.abc import Iterator
 
-from tasks.execution.resources import resource, run_resources
+import pytest
+
+from tasks.execution.resources import resource, run_resources, stages_cancelled_on_signal
 
 
 class Kept:
@@ -35,3 +43,44 @@ def test_threads_that_copy_the_context_share_it() -> None:
             thread.start()
             thread.join()
         assert found == [resource(Kept)] * 4
+
+
+class StoppedError(Exception):
+    pass
+
+
+def _stop(number: int, frame: object) -> None:
+    raise StoppedError
+
+
+@pytest.fixture
+def stopped_by_sigterm() -> Iterator[None]:
+    previous = signal.signal(signal.SIGTERM, _stop)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+def _signal_while_main_waits_to_import() -> None:
+    _imp.acquire_lock()
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    _imp.release_lock()
+
+
+def _import_and_wait() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module_at_all")
+    time.sleep(5)
+
+
+@pytest.mark.usefixtures("stopped_by_sigterm")
+def test_a_signal_during_an_import_leaves_the_import_lock_free() -> None:
+    other = threading.Thread(target=_signal_while_main_waits_to_import)
+    with run_resources(), stages_cancelled_on_signal():
+        other.start()
+        time.sleep(0.1)
+        with pytest.raises(StoppedError):
+            _import_and_wait()
+    other.join()
+    assert not _imp.lock_held()
