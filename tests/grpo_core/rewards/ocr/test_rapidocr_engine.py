@@ -9,6 +9,7 @@ import rapidocr
 from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.ocr import rapidocr_engine
 from grpo_core.rewards.ocr.protocol import ReadingError
 from grpo_core.rewards.ocr.rapidocr_engine import MODELS, RapidEngine, reads_both_ways
 from tests.grpo_core.rewards.conftest import flat
@@ -105,15 +106,15 @@ def test_missing_and_changed_models_are_found(
 ) -> None:
     class Entry:
         name = MODELS["detection"]
-        hash = next(e for e in rapid.metadata.files("rapidocr") or () if e.name == MODELS["detection"]).hash
+        hash = next(e for e in rapidocr_engine.metadata.files("rapidocr") or () if e.name == MODELS["detection"]).hash
 
         def locate(self) -> Path:
             return tmp_path / self.name
 
     if change == "spoil":
         (tmp_path / Entry.name).write_bytes(b"half a model")
-    monkeypatch.setattr(rapid.metadata, "files", lambda name: [Entry()])
-    rapid._find_model_file.cache_clear()
+    monkeypatch.setattr(rapidocr_engine.metadata, "files", lambda name: [Entry()])
+    rapidocr_engine._find_model_file.cache_clear()
     (found,) = ENGINE.find_problems()
     assert problem in found
     with pytest.raises(InputError, match=problem):

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from grpo_core.errors import InputError
+from grpo_core.rewards.ocr import tesseract_engine
 from grpo_core.rewards.ocr.protocol import ReadingError
 from grpo_core.rewards.ocr.tesseract_engine import TesseractEngine
 from tests.grpo_core.rewards.conftest import flat
@@ -18,7 +19,7 @@ installed = pytest.mark.skipif(shutil.which("tesseract") is None, reason="no Tes
 
 @pytest.fixture(autouse=True)
 def _ask_again() -> Iterator[None]:
-    asked = (tesseract._ask_version, tesseract._ask_languages)
+    asked = (tesseract_engine._ask_version, tesseract_engine._ask_languages)
     for ask in asked:
         ask.cache_clear()
     yield
@@ -92,7 +93,7 @@ def test_a_missing_program_is_named_with_its_package(tmp_path: Path, monkeypatch
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tesseract, "find_spec", lambda name: None)
+    monkeypatch.setattr(tesseract_engine, "find_spec", lambda name: None)
     assert any("grpo-staged[tesseract]" in problem for problem in ENGLISH.find_problems())
     monkeypatch.setitem(sys.modules, "pytesseract", None)
     with pytest.raises(InputError, match=r"grpo-staged\[tesseract\]"):
@@ -106,7 +107,7 @@ def test_a_breakdown_and_a_delay_are_named(fake_program: Path, monkeypatch: pyte
     fake_program.write_text(answer + "echo no memory >&2\nexit 1\n")
     with pytest.raises(ReadingError, match=r"tesseract broke down over it.*no memory"):
         ENGLISH.read(flat(255))
-    monkeypatch.setattr(tesseract, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(tesseract_engine, "TIMEOUT_SECONDS", 0.2)
     fake_program.write_text(answer + "exec sleep 5\n")
     with pytest.raises(ReadingError, match="timeout"):
         ENGLISH.read(flat(255))
