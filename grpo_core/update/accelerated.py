@@ -147,7 +147,7 @@ def in_buckets(tensors: Sequence[Tensor], elements: int = BUCKET_ELEMENTS) -> It
         yield bucket
 
 
-def _checksum(values: Tensor) -> Float[Tensor, "sums"]:
+def _checksum(values: Tensor) -> Float[Tensor, " sums"]:
     """Return sums that change with any value and with the order of the values."""
     sums = torch.zeros(3, dtype=torch.float64, device=values.device)
     places = torch.arange(1, min(values.numel(), CHECKED_AT_ONCE) + 1, device=values.device).double().sqrt()
