@@ -17,17 +17,9 @@ import pyarrow.parquet as pq
 
 from tasks.execution.call import CALLS
 from tasks.runs.reader import RunReader
-from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
-from tasks.storage.artifacts.run_folder import REASON_FILE
-from tasks.storage.artifacts.store import (
-    INCOMING,
-    MANIFEST_ENDING,
-    PREVIOUS,
-    QUARANTINE,
-    RUN_FILE,
-    ArtifactStore,
-    lineage_of,
-)
+from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError
+from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE, REASON_FILE
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, lineage_of
 from tasks.storage.artifacts.tombstones import is_half_pruned, replace_artifact
 from tasks.storage.filesystem.files import is_local, locked_file
 from tasks.storage.tables.parquet import DIGESTS

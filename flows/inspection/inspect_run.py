@@ -17,7 +17,7 @@ from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, RunView
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 MAX_GROUPS = 60
 """Groups that are shown with all their samples; an iteration may have thousands."""

@@ -22,7 +22,8 @@ from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import provenance_json
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import read_description
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, RUN_FILE, ArtifactStore
+from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.artifacts.tombstones import LINEAGE
 
 IDENTITY, ACCEPTED = "identity", "accepted_code"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from prefect.events import Event
 
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
@@ -37,10 +36,6 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import LINEAGE
 from tasks.storage.run_lock import RunLock, locked
 from tasks.storage.tables.schemas import SCHEMA_VERSION
-
-# Otherwise the thread of Prefect's heartbeat builds this model while a run reads syntax trees for its keys, and Python
-# 3.11 raises SystemError in one of two threads that build syntax trees at once.
-Event.model_rebuild()
 
 
 @dataclass(frozen=True)

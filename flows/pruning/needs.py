@@ -18,7 +18,8 @@ from tasks.checkout import CHECKOUT
 from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, evaluation_folder
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import find_evaluation, read_range
-from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.artifacts.reference import MANIFEST_ENDING
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import is_local
 from tasks.storage.filesystem.roots import open_root
 

@@ -6,7 +6,7 @@ from flows.training.history import TrainingHistory, write_watch_plot
 from tasks.reports.heldout import write_contact_sheet, write_heldout_texts
 from tasks.runs.run_view import RunSummary
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 
 class TrainSummary(RunSummary):

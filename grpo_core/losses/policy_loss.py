@@ -33,6 +33,9 @@ from grpo_core.losses.reductions import (
 from grpo_core.settings import check_fields
 from grpo_core.user_functions import REFERENCE, UserFunction, load_function
 
+VESPO_LOWEST, VESPO_HIGHEST = math.log(1e-8), 20.0
+"""Bounds of the logarithm of vespo's weight."""
+
 
 @dataclass(frozen=True)
 class TermInputs:
@@ -231,12 +234,6 @@ def vespo(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
     """Return -phi A logprob with the constant weight phi of each row from :func:`vespo_weights`."""
     weights = vespo_weights(inputs, settings)
     return PolicyTerm(-(weights * inputs.advantages).unsqueeze(-1) * inputs.logprobs)
-
-
-VESPO_LOWEST = math.log(1e-8)
-
-
-VESPO_HIGHEST = 20.0
 
 
 @torch.no_grad()

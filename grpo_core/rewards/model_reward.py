@@ -1,5 +1,6 @@
 """Rewards computed by a network: where it runs, in which precision, and the weight files that it needs."""
 
+import abc
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,13 +54,13 @@ class ModelReward(Reward):
     def __post_init__(self) -> None:
         self.weight_sources()
 
+    @abc.abstractmethod
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return the weights by role.
 
         Raises:
             InputError: a setting cannot be the name of weights.
         """
-        raise NotImplementedError
 
     def weight_digests(self) -> Mapping[str, str]:
         """Return the digest of each role's weights."""

@@ -21,6 +21,7 @@ from prefect import Task, task
 from prefect.cache_policies import CachePolicy
 from prefect.client.schemas import State, TaskRun
 from prefect.context import TaskRunContext
+from prefect.events import Event
 
 from configs.sections import PlacementSection
 from tasks.execution.dispatch import dispatch
@@ -39,6 +40,10 @@ Roots = Callable[[Arguments], tuple[str, ...]]
 # Prefect accepts at most this many delays, and uses the last one for every later retry.
 _MAX_DELAYS = 50
 _ACCEPTED: ContextVar[Mapping[str, str]] = ContextVar("accepted_code")
+
+# Otherwise the thread of Prefect's heartbeat builds this model while keys are computed from syntax trees, and Python
+# 3.11 raises SystemError in one of two threads that build syntax trees at once.
+Event.model_rebuild()
 
 
 def accept_code(accepted: Mapping[str, str]) -> None:

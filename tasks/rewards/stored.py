@@ -14,7 +14,8 @@ from tasks.execution.stages import SHARDS
 from tasks.runs.layout import SCORES_FILE
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.run_folder import QUARANTINE
+from tasks.storage.artifacts.store import ArtifactStore
 
 
 def provenance_json(section: RewardSection) -> str:

@@ -28,7 +28,8 @@ from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, MovedFiles, RunView, Stages
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, RUN_FILE
+from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.store import RUN_FILE
 from tasks.storage.filesystem.files import load_checked
 
 Found = dict[str, dict[tuple[int, str], StoredArtifact]]

@@ -16,8 +16,8 @@ from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.storage.artifacts.commit import ArtifactWriter
 from tasks.storage.artifacts.files import GIB, ReadCache, default_cache
-from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, StaleReferenceError
-from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE, RunFolder
+from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
+from tasks.storage.artifacts.run_folder import PREVIOUS, RunFolder
 from tasks.storage.artifacts.tombstones import LINEAGE, pruned_error, restored_tombstone
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import is_local, load_checked, move_folder, settle_folder
@@ -25,7 +25,6 @@ from tasks.storage.filesystem.files import is_local, load_checked, move_folder, 
 if TYPE_CHECKING:
     from configs.sections import StorageSection
 
-__all__ = ["INCOMING", "MANIFEST_ENDING", "PREVIOUS", "QUARANTINE", "ArtifactStore", "current_store", "use_store"]
 RUN_FILE = "run.json"
 _READING = threading.Lock()
 

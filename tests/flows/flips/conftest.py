@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import MANIFEST_ENDING, ArtifactStore
+from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import REPOSITORY, Runs, Start
 from tests.flows.rescoring.test_rescore import JPEG, scored_again
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import replace_artifact
 
 FOLDER = "iteration_000001/rollouts"

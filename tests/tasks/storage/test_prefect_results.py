@@ -10,7 +10,8 @@ from prefect.results import ResultRecord, ResultRecordMetadata
 from prefect.serializers import PickleSerializer
 
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
-from tasks.storage.artifacts.store import QUARANTINE, ArtifactStore, use_store
+from tasks.storage.artifacts.run_folder import QUARANTINE
+from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.prefect_results import FOLDER, StageRecords, encode_reference, reference_serializer
 from tests.tasks.storage.made_artifacts import commit
 

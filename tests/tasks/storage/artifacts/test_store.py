@@ -11,7 +11,8 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import StaleReferenceError
-from tasks.storage.artifacts.store import INCOMING, PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.failures import StorageError
 from tasks.storage.filesystem.files import dump_checked, load_checked
 from tests.s3_server import S3Server

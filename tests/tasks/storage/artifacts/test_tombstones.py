@@ -6,7 +6,8 @@ import pytest
 
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.reference import PrunedArtifactError, StaleReferenceError
-from tasks.storage.artifacts.store import PREVIOUS, QUARANTINE, ArtifactStore
+from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked
 from tests.tasks.storage.made_artifacts import (
     FEWER,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tasks.storage.artifacts.reference import ArtifactRef
-from tasks.storage.artifacts.store import INCOMING, PREVIOUS, ArtifactStore
+from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import is_half_pruned
 from tasks.storage.filesystem.files import is_local
 from tests.tasks.storage.kill_steps import Steps
