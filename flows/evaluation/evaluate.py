@@ -1,6 +1,7 @@
 """The evaluation flow: held-out samples of one policy version with fixed seeds, independent of any training."""
 
 import time
+from collections.abc import Mapping
 
 from prefect import flow
 from prefect.artifacts import acreate_table_artifact
@@ -9,10 +10,18 @@ from pydantic import BaseModel
 from flows.evaluation.plan import EvaluatePlan, plan_evaluate
 from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
-from flows.pipeline.stages import artifact_key, collect_rollouts, compute_advantages, recording, score_rewards
+from flows.pipeline.stages import (
+    artifact_key,
+    collect_rollouts,
+    compute_advantages,
+    named,
+    recording,
+    score_rewards,
+)
 from tasks.progress import log
+from tasks.rollouts.draw_baseline import draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import GUARDRAILS, REWARDS
+from tasks.runs.layout import BASELINES, GUARDRAILS, REWARDS, Baseline, baseline_folder
 from tasks.runs.records import SamplingRound, StoredEvaluation
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.run_lock import locked
@@ -86,6 +95,23 @@ def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEva
     advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
     guardrails = score_rewards(run, rollouts, plan, run.config.watch.guardrails, GUARDRAILS)
     return StoredEvaluation(rollouts, advantages, rewards, guardrails)
+
+
+def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, ArtifactRef]:
+    """Score what no policy made, for the held-out prompts with a target: blank images, and the targets themselves.
+
+    Returns the advantages of each, whose metrics have the mean reward; none without targets.
+    """
+    if all(group.target_uri is None for group in plan.groups):
+        return {}
+    done: dict[Baseline, ArtifactRef] = {}
+    for baseline in BASELINES:
+        title = f"baseline {baseline}"
+        own = plan.model_copy(update={"folder": baseline_folder(baseline), "title": title})
+        images = named(draw_baseline_task, title, run.config.placement)(baseline, own, run.config.placement)
+        rewards = score_rewards(run, images, own, run.config.rewards, REWARDS)
+        done[baseline] = compute_advantages(run, (SamplingRound(images, rewards),), own.folder, title)
+    return done
 
 
 def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> EvaluateSummary:

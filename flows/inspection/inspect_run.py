@@ -11,7 +11,7 @@ from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
 from tasks.reports.run_page import Heldout, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, Groups, read_groups
-from tasks.reports.text import change
+from tasks.reports.text import baseline_rows, change
 from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
@@ -71,6 +71,7 @@ class Inspection:
             reward_last=rewards[-1][1] if rewards else None,
             heldout_before=evaluated[0].reward if evaluated else None,
             heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
+            heldout_baselines=dict(run.baselines),
             policy_digest=run.policy_digest,
             seconds=run.seconds,
             folder=run.folder,
@@ -166,6 +167,7 @@ def heading(summary: InspectSummary) -> list[tuple[str, str]]:
     return [
         ("reward, first to last", change(summary.reward_first, summary.reward_last)),
         ("held-out, before to after", change(summary.heldout_before, summary.heldout_after)),
+        *baseline_rows(summary.heldout_baselines),
         ("policy updates", f"{summary.iterations}"),
         ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
         ("policy digest", (summary.policy_digest or "unknown")[:12]),

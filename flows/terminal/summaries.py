@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.terminal.tables import key_values, plain, relative, reward_table, stderr, table_of
-from tasks.reports.text import change, counted, number
+from tasks.reports.text import baseline_rows, change, counted, number
 
 if TYPE_CHECKING:
     from flows.deployment.deploy import DeployedRun
@@ -23,6 +23,7 @@ def show_training(summary: "TrainSummary", console: Console | None = None) -> No
     rows = [
         ("reward, first → last iteration", change(summary.reward_first, summary.reward_last)),
         ("held-out reward, before → after", change(summary.heldout_before, summary.heldout_after)),
+        *baseline_rows(summary.heldout_baselines),
         *_seconds(summary.seconds),
         ("policy digest", (summary.policy_digest or "none")[:16]),
         ("stored in", relative(summary.folder)),

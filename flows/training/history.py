@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from configs.schema import RunConfig
-from flows.evaluation.evaluate import evaluate_policy
+from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import artifact_key
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT
+from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT, Baseline
 from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -37,6 +37,7 @@ class TrainingHistory:
         iterations: one record per finished iteration.
         sampled: advantages of the sampled iterations, which may be ahead of the finished ones.
         heldout: held-out advantages by policy version.
+        baselines: advantages of the images that no policy made.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
     """
@@ -44,6 +45,7 @@ class TrainingHistory:
     iterations: list[IterationRecord] = field(default_factory=list)
     sampled: list[ArtifactRef] = field(default_factory=list)
     heldout: dict[int, ArtifactRef] = field(default_factory=dict)
+    baselines: Mapping[Baseline, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
 
@@ -75,6 +77,8 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     plan = plan_heldout(run.config, run.heldout, policy.version)
     if plan is None:
         return
+    if policy.version == 0:
+        history.baselines = evaluate_baselines(run, plan)
     done, section = evaluate_policy(run, policy, plan), run.config.watch
     history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
     if section.guardrails:

@@ -51,6 +51,9 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: fl
         reward_last=rewards[-1] if rewards else None,
         heldout_before=heldout[versions[0]].metrics.get("reward") if versions else None,
         heldout_after=heldout[versions[-1]].metrics.get("reward") if versions else None,
+        heldout_baselines={
+            name: scored.metrics["reward"] for name, scored in history.baselines.items() if "reward" in scored.metrics
+        },
         policy_digest=policy.digest,
         seconds=by_stage,
         folder=run.store.path(),

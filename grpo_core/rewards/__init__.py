@@ -10,7 +10,7 @@
 
 Rewards, one per module, each a frozen dataclass whose fields are its settings:
 
-- ``similarity``: to a target image: mse, psnr, ssim, lpips.
+- ``similarity``: to a target image: mse, psnr, r2, ssim, lpips.
 - ``ocr``: words that an image should show: text_accuracy.
 - ``embedding``: CLIP: clip_score, aesthetic.
 - ``judges``: models of human preference: pickscore, hpsv2, a language model as judge, a text reward model.

@@ -21,6 +21,7 @@ REWARDS: Mapping[str, str] = MappingProxyType(
     {
         "ssim": "similarity.pixels:SsimReward",
         "psnr": "similarity.pixels:PsnrReward",
+        "r2": "similarity.pixels:R2Reward",
         "mse": "similarity.pixels:MseReward",
         "lpips": "similarity.lpips:LpipsReward",
         "text_accuracy": "ocr.text_accuracy:TextAccuracyReward",

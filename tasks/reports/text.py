@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Cells = dict[str, str]
 """A row of a table for people: its cells by heading, in the order of the columns."""
@@ -55,6 +55,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 def number(value: float | None, digits: int = 3) -> str:
     """Format a reward."""
     return "none" if value is None else f"{value:.{digits}f}"
+
+
+def baseline_rows(rewards: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return titles and values of the held-out rewards of images that no policy made."""
+    titles = {"blank": "held-out reward, blank images", "target": "held-out reward, the targets"}
+    return [(title, number(rewards[name])) for name, title in titles.items() if name in rewards]
 
 
 def signed(value: float | None) -> str:

@@ -102,14 +102,15 @@ def _output_columns(group: RolloutGroup) -> dict[str, Sequence[Any]]:
     broken = [output if isinstance(output, BrokenImage) else None for output in group.outputs]
     images = [output.image if isinstance(output, BrokenImage) else output for output in group.outputs]
     encoded = [
-        {"bytes": _png(image), "path": f"{name}.png"}
+        {"bytes": encode_png(image), "path": f"{name}.png"}
         for image, name in zip(images, names, strict=True)
         if isinstance(image, Image.Image)
     ]
     return {"image": encoded, "defect": [each and each.reason for each in broken]}
 
 
-def _png(image: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
+    """Return the image as a PNG file."""
     buffer = io.BytesIO()
     # At 1024 x 1024 the default level takes five times as long for a file that is a sixth smaller.
     image.save(buffer, "PNG", compress_level=1)

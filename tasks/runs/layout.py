@@ -13,6 +13,7 @@ Beside them the storage keeps `quarantine/` (damaged files), `previous/` (result
 """
 
 import re
+from typing import Literal, get_args
 
 ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "advantages", "update", "guardrails"
 STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
@@ -24,6 +25,11 @@ POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluatio
 RESCORED, ANALYSIS = "rescored", "analysis"
 LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")
 """Patterns of the folders that commands lock without locking the run."""
+
+Baseline = Literal["blank", "target"]
+"""Images that no policy made, among the evaluations: in the colour of the target's background, and the target."""
+
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 REWARDS_FILE = "rewards.yaml"
 """In a rescoring's folder: the rewards that it was made with, as JSON, which is YAML too."""
@@ -59,6 +65,11 @@ def policy_folder(version: int) -> str:
 def evaluation_folder(version: int, others: str | None = None) -> str:
     """Return the folder of a policy version's evaluation; `others` names prompts or settings that are not the run's."""
     return f"{EVALUATIONS if others is None else f'{OTHER_EVALUATIONS}/{others}'}/{version:06d}"
+
+
+def baseline_folder(baseline: Baseline) -> str:
+    """Return the folder of images that no policy made, scored as the held-out samples are."""
+    return f"{EVALUATIONS}/{baseline}"
 
 
 def rescoring_folder(name: str, folder: str = "") -> str:

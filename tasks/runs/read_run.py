@@ -13,12 +13,14 @@ from tasks.metrics.names import HELDOUT, SECONDS, STEP_TIME
 from tasks.metrics.pooled import stage_metrics
 from tasks.runs.layout import (
     ADVANTAGES,
+    BASELINES,
     GUARDRAILS,
     REWARDS,
     ROLLOUTS,
     STAGES,
     STATE_FILE,
     UPDATE,
+    baseline_folder,
     evaluation_folder,
     iteration_folder,
     metrics_file,
@@ -80,6 +82,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         iterations=views,
         shown=next((view for view in views if view.iteration == chosen), None),
         evaluations=heldout,
+        baselines=_read_baselines(reader),
         policy_version=version,
         policy_digest=digest,
         moved=(*_read_moved(reader, QUARANTINE), *_read_moved(reader, PREVIOUS)),
@@ -109,6 +112,12 @@ def _read_guardrails(reader: RunReader, version: int) -> dict[str, float]:
         if found is not None and f"rewards/{label}/mean" in found.reference.metrics:
             means[label] = found.reference.metrics[f"rewards/{label}/mean"]
     return means
+
+
+def _read_baselines(reader: RunReader) -> dict[str, float]:
+    found = {name: reader.find(f"{baseline_folder(name)}/{ADVANTAGES}") for name in BASELINES}
+    valid = {name: each.reference.metrics for name, each in found.items() if each is not None and reader.verify(each)}
+    return {name: metrics["reward"] for name, metrics in valid.items() if "reward" in metrics}
 
 
 def _references(stages: Found) -> Stages:

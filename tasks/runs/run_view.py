@@ -87,6 +87,7 @@ class RunView:
         config_text: content of config.yaml; None without a readable one.
         iterations: iterations in order; only those that have at least one valid stage.
         shown: the iteration to show; None where it has no valid stage.
+        baselines: mean held-out reward of images that no policy made, by their name in BASELINES.
         policy_version: number of updates; 0 is the initial model.
         policy_digest: sha256 of that policy's weights; None where no valid file states it.
         moved: files in `quarantine/`, then those in `previous/`.
@@ -101,6 +102,7 @@ class RunView:
     iterations: tuple[IterationView, ...]
     shown: IterationView | None
     evaluations: tuple[EvaluationView, ...]
+    baselines: Mapping[str, float]
     policy_version: int
     policy_digest: str | None
     moved: tuple[MovedFiles, ...]
@@ -175,6 +177,7 @@ class RunSummary(BaseModel):
         reward_last: mean training reward of the last iteration; None without rewards.
         heldout_before: mean held-out reward of the first evaluated policy; None without held-out prompts.
         heldout_after: mean held-out reward of the last evaluated policy; None where only one was evaluated.
+        heldout_baselines: the same for images that no policy made, by their name; empty without targets.
         policy_digest: sha256 of the last policy's weights; None where no valid file states it.
         seconds: `total`, and by stage over all iterations as measured when each ran.
         folder: path or URL of the run.
@@ -186,6 +189,7 @@ class RunSummary(BaseModel):
     reward_last: float | None
     heldout_before: float | None
     heldout_after: float | None
+    heldout_baselines: dict[str, float]
     policy_digest: str | None
     seconds: dict[str, float]
     folder: str

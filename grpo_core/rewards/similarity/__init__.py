@@ -1,1 +1,1 @@
-"""Rewards for similarity to a target image: ``pixels`` has mse, psnr and ssim, ``lpips`` the learned distance."""
+"""Rewards for similarity to a target image: ``pixels`` has mse, psnr, r2 and ssim, ``lpips`` the learned distance."""

@@ -1,4 +1,4 @@
-"""Similarity to the target image, pixel by pixel: mean squared error, peak signal-to-noise ratio, SSIM.
+"""Similarity to the target image, pixel by pixel: mean squared error, peak signal-to-noise ratio, R², SSIM.
 
 SSIM: Wang, Bovik, Sheikh and Simoncelli, 2004, "Image Quality Assessment: From Error Visibility to Structural
 Similarity", equation 13 with the constants of section III.B.
@@ -35,6 +35,8 @@ class PairReward(Reward):
     """
 
     needs_target: ClassVar[bool] = True
+    undefined: ClassVar[str | None] = None
+    """Why a raw quantity may be undefined; None: it never is."""
 
     @abc.abstractmethod
     def measure(self, images: Tensor, targets: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ class PairReward(Reward):
             fitted = fit_to(to_rgb(target, place), image.size, place)
             with torch.inference_mode(), torch.autocast("cpu", enabled=False):
                 raw = self.measure(to_tensor(image), to_tensor(fitted)).item()
-            scores[row] = Score.of(self.to_value(raw), raw)
+            scores[row] = Score.of(self.to_value(raw), raw, self.undefined)
         return scores
 
 
@@ -106,6 +108,27 @@ class PsnrReward(PairReward):
 
 
 @dataclass(frozen=True, config=STRICT)
+class R2Reward(PairReward):
+    """Value max(R², 0); raw R², the share of the target's variance that the image explains, at most 1.
+
+    An image of a single colour, whichever, has 0 or less: SSIM and PSNR give it much for a target with a plain
+    background.
+    """
+
+    name: ClassVar[str] = "r2"
+    version: ClassVar[str] = "1"
+    undefined: ClassVar[str | None] = "the target has a single colour, so there is no variance to explain"
+
+    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the coefficients."""
+        return coefficient_of_determination(images, targets)
+
+    def to_value(self, raw: float) -> float:
+        """Return the coefficient, at least 0."""
+        return clamp_unit(raw)
+
+
+@dataclass(frozen=True, config=STRICT)
 class SsimReward(PairReward):
     """Value max(SSIM, 0); raw SSIM in [-1, 1], 1 for identical images."""
 
@@ -131,6 +154,19 @@ def mean_squared_error(images: Images, targets: Images) -> Float64[Tensor, " bat
 def peak_signal_to_noise_ratio(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
     """Compute 10 log10(1 / MSE) in dB, the MSE at least MIN_MSE; ValueError as check_pair."""
     return -10.0 * mean_squared_error(images, targets).clamp(min=MIN_MSE).log10()
+
+
+def coefficient_of_determination(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
+    """Compute R² = 1 - MSE / variance of the target, over pixels and channels; each channel has its own mean.
+
+    NaN for a target of a single colour. ValueError as check_pair.
+    """
+    error = mean_squared_error(images, targets)
+    pixels = targets.double().flatten(2)
+    # Not compared with 0: the mean of equal numbers may differ from them in the last bit.
+    constant = (pixels == pixels[..., :1]).flatten(1).all(1)
+    variance = (pixels - pixels.mean(-1, keepdim=True)).square().flatten(1).mean(1)
+    return (1 - error / variance).masked_fill(constant, torch.nan)
 
 
 def structural_similarity(images: Images, targets: Images) -> Float32[Tensor, " batch"]:

@@ -99,6 +99,17 @@ TEXT_ROLLOUTS = _described(
     ]
 )
 
+BASELINES = _described(
+    [
+        *(field for field in _SAMPLE if field[0] != "sibling"),
+        ("target_uri", pa.string()),
+        ("target_sha256", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),  # empty: nothing was sampled
+        ("defect", pa.string()),
+        ("image", _IMAGE),
+    ]
+)
+
 REWARDS = _described(
     [
         ("sample_id", pa.string()),

@@ -16,11 +16,21 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, clamp_unit
-from grpo_core.rewards.similarity.pixels import MseReward, PairReward, PsnrReward, SsimReward, structural_similarity
+from grpo_core.rewards.similarity.pixels import (
+    MseReward,
+    PairReward,
+    PsnrReward,
+    R2Reward,
+    SsimReward,
+    structural_similarity,
+)
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 
 RED = Image.new("RGB", (32, 32), (255, 0, 0))
 GREY = Image.fromarray((np.indices((32, 32)).sum(0) % 2 * 255).astype(np.uint8)).convert("RGB")
+LEFT_RED, LEFT_YELLOW = (Image.new("RGB", (32, 32)) for _ in range(2))
+LEFT_RED.paste((255, 0, 0), (0, 0, 16, 32))
+LEFT_YELLOW.paste((255, 255, 0), (0, 0, 16, 32))
 DOT = flat(100)
 DOT.putpixel((5, 5), (100, 101, 100))
 
@@ -65,6 +75,11 @@ def test_nonfinite_is_a_failure_of_that_sample_alone(broken: float) -> None:
     assert first == third == Score.failed(f"the reward is {broken}, not a finite number")
 
 
+def test_a_target_of_one_colour_has_no_variance_to_explain() -> None:
+    (score,) = R2Reward().score(make_batch([GREY], [flat(77)]))
+    assert score == Score.failed("the target has a single colour, so there is no variance to explain")
+
+
 def test_small_image_is_refused_with_its_size_and_sample() -> None:
     batch = make_batch([flat(0, 32, 10)], [flat(0, 32, 10)], ["p3/4"])
     with pytest.raises(InputError, match=r"sample p3/4: got 'image of 32x10 pixels'.*at least 11 pixels"):
@@ -86,6 +101,12 @@ def test_small_image_is_refused_with_its_size_and_sample() -> None:
         (PsnrReward(), flat(51), flat(0), 13.9794000867, 13.9794000867 / 50),
         (PsnrReward(), RED, flat(0), 4.7712125472, 4.7712125472 / 50),
         (PsnrReward(), flat(255), flat(0), 0.0, 0.0),
+        # 1 - error / variance: the best single colour has 0, another less; contrast halved about the mean leaves 1/4.
+        (R2Reward(), flat(128), GREY, 1 - (127**2 + 128**2) / 2 / 127.5**2, 0.0),
+        (R2Reward(), flat(255), GREY, -1.0, 0.0),
+        (R2Reward(), GREY, GREY, 1.0, 1.0),
+        (R2Reward(), GREY.point(lambda level: 64 + level // 2), GREY, 1 - (64 / 127.5) ** 2, None),
+        (R2Reward(), LEFT_RED, LEFT_YELLOW, 1 - (1 / 6) / (2 / 3 * 1 / 4), None),
         # Identical images reach the floor of the error; one level of one channel of one pixel counts.
         (PsnrReward(), noise(0, 9, 7), noise(0, 9, 7), 100.0, 1.0),
         (PsnrReward(), DOT, flat(100), -10 * math.log10((1 / 255) ** 2 / (3 * 32 * 32)), None),
