@@ -99,38 +99,69 @@ STAGE_ROOTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "definition", "changed"),
-    [
-        ("grpo_core/losses/policy_loss.py", "def clipped", {"update policy"}),
-        ("grpo_core/rewards/similarity/pixels.py", "class SsimReward", {"score ssim"}),
-        ("grpo_core/rewards/image_statistics/statistics.py", "class JpegReward", {"score jpeg"}),
-        ("grpo_core/collect.py", "def collect_rollouts", {"collect rollouts"}),
-        ("grpo_core/advantages/compute.py", "def compute_advantages", {"compute advantages"}),
-        ("grpo_core/logprobs.py", "def score_hidden", {"collect rollouts", "update policy"}),
-        ("grpo_core/policies/glm_image/estimate.py", "def decoding_part", set()),
-    ],
-)
-def test_a_changed_line_changes_the_stages_that_run_it(
-    tmp_path: Path, file: str, definition: str, changed: set[str]
-) -> None:
+# File and definition; edits of one tree, and the stages that run any of them.
+EDITED = [
+    (
+        {
+            "grpo_core/losses/policy_loss.py": "def clipped",
+            "grpo_core/rewards/similarity/pixels.py": "class SsimReward",
+        },
+        {"update policy", "score ssim"},
+    ),
+    (
+        {
+            "grpo_core/collect.py": "def collect_rollouts",
+            "grpo_core/rewards/image_statistics/statistics.py": "class JpegReward",
+            "grpo_core/policies/glm_image/estimate.py": "def decoding_part",
+        },
+        {"collect rollouts", "score jpeg"},
+    ),
+    (
+        {
+            "grpo_core/logprobs.py": "def score_hidden",
+            "grpo_core/advantages/compute.py": "def compute_advantages",
+        },
+        {"collect rollouts", "update policy", "compute advantages"},
+    ),
+]
+
+
+def copied(checkout: Path) -> Path:
     for package in PACKAGES:
-        for path in (CHECKOUT / package).rglob("*.py"):
-            target = tmp_path / path.relative_to(CHECKOUT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-    text = (CHECKOUT / file).read_text()
-    head, _, rest = text.partition(f"\n{definition}")
-    docstring, quotes, body = rest.partition('"""\n')
+        shutil.copytree(CHECKOUT / package, checkout / package, ignore=lambda _, names: _not_code(names))
+    return checkout
+
+
+def _not_code(names: list[str]) -> list[str]:
+    return [name for name in names if "." in name and not name.endswith(".py")]
+
+
+def edit(checkout: Path, file: str, definition: str, comment: str = "", docstring: str = "", code: str = "") -> None:
+    head, _, rest = (CHECKOUT / file).read_text().partition(f"\n{definition}")
+    before, quotes, body = rest.partition('"""\n')
     assert body
-    (tmp_path / file).write_text(f"# A comment.\n{head}\n{definition}{docstring} Edited.{quotes}{body}")
-    before = {name: code_fingerprint(roots) for name, roots in STAGE_ROOTS.items()}
-    assert {name: code_fingerprint(roots, tmp_path) for name, roots in STAGE_ROOTS.items()} == before
-    edited = tmp_path / "edited"
-    shutil.copytree(tmp_path, edited, ignore=shutil.ignore_patterns("edited"))
-    (edited / file).write_text(f"{head}\n{definition}{docstring}{quotes}    edited = 1\n{body}")
-    after = {name: code_fingerprint(roots, edited) for name, roots in STAGE_ROOTS.items()}
-    assert {name for name in before if before[name] != after[name]} == changed
+    (checkout / file).write_text(f"{comment}{head}\n{definition}{before}{docstring}{quotes}{code}{body}")
+
+
+def test_changed_comments_and_docstrings_count_nowhere(tmp_path: Path) -> None:
+    checkout = copied(tmp_path / "checkout")
+    for file, definition in (item for edits, _ in EDITED for item in edits.items()):
+        edit(checkout, file, definition, comment="# A comment.\n", docstring=" Edited.")
+    for roots in STAGE_ROOTS.values():
+        assert code_fingerprint(roots, checkout) == code_fingerprint(roots)
+
+
+@pytest.mark.parametrize(("edits", "changed"), EDITED, ids=["losses", "rollouts", "log-probs"])
+def test_a_changed_line_changes_the_stages_that_run_it(
+    tmp_path: Path, edits: dict[str, str], changed: set[str]
+) -> None:
+    checkout = copied(tmp_path / "checkout")
+    for file, definition in edits.items():
+        edit(checkout, file, definition, code="    edited = 1\n")
+    different = {
+        name for name, roots in STAGE_ROOTS.items() if code_fingerprint(roots, checkout) != code_fingerprint(roots)
+    }
+    assert different == changed
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Artifacts are complete or absent, damaged files are named and quarantined, and other runs' results are restored."""
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -118,9 +119,14 @@ READERS: dict[str, Callable[..., object]] = {
 
 
 class TestDamage:
-    @pytest.mark.parametrize("damage", DAMAGES)
-    @pytest.mark.parametrize("place", [*(f"{FOLDER}/{name}" for name in FILES), MANIFEST])
-    @pytest.mark.parametrize("reader", READERS)
+    @pytest.mark.parametrize(
+        ("store", "place", "damage", "reader"),
+        [
+            *itertools.product(["local"], [*(f"{FOLDER}/{name}" for name in FILES), MANIFEST], DAMAGES, READERS),
+            *zip(["remote"] * 3, [PART, MANIFEST, MANIFEST], DAMAGES, [*READERS, *READERS], strict=False),
+        ],
+        indirect=["store"],
+    )
     def test_is_named_and_quarantined(
         self, store: ArtifactStore, tmp_path: Path, place: str, damage: str, reader: str
     ) -> None:
