@@ -40,6 +40,7 @@ SMALL = {
     "rollout.group_size": 2,
     "rollout.num_inference_steps": 1,
     "update.minibatch_size": 2,
+    "rewards": [{"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}],
     "evaluate.prompts": None,
     "evaluate.targets": None,
     "evaluate.target_column": None,
