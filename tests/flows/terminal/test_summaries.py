@@ -32,6 +32,7 @@ def summary(**changes: Any) -> TrainSummary:
         "reward_last": 0.75,
         "heldout_before": None,
         "heldout_after": None,
+        "heldout_baselines": {},
         "policy_digest": "0123456789abcdef0123",
         "seconds": {"total": 12.34, "rollouts": 5.0},
         "folder": "/elsewhere/r",
