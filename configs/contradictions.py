@@ -17,7 +17,7 @@ MANIFEST_ENDING = ".manifest.json"
 
 # These fields weigh a reward in the mix, and a guardrail is not part of the mix.
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
-_OF_ONE_FILE = ("prompts", "prompt_column", "limit", "targets", "target_column")
+_OF_ONE_FILE = ("prompts", "prompt_column", "columns", "limit", "targets", "target_column")
 
 
 def contradictions(config: RunConfig) -> list[InputError]:

@@ -58,9 +58,15 @@ class PolicySection(Section):
         return TrainingChoice(self.lora, self.frozen, reference, self.gradient_checkpointing, seed)
 
 
+_PROMPTS = "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, or a folder of files with one of these endings"
+
+
 class _OnePromptFile(Section):
-    prompts: str | None = Field(None, min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
-    prompt_column: str | None = None
+    prompts: str | None = Field(None, min_length=1, description=_PROMPTS)
+    prompt_column: str | None = Field(None, description="null: found by its usual names")
+    columns: tuple[str, ...] | None = Field(
+        None, description="the other columns that go along to the rewards; null: all but binary ones"
+    )
     limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
     targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
     target_column: str | None = None
@@ -70,7 +76,7 @@ class DatasetSection(_OnePromptFile):
     """One prompt file among several."""
 
     name: Name = Field(description="stored with every rollout; rewards can be limited to datasets by name")
-    prompts: str = Field(min_length=1, description=".txt, .jsonl, .json, .csv, .tsv or .parquet")
+    prompts: str = Field(min_length=1, description=_PROMPTS)
     weight: PositiveFloat = Field(1.0, description="share of an iteration's prompts, relative to the other datasets")
 
 

@@ -25,7 +25,7 @@ from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_sta
 from grpo_core.rewards.images import MAX_PIXELS, decode_stored
 from grpo_core.rewards.remote.reward import RemoteReward
 from tasks.execution.errors import ErrorRecord, RemoteStageError
-from tasks.prompts.read import read_input_file
+from tasks.prompts.files import read_input_file
 from tasks.reports.images import TargetReader, read_images
 from tasks.storage.tables.parquet import read_table
 from tasks.storage.tables.schemas import METRICS

@@ -12,7 +12,7 @@ from configs.sections import DataSection
 from configs.training import UpdateSection
 from flows.pipeline.requests import EvaluateRequest
 from flows.pipeline.run import heldout_digest, plan_heldout, trained_model
-from flows.preflight.inputs import checked_once, refuse_prompt_texts, run_checks
+from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks
 from flows.server.reachable import require_server
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import model_digest
@@ -42,7 +42,7 @@ class EvaluatePlan:
         config: the run's configuration with the requested changes.
         rollouts: names and seeds of the samples, and the folder of the evaluation.
         stored: the same evaluation if it is stored and valid; nothing is computed then.
-        notes: messages about versions that were skipped.
+        notes: messages about versions that were skipped and about the prompts.
     """
 
     store: ArtifactStore
@@ -69,7 +69,8 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     if not config.evaluate.sets:
         hint = f"{store.run} has no held-out prompts (evaluate.prompts); name a file of them."
         raise InputErrors([InputError("--prompts", None, hint)])
-    heldout = _check_inputs(config)
+    prompts = _check_inputs(config)
+    heldout = prompts.usable("evaluate")
     digest = model_digest(config.policy.model)
     if described.get("model_digest") not in (None, digest):
         hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); restore them."
@@ -86,7 +87,7 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         rollouts = rollouts.model_copy(update={"folder": folder})
         stored = find_evaluation(store, folder, config, policy)
     require_server()
-    return EvaluatePlan(store, config, model, policy, heldout, rollouts, stored, notes)
+    return EvaluatePlan(store, config, model, policy, heldout, rollouts, stored, (*notes, *prompts.notes))
 
 
 def _require_changeable(request: EvaluateRequest) -> None:
@@ -104,15 +105,16 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
     """Replace the run's held-out prompts by the requested file; targets are found in the same way."""
     if request.prompts is None:
         return []
-    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], "prompt_column": None, "limit": None}
+    unset = dict.fromkeys(("prompt_column", "columns", "limit"))
+    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], **unset}
     return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
 
 
-def _check_inputs(config: RunConfig) -> tuple[PromptSet, ...]:
-    """Check what the first three stages need and return the held-out prompts; training prompts are not needed."""
+def _check_inputs(config: RunConfig) -> PromptFiles:
+    """Check what the first three stages need and return the prompts; those for training are not needed."""
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
     changed = {"data": DataSection(), "update": UpdateSection(), "placement": single}
-    return run_checks(config.model_copy(update=changed)).usable("evaluate")
+    return run_checks(config.model_copy(update=changed))
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from PIL import features
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
-from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files
+from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files, refuse_prompt_texts
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
@@ -53,6 +53,7 @@ def examine(config: RunConfig) -> Diagnosis:
         findings += _problems(subject, check(config, prompts)) or [
             Finding(subject, True, _ready(subject, config, prompts))
         ]
+    findings += [Finding("prompts", True, note) for note in prompts.notes]
     memory: MemoryEstimate | None = None
     checkpoint = 0
     try:
@@ -60,7 +61,10 @@ def examine(config: RunConfig) -> Diagnosis:
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
         estimate = estimate_model(config, choice)
         memory, checkpoint = estimate.memory, estimate.checkpoint
-        findings += [_weights(config, estimate.counted), _memory(config, memory)]
+        weights = _weights(config, estimate.counted)
+        findings += [weights, _memory(config, memory)]
+        if weights.healthy:
+            refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
     except InputError as error:
         (finding,) = _problems("model", [error])
         findings += [finding] if finding not in findings else []

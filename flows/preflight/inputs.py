@@ -4,7 +4,6 @@
 """
 
 import functools
-import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from grpo_core.rewards.registry import build_reward
 from tasks.models.files import model_digest
 from tasks.models.resident import torch_device
 from tasks.prompts.curriculum import PromptSet
-from tasks.prompts.read import read_prompts
+from tasks.prompts.read import LONG_PROMPT, read_prompts
 from tasks.prompts.targets import pair_targets
 from tasks.storage.artifacts.store import ArtifactStore, open_store
 from tasks.update.job import refuse_unusable_placement
@@ -39,12 +38,16 @@ SECTIONS = ("data", "evaluate")
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts."""
+    """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts.
+
+    `notes` are those of the prompt files.
+    """
 
     store: ArtifactStore
     model_digest: str
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,12 @@ class PromptFiles:
     Attributes:
         sets: the prompt sets of each section, one entry per dataset; None where its file or a target cannot be used.
         problems: why sets cannot be used.
+        notes: what a person should know about sets that can be used: a column that was found, prompts that are long.
     """
 
     sets: Mapping[str, tuple[PromptSet | None, ...]]
     problems: tuple[InputError, ...]
+    notes: tuple[str, ...]
 
     def usable(self, section: str) -> tuple[PromptSet, ...]:
         """The sets of a section that could be read."""
@@ -107,7 +112,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         require_server()
     except InputError as error:
         raise InputErrors([error]) from error
-    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"))
+    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"), prompts.notes)
 
 
 def run_checks(config: RunConfig) -> PromptFiles:
@@ -134,28 +139,49 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
     """Read the training and held-out prompts with their targets; a later rescoring may need those."""
     sets: dict[str, tuple[PromptSet | None, ...]] = {}
     problems: list[InputError] = []
+    notes: list[str] = []
     for name in SECTIONS:
         section: PromptsSection = getattr(config, name)
         read: list[PromptSet | None] = []
         for index, dataset in enumerate(section.sets):
+            own = f"{name}.datasets.{index}." if section.datasets else f"{name}."
             try:
-                read.append(_read_prompt_set(config, dataset))
+                column, prompts = _read_prompt_set(config, dataset)
             except InputError as error:
-                own = f"{name}.datasets.{index}." if section.datasets else f"{name}."
                 problems.append(InputError(error.place.replace("data.", own, 1), error.value, error.hint))
                 read.append(None)
+                continue
+            read.append(prompts)
+            notes += [f"{own}prompts: {dataset.prompts}: {note}" for note in _notes(dataset, column, prompts)]
         sets[name] = tuple(read)
-    return PromptFiles(sets, tuple(problems))
+    return PromptFiles(sets, tuple(problems), tuple(notes))
 
 
-def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> PromptSet:
+def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[str, PromptSet]:
+    """Return the column of the prompts, and the prompts with their targets."""
     rollout = config.rollout
     size = (rollout.width, rollout.height) if isinstance(rollout, ImageRolloutSection) else None
-    prompts = read_prompts(dataset.prompts, column=dataset.prompt_column)
-    base = posixpath.dirname(dataset.prompts)
+    roles = () if dataset.target_column is None else (dataset.target_column,)
+    file = read_prompts(dataset.prompts, column=dataset.prompt_column, columns=dataset.columns, also=roles)
+    prompts, column = file.prompts, dataset.target_column
     # Images of a folder pair with all prompts of the file, so the limit comes last.
-    targets = pair_targets(prompts, folder=dataset.targets, column=dataset.target_column, base=base, size=size)
-    return PromptSet(dataset.name, dataset.weight, prompts[: dataset.limit], targets[: dataset.limit])
+    targets = pair_targets(prompts, folder=dataset.targets, column=column, base=file.folder, size=size)
+    limited = PromptSet(dataset.name, dataset.weight, prompts[: dataset.limit], targets[: dataset.limit])
+    return file.column, limited
+
+
+def _notes(dataset: DatasetSection, column: str, prompts: PromptSet) -> Iterator[str]:
+    if dataset.prompt_column is None and column != "prompt":
+        yield f"the prompts are column {column}"
+    lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
+    longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
+    if longer:
+        row = max(longer, key=lengths.__getitem__)
+        others = f"; {len(longer) - 1} more have over {LONG_PROMPT}" if len(longer) > 1 else ""
+        yield (
+            f"prompt {prompts.prompts[row - 1].prompt_id} (row {row}) has {lengths[row]} characters{others}: "
+            "memory and time grow with the longest prompt"
+        )
 
 
 def _prompt_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
@@ -200,6 +226,8 @@ def _column_problems(
             found = sorted({name for prompt in known.prompts for name in prompt.columns})
             if column not in found:
                 hint = f"No prompt of {part} ({dataset.prompts}) has this column; it has {', '.join(found) or 'none'}."
+                if dataset.columns is not None and column not in dataset.columns:
+                    hint += f" Only those listed as {part}.columns go along: add it there."
                 yield InputError(place, column, hint)
 
 

@@ -1,250 +1,130 @@
-"""The file formats of prompt sets: each reader turns a file's content into rows with their place in the file."""
+"""Prompt files -> tables: the format by the ending of a file's name, and Parquet, of which only columns are read."""
 
-import csv
 import datetime
 import decimal
-import io
-import json
 import math
 import posixpath
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.errors import InputError
+from tasks.prompts.delimited import read_csv, read_tsv, refuse_duplicate_columns
+from tasks.prompts.files import InputFile, file_ending
+from tasks.prompts.text import PromptRow, decode_text, read_json, read_one_txt, read_txt, refuse_failed_download
 
-_SIGNATURES = {
-    b"\x89PNG": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
-    b"GIF8": "a GIF image",
-    b"RIFF": "a WebP image or another RIFF file",
-    b"PAR1": "a Parquet file",
-    b"PK\x03\x04": "a zip archive or a spreadsheet",
-    b"\x1f\x8b": "a gzip archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
-_QUOTED_FIELD = re.compile(r'(?:(?<=[\t\r\n])|\A)"((?:[^"]|"")*+)"(?=[\t\r\n]|\Z)')
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
-_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+")
+ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of prompt files, in upper or lower case; all but Parquet may be followed by ``.gz``."""
+
+_BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
 
-class PromptRow(NamedTuple):
-    """One row of a prompt file: its place, for errors (``data.prompts: FILE, line N``) and its plain JSON values."""
+@dataclass(frozen=True)
+class PromptTable:
+    """The rows of one prompt file.
+
+    Attributes:
+        place: for errors.
+        columns: names of its columns, in their order; none if it has no rows.
+        binary: names of those that have no JSON values, such as images, and are never read.
+        read: yields the rows with the given columns, as far as a row has them.
+    """
 
     place: str
-    values: dict[str, object]
+    columns: tuple[str, ...]
+    binary: frozenset[str]
+    read: Callable[[Collection[str]], Iterator[PromptRow]]
 
 
-def read_rows(content: bytes, *, name: str, place: str, text_columns: Collection[str]) -> list[PromptRow]:
-    """Read the rows of a prompt file; the ending of its name determines the format.
+def open_table(file: InputFile, *, in_folder: bool) -> PromptTable:
+    """Open a prompt file: text is read at once, Parquet when its rows are.
 
     Args:
-        name: the file's name or address; the ending is one of :data:`READERS`, in upper or lower case.
-        text_columns: columns of CSV and TSV files that are text even where every cell looks like a number.
+        in_folder: whether the file is one of a folder's; a ``.txt`` file is one prompt then.
 
     Raises:
-        InputError: unknown ending, not text, or not well-formed; with the line if known.
+        InputError: unknown ending, empty, not text, or not well-formed; with the line if known.
     """
-    ending = posixpath.splitext(name)[1].lower()
-    if ending not in READERS:
-        raise InputError(place, name, f"Prompts are read from {', '.join(READERS)}. Convert the file to one of these.")
+    place, ending = f"{file.place}: {file.uri}", file_ending(file.path)
+    if ending not in ENDINGS:
+        hint = f"Prompts are read from {', '.join(ENDINGS)}, or a folder of them. Convert the file to one of these."
+        raise InputError(place, posixpath.basename(file.path), hint)
+    if ending == ".parquet":
+        return _open_parquet(file, place)
+    content = file.read()
     if not content:
         raise InputError(place, "an empty file", "Put at least one prompt into it.")
-    rows = list(READERS[ending](content, place))
-    return _with_plain_types(rows, text_columns) if ending in (".csv", ".tsv") else rows
+    text = decode_text(content, place)
+    match ending:
+        case ".txt" if in_folder:
+            rows = list(read_one_txt(text, place, posixpath.basename(file.path)))
+        case ".txt":
+            rows = list(read_txt(text, place))
+        case ".csv":
+            rows = list(read_csv(text, place))
+        case ".tsv":
+            rows = list(read_tsv(text, place))
+        case _:
+            rows = list(read_json(text, place))
+    return _table_of(rows, place)
 
 
-def _decode(content: bytes, place: str) -> str:
-    """Decode UTF-8; ``utf-8-sig`` because spreadsheets write a byte order mark, not part of the first field."""
-    try:
-        text = content.decode("utf-8-sig")
-        broken = content.find(b"\0")
-    except UnicodeDecodeError as error:
-        broken = error.start
-    if broken < 0:
-        return text
-    line = content.count(b"\n", 0, broken) + 1
-    kinds = [kind for signature, kind in _SIGNATURES.items() if content.startswith(signature)]
-    found = kinds[0] if kinds else content[broken : broken + 4]
-    hint = "This is not UTF-8 text. Save the file as UTF-8 text, or name the file with the prompts."
-    raise InputError(f"{place}, line {line}", found, hint)
-
-
-def _read_txt(content: bytes, place: str) -> Iterator[PromptRow]:
-    for number, line in _lines(_decode(content, place)):
-        yield PromptRow(f"{place}, line {number}", {"prompt": line})
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers.
-
-    Not str.splitlines, which also breaks lines at form feeds, U+0085, U+2028 and U+2029: they occur inside prompts.
-    """
-    for number, line in enumerate(io.StringIO(text, newline=None), start=1):
-        if line.strip():
-            yield number, line.rstrip("\n")
-
-
-def _read_json(content: bytes, place: str) -> Iterator[PromptRow]:
-    text = _decode(content, place)
-    if not text.lstrip().startswith("["):
-        for number, line in _lines(text):
-            where = f"{place}, line {number}"
-            yield PromptRow(where, _json_object(_parse_json(line, place, first_line=number), where))
-        return
-    items = _parse_json(text, place, first_line=1)
-    assert isinstance(items, list), "JSON that begins with a bracket is an array"
-    for number, item in enumerate(items, start=1):
-        where = f"{place}, item {number}"
-        yield PromptRow(where, _json_object(item, where))
-
-
-def _json_object(value: object, place: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise InputError(place, value, 'Each prompt is a JSON object such as {"prompt": "a red circle"}.')
-    return value
-
-
-def _parse_json(text: str, place: str, *, first_line: int) -> object:
-    try:
-        value: object = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
-        # A lone surrogate (an escaped half of an emoji) is JSON, but no text: neither a tokenizer nor Parquet takes it.
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        where = f"{place}, line {first_line + error.lineno - 1}"
-        hint = f"Invalid JSON at column {error.colno}: {error.msg}. Give one object per line, or one array of objects."
-        raise InputError(where, _shortened(text.split("\n")[error.lineno - 1]), hint) from None
-    except RecursionError:
-        hint = "The values are nested too deeply. Flatten them."
-        raise InputError(f"{place}, line {first_line}", _shortened(text), hint) from None
-    except ValueError as error:
-        hint = f"Not usable as JSON: {error}. Correct the value."
-        raise InputError(f"{place}, line {first_line}", _shortened(text), hint) from None
-    return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits} is beyond the range of a double")
-    return value
-
-
-def _shortened(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else text[:most] + "..."
-
-
-def _read_csv(content: bytes, place: str) -> Iterator[PromptRow]:
-    yield from _read_table(_decode(content, place), place, delimiter=",", quoted=True)
-
-
-def _read_tsv(content: bytes, place: str) -> Iterator[PromptRow]:
-    text = _decode(content, place)
-    yield from _read_table(text, place, delimiter="\t", quoted=_is_quoted_tsv(text))
-
-
-def _is_quoted_tsv(text: str) -> bool:
-    """Return whether a TSV file quotes its fields as CSV does, or writes every character literally.
-
-    Both kinds are common: spreadsheets and data frames quote, PartiPrompts has prompts that begin with a quoted word.
-    A file is quoted when every quotation mark in it belongs to a quoted field, and one of these fields needed its
-    quotes, is empty, or is in the header. So a prompt that is one quoted word keeps its quotes.
-    """
-    if '"' in _QUOTED_FIELD.sub("", text):
-        return False
-    fields = list(_QUOTED_FIELD.finditer(text))
-    header = len(text.split("\n", 1)[0])
-    return any(match.start() < header or not match[1] or re.search(r'["\t\r\n]', match[1]) for match in fields)
-
-
-def _read_table(text: str, place: str, *, delimiter: str, quoted: bool) -> Iterator[PromptRow]:
-    records = _records(text, place, delimiter, quoted)
-    _, header = next(records, (0, []))
-    names = [name.strip() for name in header]
-    _refuse_duplicate_columns(names, place)
-    for number, cells in records:
-        if len(cells) != len(names):
-            raise InputError(
-                f"{place}, line {number}",
-                f"{len(cells)} fields",
-                f"The header has {len(names)}: {', '.join(names)}. "
-                + (f"Put quotes around a field with {delimiter!r}." if quoted else "Put one tab between fields."),
-            )
-        values: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
-        yield PromptRow(f"{place}, line {number}", values)
-
-
-def _records(text: str, place: str, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str]]]:
-    """Yield the records that are not blank, with the line on which each begins.
-
-    The csv module, because it counts lines and leaves short records visible; polars fills them up with nulls.
-    """
-    lines = io.StringIO(text, newline="")
-    if quoted:
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    else:
-        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
-    first = 1
-    try:
-        for cells in reader:
-            if cells:
-                yield first, cells
-            first = reader.line_num + 1
-    except csv.Error as error:
-        hint = f"Not well-formed: {error}. Close every quote, and double a quote inside quotes."
-        raise InputError(f"{place}, line {first}", "an unreadable record", hint) from None
-
-
-def _refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise InputError(place, ", ".join(duplicates), "A column name appears twice. Rename or remove one.")
-
-
-def _with_plain_types(rows: Sequence[PromptRow], text_columns: Collection[str]) -> list[PromptRow]:
-    """Convert columns of numbers and truth values in place; the others, and ``text_columns``, stay text."""
-    for name in rows[0].values if rows else ():
-        cells = {str(row.values[name]) for row in rows if row.values[name] is not None}
-        convert = str if name in text_columns else _column_type(cells)
+def _table_of(rows: Sequence[PromptRow], place: str) -> PromptTable:
+    def read(columns: Collection[str]) -> Iterator[PromptRow]:
         for row in rows:
-            if row.values[name] is not None:
-                row.values[name] = convert(str(row.values[name]))
-    return list(rows)
+            yield PromptRow(row.place, {name: value for name, value in row.values.items() if name in columns})
+
+    return PromptTable(place, tuple(dict.fromkeys(name for row in rows for name in row.values)), frozenset(), read)
 
 
-def _column_type(cells: Collection[str]) -> Callable[[str], object]:
-    """Choose the type of a column's cells; numbers only where writing them again gives the same text.
+def _open_parquet(file: InputFile, place: str) -> PromptTable:
+    with _parquet(file, place) as parquet:
+        schema = parquet.schema_arrow
+    refuse_duplicate_columns(schema.names, place)
 
-    So a text to render such as 007 or 1.50 stays text.
-    """
-    if cells and set(cells) <= {"true", "false", "True", "False"}:
-        return lambda cell: cell.lower() == "true"
-    if all(_INTEGER.fullmatch(cell) for cell in cells):
-        return int
-    if all(_INTEGER.fullmatch(cell) or (_DECIMAL.fullmatch(cell) and repr(float(cell)) == cell) for cell in cells):
-        return float
-    return str
+    def read(columns: Collection[str]) -> Iterator[PromptRow]:
+        wanted, number = [name for name in schema.names if name in columns], 0
+        with _parquet(file, place) as parquet:
+            for batch in parquet.iter_batches(columns=wanted):
+                for record in batch.to_pylist():
+                    number += 1
+                    where = f"{place}, row {number}"
+                    values = {name: _plain(record[name], f"{where}, column {name}") for name in wanted}
+                    yield PromptRow(where, values)
+
+    binary = frozenset(field.name for field in schema if _has_bytes(field.type))
+    return PromptTable(place, tuple(schema.names), binary, read)
 
 
-def _read_parquet(content: bytes, place: str) -> Iterator[PromptRow]:
-    try:
-        table = pq.ParquetFile(pa.BufferReader(content)).read()
-        names, records = table.column_names, table.to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise InputError(place, f"unreadable Parquet ({error})", "Write the file again.") from error
-    _refuse_duplicate_columns(names, place)
-    for number, record in enumerate(records, start=1):
-        where = f"{place}, row {number}"
-        yield PromptRow(where, {name: _plain(value, f"{where}, column {name}") for name, value in record.items()})
+@contextmanager
+def _parquet(file: InputFile, place: str) -> Iterator[pq.ParquetFile]:
+    with file.open() as stream:
+        try:
+            yield pq.ParquetFile(stream)
+        except InputError:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:
+            stream.seek(0)
+            beginning = stream.read(1000)
+            if not beginning:
+                raise InputError(place, "an empty file", "Put at least one prompt into it.") from None
+            refuse_failed_download(beginning.decode(errors="replace"), place)
+            raise InputError(place, f"unreadable Parquet ({error})", "Write the file again.") from error
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    """Return whether values of this type are bytes or contain them, as an image does."""
+    match kind:
+        case pa.BaseExtensionType():
+            return _has_bytes(kind.storage_type)
+        case pa.DictionaryType():
+            return _has_bytes(kind.value_type)
+    if any(test(kind) for test in _BYTES):
+        return True
+    return any(_has_bytes(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _plain(value: object, place: str) -> object:
@@ -263,16 +143,5 @@ def _plain(value: object, place: str) -> object:
         case dict():
             return {name: _plain(item, place) for name, item in value.items()}
         case _:
-            raise InputError(
-                place, f"a value of type {type(value).__name__}", "Remove this column, or write it as text or numbers."
-            )
-
-
-READERS: dict[str, Callable[[bytes, str], Iterator[PromptRow]]] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_json,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
-    ".parquet": _read_parquet,
-}
+            hint = "Write it as text, or leave the column out of those that the configuration lists as `columns`."
+            raise InputError(place, f"a value of type {type(value).__name__}", hint)

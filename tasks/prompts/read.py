@@ -1,22 +1,35 @@
 """Prompt files, read into prompts with stable names."""
 
-import difflib
 import hashlib
 import json
 import posixpath
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import fsspec
-from fsspec.core import url_to_fs
-
 from grpo_core.errors import InputError
-from tasks.prompts.formats import PromptRow, read_rows
+from tasks.prompts.delimited import convert_numbers
+from tasks.prompts.files import file_ending, find_files, nearest_names
+from tasks.prompts.formats import ENDINGS, PromptTable, open_table
+from tasks.prompts.text import PromptRow
 
-PROMPT_COLUMNS = ("prompt", "prompt_en", "prompt_raw", "Prompt", "Prompts", "instruction")
-"""Names of the prompt column; the first that a file has is used."""
+PROMPT_COLUMNS = (("prompt",), ("prompt_en",), ("prompt_raw",), ("prompts",), ("instruction",), ("caption", "text"))
+"""Names of the prompt column, in upper or lower case; the first group that a file has one name of is used.
+
+`text` comes last, because beside a prompt it is the text to render. A file with several names of the first group that
+it has, such as a caption and a text or a prompt and a Prompt, does not say which is the prompt, and is refused.
+"""
+
+LONG_PROMPT = 4000
+"""Characters from which on a prompt is reported: about a thousand tokens of English."""
+
+_INVISIBLE = frozenset({"Cc", "Cf", "Mn", "Zl", "Zp", "Zs"})
+_FILLERS = "\u115f\u1160\u2800\u3164\uffa0"
+_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,8 @@ class Prompt:
         prompt_id: 16 hexadecimal digits from the text and its number of earlier occurrences in the set;
             independent of file format, path and other columns.
         text: the prompt without surrounding white space.
-        columns: every other column by name, as plain JSON values; an empty cell of a CSV or TSV file is None.
+        columns: the other columns that go along, by name, as plain JSON values; an empty cell of a CSV or TSV file is
+            None.
     """
 
     prompt_id: str
@@ -35,31 +49,82 @@ class Prompt:
     columns: Mapping[str, object] = field(hash=False)
 
 
-def read_prompts(source: str | Path, *, column: str | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
-    """Read the prompts of a file, in its order.
+@dataclass(frozen=True)
+class PromptFile:
+    """What a prompt file, or a folder of them, contains.
 
-    Formats: ``.txt`` (one per line), ``.jsonl``, ``.json`` (JSONL or one array), ``.csv``, ``.tsv``, ``.parquet``. Text
-    is UTF-8, with or without a byte order mark; blank lines are skipped.
+    Attributes:
+        folder: folder of the file or files, spelled like the source; empty is the working directory.
+        column: the column of the prompts; `prompt` for plain text.
+        prompts: in the order of the file; of a folder, in the natural order of its files' names.
+    """
+
+    folder: str
+    column: str
+    prompts: tuple[Prompt, ...]
+
+
+def read_prompts(
+    source: str | Path,
+    *,
+    column: str | None = None,
+    columns: Sequence[str] | None = None,
+    also: Collection[str] = (),
+    limit: int | None = None,
+) -> PromptFile:
+    """Read the prompts of a file, or of all files of a folder, which have one ending.
+
+    Formats: ``.txt`` (one per line; in a folder one per file, with the column ``file_name``), ``.jsonl``, ``.json``
+    (JSONL or one array, of objects or of strings), ``.csv``, ``.tsv``, ``.parquet``; all but the last may be
+    compressed as ``.gz``. Text is UTF-8, or UTF-16 with a byte order mark; blank lines are skipped.
 
     Args:
-        column: the column of the prompt; by default the first of :data:`PROMPT_COLUMNS` that the file has.
+        column: the column of the prompt; by default one of :data:`PROMPT_COLUMNS`.
+        columns: names of the other columns that go along with a prompt; None for all that are not binary. No other
+            column is read.
+        also: columns that go along, where the file has them, even if `columns` does not name them.
         limit: use only the first prompts, this many. The complete file is still read and must be well-formed.
 
     Raises:
-        InputError: the file cannot be read, is malformed, or has no prompts; or a prompt is missing or not text.
+        InputError: the file cannot be read, is malformed, or has no prompts; a prompt is missing, not text, or
+            invisible; or a column is unknown, ambiguous or binary.
     """
     if limit is not None and limit < 1:
         raise InputError("data.limit", limit, "Give at least 1, or leave it out for all prompts.")
     place = f"data.prompts: {source}"
-    content = read_input_file(str(source), place="data.prompts")
-    texts = PROMPT_COLUMNS if column is None else (*PROMPT_COLUMNS, column)
-    rows = read_rows(content, name=str(source), place=place, text_columns=texts)
+    files = find_files(str(source), place="data.prompts", endings=ENDINGS)
+    # Files of a bucket take long one after another.
+    with ThreadPoolExecutor(min(len(files), 16)) as pool:
+        tables = list(pool.map(partial(open_table, in_folder=files[0].uri != str(source)), files))
+    found = tuple(dict.fromkeys(name for table in tables for name in table.columns))
+    if not found:
+        raise InputError(place, "no prompts", "Put at least one prompt into the file.")
+    chosen = _choose_column(found, column, place)
+    binary = {name for table in tables for name in table.binary}
+    if chosen in binary:
+        raise InputError(f"{place}, column {chosen}", "bytes", "A prompt is text. Write the column as text.")
+    _refuse_columns(columns or (), found, binary, place)
+    wanted = set(found) if columns is None else {*columns, *also}
+    rows = _read_rows(tables, chosen, (wanted & set(found)) - binary)
+    if file_ending(files[0].path) in (".csv", ".tsv"):
+        convert_numbers(rows, text_columns=lambda name: name == chosen or _is_known(name))
     if not rows:
         raise InputError(place, "no prompts", "Put at least one prompt into the file.")
-    chosen = _choose_column(rows, column, place)
+    return PromptFile(posixpath.dirname(files[0].uri), chosen, _named(rows[:limit], chosen))
+
+
+def _read_rows(tables: Sequence[PromptTable], chosen: str, along: Collection[str]) -> list[PromptRow]:
+    for table in tables:
+        if table.columns and chosen not in table.columns:
+            hint = f"Other files of the folder have it; this one has {_listed(table.columns)}."
+            raise InputError(table.place, f"no column {chosen}", hint)
+    return [row for table in tables for row in table.read({chosen, *along})]
+
+
+def _named(rows: Iterable[PromptRow], chosen: str) -> tuple[Prompt, ...]:
     seen: Counter[str] = Counter()
     prompts = []
-    for row in rows[:limit]:
+    for row in rows:
         text = _prompt_text(row, chosen)
         others = {name: value for name, value in row.values.items() if name != chosen}
         prompt_id = hashlib.sha256(json.dumps([text, seen[text]]).encode()).hexdigest()[:16]
@@ -68,109 +133,53 @@ def read_prompts(source: str | Path, *, column: str | None = None, limit: int | 
     return tuple(prompts)
 
 
-def _choose_column(rows: Sequence[PromptRow], column: str | None, place: str) -> str:
-    found = tuple(dict.fromkeys(name for row in rows for name in row.values))
-    listed = ", ".join(found) or "none"
+def _choose_column(found: Sequence[str], column: str | None, place: str) -> str:
     if column is not None:
         if column in found:
             return column
-        raise InputError(
-            place, f"no column {column}", f"Columns found: {listed}. Nearest: {nearest_names(column, found)}."
-        )
-    for candidate in PROMPT_COLUMNS:
-        if candidate in found:
-            return candidate
-    hint = f"Rename the column of the prompts to one of {', '.join(PROMPT_COLUMNS)}, or name it in the configuration."
-    raise InputError(place, f"columns {listed}", f"None of them is a known prompt column. {hint}")
+        hint = f"Columns found: {_listed(found)}. Nearest: {nearest_names(column, found)}."
+        raise InputError(place, f"no column {column}", hint)
+    for group in PROMPT_COLUMNS:
+        fitting = [name for name in found if name.lower() in group]
+        if len(fitting) > 1:
+            hint = "Each of them may be the prompt. Name the right one as prompt_column in the configuration."
+            raise InputError(place, f"columns {', '.join(fitting)}", hint)
+        if fitting:
+            return fitting[0]
+    known = ", ".join(name for group in PROMPT_COLUMNS for name in group)
+    hint = f"None of them is a known prompt column ({known}). Name the right one as prompt_column in the configuration."
+    raise InputError(place, f"columns {_listed(found)}", hint)
+
+
+def _is_known(name: str) -> bool:
+    return any(name.lower() in group for group in PROMPT_COLUMNS)
+
+
+def _refuse_columns(columns: Sequence[str], found: Sequence[str], binary: Collection[str], place: str) -> None:
+    for name in columns:
+        if name not in found:
+            hint = f"{place} has no such column. Nearest: {nearest_names(name, found)}."
+            raise InputError("data.columns", name, hint)
+        if name in binary:
+            raise InputError("data.columns", name, f"The column of {place} has bytes; rewards get text and numbers.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
 
 
 def _prompt_text(row: PromptRow, column: str) -> str:
     value = row.values.get(column)
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str) and _is_visible(value):
         return value.strip()
     wanted = "Write the prompt there, or remove the row."
     if value is not None and not isinstance(value, str):
         wanted = "A prompt is text. Put it in quotes, or name the column with the text."
+    elif value and value.strip():
+        wanted = f"It has only characters that are not seen, such as zero-width ones. {wanted}"
     raise InputError(f"{row.place}, column {column}", value, wanted)
 
 
-def read_input_file(uri: str, *, place: str) -> bytes:
-    """Read one file.
-
-    Raises:
-        InputError: no such file, a folder or device, no right to read it, or a URL whose file system is not installed.
-    """
-    filesystem, path = _resolve(uri, place)
-    try:
-        if filesystem.isdir(path):
-            names = nearest_names("", _file_names(filesystem, path))
-            raise InputError(place, uri, f"This is a folder. Name one file{' in it: ' + names if names else ''}.")
-        if filesystem.exists(path) and not filesystem.isfile(path):
-            # A link may lead to a pipe that blocks forever, or to an endless device.
-            raise InputError(place, uri, "This is a pipe, a socket or a device. Name a file.")
-        return bytes(filesystem.cat_file(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(place, uri, _where_else(filesystem, path)) from None
-    except OSError as error:
-        raise InputError(place, uri, f"It cannot be read ({error}). Make it readable or name another file.") from error
-
-
-def list_input_folder(uri: str, *, place: str) -> tuple[str, ...]:
-    """List the names of the files directly in a folder, in no particular order.
-
-    Raises:
-        InputError: no such folder, a file, no right to list it, or a URL whose file system is not installed.
-    """
-    filesystem, path = _resolve(uri, place)
-    try:
-        if filesystem.isfile(path):
-            raise InputError(place, uri, "This is a file. Name the folder that contains it.")
-        return _file_names(filesystem, path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(place, uri, "There is no such folder. Correct the path.") from None
-    except OSError as error:
-        raise InputError(place, uri, f"It cannot be listed ({error}). Make it readable or name another.") from error
-
-
-def join_uri(folder: str, name: str) -> str:
-    """Return the address of a file in a folder, spelled like the folder; an empty folder is the working directory."""
-    return folder + name if not folder or folder.endswith("/") else f"{folder}/{name}"
-
-
-def nearest_names(name: str, names: Sequence[str], most: int = 5) -> str:
-    """Return the names closest to a mistaken one, or the first few if none is close, separated by commas."""
-    folded = {candidate.lower(): candidate for candidate in sorted(names, reverse=True)}
-    close = [folded[match] for match in difflib.get_close_matches(name.lower(), list(folded), n=3)]
-    if close:
-        return ", ".join(close)
-    return ", ".join(sorted(names)[:most]) + (", ..." if len(names) > most else "")
-
-
-def _resolve(uri: str, place: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    if not uri.strip():
-        raise InputError(place, uri, "Name a file: a path or a URL such as s3://bucket/name.")
-    try:
-        filesystem, path = url_to_fs(uri)
-    except ImportError as error:
-        raise InputError(place, uri, f"{error}. It is the package that reads this kind of URL.") from error
-    except ValueError as error:
-        raise InputError(place, uri, f"{error}. Give a path or a URL of a known kind, such as s3://.") from error
-    return filesystem, str(path)
-
-
-def _file_names(filesystem: fsspec.AbstractFileSystem, path: str) -> tuple[str, ...]:
-    entries = filesystem.ls(path, detail=True)
-    return tuple(posixpath.basename(str(entry["name"])) for entry in entries if entry["type"] != "directory")
-
-
-def _where_else(filesystem: fsspec.AbstractFileSystem, path: str) -> str:
-    folder, name = posixpath.split(path)
-    try:
-        names = _file_names(filesystem, folder) if filesystem.isdir(folder) else None
-    except OSError:
-        names = ()
-    if names is None:
-        return f"There is no such file, nor the folder {folder}. Correct the path."
-    if not names:
-        return "There is no such file. Correct the path."
-    return f"There is no such file. The folder contains: {nearest_names(name, names)}."
+def _is_visible(text: str) -> bool:
+    """Return whether a text has any character that is more than space, format, control, or a mark on another."""
+    return any(unicodedata.category(letter) not in _INVISIBLE and letter not in _FILLERS for letter in text)

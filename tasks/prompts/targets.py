@@ -2,7 +2,6 @@
 
 import hashlib
 import posixpath
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,8 @@ from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.images import open_image, require_aspect, to_rgb
-from tasks.prompts.read import Prompt, join_uri, list_input_folder, nearest_names, read_input_file
+from tasks.prompts.files import join_uri, list_input_folder, natural_key, nearest_names, read_input_file
+from tasks.prompts.read import Prompt
 
 TARGET_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 """Endings of file names that are images, in upper or lower case."""
@@ -133,13 +133,7 @@ def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
         some = f" ({nearest_names('', names)})" if names else ""
         hint = f"The images pair with the {count} prompts by index: give exactly one per prompt, or name a column."
         raise InputError(f"data.targets: {folder}", f"{len(names)} images{some} for {count} prompts", hint)
-    return tuple(sorted(names, key=_natural_key))
-
-
-def _natural_key(name: str) -> tuple[list[str | int], str]:
-    """Return a sort key that compares digits as numbers; the name itself orders 1.png and 01.png."""
-    parts = re.split(r"([0-9]+)", name.lower())
-    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
+    return tuple(sorted(names, key=natural_key))
 
 
 def _refer(uri: str, place: str, size: tuple[int, int] | None) -> TargetReference:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.errors import InputError
-from tasks.prompts.read import nearest_names
+from tasks.prompts.files import nearest_names
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors

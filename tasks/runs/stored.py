@@ -13,7 +13,7 @@ from configs.loader import read_config, read_mapping
 from configs.schema import RunConfig
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
-from tasks.prompts.read import nearest_names
+from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
     GUARDRAILS,

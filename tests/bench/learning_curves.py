@@ -86,7 +86,7 @@ def train_with_trl(seed: int) -> Curve:
         assert config.data.prompts is not None
         rows = [
             {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}
-            for prompt in read_prompts(config.data.prompts)
+            for prompt in read_prompts(config.data.prompts).prompts
         ]
         settings = GRPOConfig(
             output_dir=folder,

@@ -11,7 +11,7 @@ from configs.loader import read_config
 from flows.command_line.main import application
 from flows.preflight.doctor import Diagnosis, examine
 from flows.preflight.inputs import CHECKS
-from tests.flows.conftest import REPOSITORY, TINY
+from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,13 @@ def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     config = REPOSITORY / "configs" / "glm_image_80gb.yaml"
     assert "disk" in examined(config, f"storage.root={tmp_path}")[1]
     assert "disk" not in examined(config, f"storage.root={tmp_path}", "run.iterations=50")[1]
+
+
+def test_a_prompt_that_the_model_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "sort the letters of goga" * 999, "answer": "aggo", "word": "goga"}))
+    hints = examined(TINY_TEXT, f"storage.root={tmp_path}", f"data.prompts={path}")[1]
+    assert "max_completion_length" in hints["model"]
 
 
 def test_each_problem_has_a_subject_and_a_hint(tmp_path: Path) -> None:

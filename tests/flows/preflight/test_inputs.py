@@ -13,7 +13,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from configs.loader import read_config
+from configs.schema import RunConfig
 from flows.command_line.main import application
+from flows.preflight.doctor import examine
 from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError
 from tests.flows import conftest
@@ -46,13 +48,20 @@ def prompt_file(folder: Path, content: str, name: str = "prompts.txt") -> Path:
     return path
 
 
+def opened(config: RunConfig) -> None:
+    from flows.pipeline.run import open_run
+
+    with open_run(config):
+        pass
+
+
 class TestPrompts:
     @pytest.mark.parametrize(
         ("name", "content", "value", "word"),
         [
             ("prompts.txt", "", "an empty file", "at least one prompt"),
             ("prompts.txt", "\n\n  \n", "no prompts", "at least one prompt"),
-            ("prompts.jsonl", '{"caption": "a cat"}\n', "columns caption", "None of them"),
+            ("prompts.jsonl", '{"subject": "a cat"}\n', "columns subject", "None of them"),
         ],
     )
     def test_a_file_that_cannot_be_used(self, tmp_path: Path, name: str, content: str, value: str, word: str) -> None:
@@ -70,6 +79,25 @@ class TestPrompts:
         self, tmp_path: Path, override: str, value: str, word: str
     ) -> None:
         only(refused(tmp_path, override), override.partition("=")[0], value, word)
+
+    def test_columns_that_do_not_go_along(self, tmp_path: Path) -> None:
+        letters = "data/prompts/letters_train.jsonl"
+        for override, place in (
+            ("evaluate.columns=[wrod]", "evaluate.columns"),
+            (f"data={{datasets: [{{name: a, prompts: {letters}, columns: [wrod]}}]}}", "data.datasets.0.columns"),
+        ):
+            only(refused(tmp_path, override, config=TINY_TEXT), place, "wrod", "Nearest: word")
+        only(refused(tmp_path, "data.columns=[word]", config=TINY_TEXT), "rewards.0.answer", "answer", "data.columns")
+
+    def test_what_a_person_should_know_of_them(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, "\n".join(["Caption", *("x" * length for length in (4000, 4002, 4001))]), "a.csv")
+        config = read_config(TINY, [f"storage.root={tmp_path}", f"data.prompts={path}", *NO_TARGETS])
+        column, long = check_inputs(config).notes
+        assert column == f"data.prompts: {path}: the prompts are column Caption"
+        assert "(row 2) has 4002 characters; 1 more have over 4000" in long
+        assert {column, long} <= {finding.message for finding in examine(config).findings}
+        assert {column, long} <= {*conftest.heard_of(lambda: opened(config))[1].lines}
+        assert check_inputs(read_config(TINY, [f"storage.root={tmp_path}"])).notes == ()
 
     def test_a_prompt_with_the_models_own_tags(self, tmp_path: Path) -> None:
         path = prompt_file(tmp_path, "a red <sop> circle")
@@ -216,7 +244,6 @@ def test_an_unwritable_root(tmp_path: Path, kind: str) -> None:
 
 
 def test_each_prompt_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flows.pipeline.run import open_run
     from flows.preflight import inputs
 
     read: list[str] = []
@@ -229,8 +256,7 @@ def test_each_prompt_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(inputs, "read_prompts", counted)
     config = read_config(TINY_TEXT, [f"storage.root={tmp_path}/runs"])
     check_inputs(config)
-    with open_run(config):
-        pass
+    opened(config)
     assert sorted(read) == sorted(filter(None, [config.data.prompts, config.evaluate.prompts]))
 
 

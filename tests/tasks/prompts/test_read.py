@@ -1,18 +1,17 @@
-"""Each format of prompt files, which column holds the prompts, what is refused by line, and prompt ids."""
+"""Each format of prompt files, which columns are read, folders of files, what is refused by line, and prompt ids."""
 
-import io
+import codecs
+import gzip
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
 
 from tasks.prompts.read import read_prompts
-from tests.tasks.reading import Write, refusal, texts
+from tests.tasks.reading import Write, parquet_bytes, read, refusal, texts
 
 
 @pytest.mark.parametrize(
@@ -36,32 +35,42 @@ from tests.tasks.reading import Write, refusal, texts
         # Quotation marks are text unless every field is quoted.
         ("a.tsv", 'Prompt\tn\n"BUZZ"\t1\nplain\t2\n', ['"BUZZ"', "plain"]),
         ("a.tsv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n', ["BUZZ"]),
+        # Strings, in one array or by line.
+        ("a.json", '["a", " b "]', ["a", "b"]),
+        ("a.jsonl", '"a"\n\n"b"\n', ["a", "b"]),
+        # UTF-16 in either byte order, and compressed text.
+        ("a.txt", codecs.BOM_UTF16_LE + "ü\r\n\U0001f642".encode("utf-16-le"), ["ü", "\U0001f642"]),
+        ("a.csv", codecs.BOM_UTF16_BE + "Caption,n\nü,1\n".encode("utf-16-be"), ["ü"]),
+        ("a.json", '["ü"]'.encode("utf-16"), ["ü"]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}'), ["a"]),
+        # New symbols, which Python does not know yet, and letters joined by a format character.
+        ("a.txt", "\U0001fae9\nनी\u200dह\n", ["\U0001fae9", "नी\u200dह"]),
     ],
 )
 def test_prompts_of_a_file(write: Write, name: str, content: str | bytes, prompts: list[str]) -> None:
-    assert texts(read_prompts(write(name, content))) == prompts
+    assert texts(read(write(name, content))) == prompts
 
 
 class TestText:
     def test_limit_takes_the_first(self, write: Write) -> None:
         path = write("set.txt", "a\nb\nc\n")
-        assert read_prompts(path, limit=2) == read_prompts(path)[:2]
-        assert len(read_prompts(path, limit=9)) == 3
+        assert read(path, limit=2) == read(path)[:2]
+        assert len(read(path, limit=9)) == 3
         assert refusal(path, limit=0).place == "data.limit"
 
 
 class TestJson:
     def test_columns_keep_their_json_values(self, write: Write) -> None:
         row = {"tag": "two", "include": [{"class": "cow", "count": 2}], "prompt": "two cows", "w": 0.5, "x": None}
-        prompts = read_prompts(write("set.jsonl", json.dumps(row) + '\n\n{"prompt": "\\u00fc"}'))
+        prompts = read(write("set.jsonl", json.dumps(row) + '\n\n{"prompt": "\\u00fc"}'))
         assert texts(prompts) == ["two cows", "ü"]
         assert prompts[0].columns == {key: value for key, value in row.items() if key != "prompt"}
         assert prompts[1].columns == {}
 
     def test_json_may_be_lines_or_an_array(self, write: Write) -> None:
         rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": [2]}]
-        lines = read_prompts(write("lines.json", "\n".join(map(json.dumps, rows))))
-        array = read_prompts(write("array.json", "\n" + json.dumps(rows, indent=2)))
+        lines = read(write("lines.json", "\n".join(map(json.dumps, rows))))
+        array = read(write("array.json", "\n" + json.dumps(rows, indent=2)))
         assert lines == array
         assert [prompt.columns for prompt in array] == [{"n": 1}, {"n": [2]}]
 
@@ -71,6 +80,7 @@ class TestJson:
             ('{"prompt": "a"}\n\n{"prompt": }', 3),
             ('{"prompt": "a"}\n["b"]', 2),
             ('{"prompt": "a"}\n"b"', 2),
+            ('"a"\n{"prompt": "b"}', 2),
             ('{"prompt": "a", "x": NaN}', 1),
             ('{"prompt": "a", "x": 1e999}', 1),
             ('{"prompt": "a \\ud83d"}', 1),
@@ -86,144 +96,67 @@ class TestJson:
 
     def test_an_array_names_the_item(self, write: Write) -> None:
         assert refusal(write("set.json", '[{"prompt": "a"}, "b"]')).place.endswith("set.json, item 2")
-
-
-class TestTables:
-    def test_csv_quotes_and_newlines_in_fields(self, write: Write) -> None:
-        path = write("set.csv", 'id,prompt\r\n1,"a sign, ""STOP"",\nat night"\r\n\r\n2,"b"\r\n3,c "d" e')
-        prompts = read_prompts(path)
-        assert texts(prompts) == ['a sign, "STOP",\nat night', "b", 'c "d" e']
-        assert [prompt.columns for prompt in prompts] == [{"id": 1}, {"id": 2}, {"id": 3}]
-
-    def test_line_numbers_count_newlines_in_fields(self, write: Write) -> None:
-        error = refusal(write("set.csv", 'prompt,n\n"a\nb",1\n\n  ,2\n'))
-        assert error.place.endswith("set.csv, line 5, column prompt")
-
-    def test_plain_types_only_where_nothing_is_lost(self, write: Write) -> None:
-        content = (
-            "prompt,i,f,b,code,price,mixed,big\n7,-1,0.5,true,007,1.50,1,9999999999999999999\n8,,2,False,8,2,x,1\n"
-        )
-        first, second = read_prompts(write("set.csv", content))
-        assert first.text == "7"
-        assert repr(first.columns) == repr(
-            {"i": -1, "f": 0.5, "b": True, "code": "007", "price": "1.50", "mixed": "1", "big": "9" * 19}
-        )
-        assert repr(second.columns) == repr(
-            {"i": None, "f": 2.0, "b": False, "code": "8", "price": "2", "mixed": "x", "big": "1"}
-        )
-
-    def test_tsv_that_writes_quotation_marks_as_they_are(self, write: Write) -> None:
-        path = write(
-            "set.tsv",
-            'Prompt\tCategory\tNote\n"G I G G L E" painted on a wall\tArt\t\n'
-            'an 8" pipe\tArt\tsee "this"\n"BUZZ"\tArt\t"a"\n',
-        )
-        prompts = read_prompts(path)
-        assert texts(prompts) == ['"G I G G L E" painted on a wall', 'an 8" pipe', '"BUZZ"']
-        assert [prompt.columns["Note"] for prompt in prompts] == [None, 'see "this"', '"a"']
-
-    def test_tsv_that_quotes_empty_text(self, write: Write) -> None:
-        (prompt,) = read_prompts(write("set.tsv", 'Prompt\tn\na red circle\t""\n'))
-        assert prompt.columns == {"n": None}
-
-    @pytest.mark.parametrize("content", ["prompt,n\na,1\nb\n", "prompt,n\na,1\na cat, black,2\n"])
-    def test_ragged_rows_are_refused(self, write: Write, content: str) -> None:
-        error = refusal(write("set.csv", content))
-        assert error.place.endswith("set.csv, line 3")
-        assert "quotes around" in error.hint
-
-    @pytest.mark.parametrize("cell", ['"never closed', '"closed" and on'])
-    def test_broken_quotes_are_refused(self, write: Write, cell: str) -> None:
-        assert refusal(write("set.csv", f"prompt,n\na,1\n{cell},2\nc,3\n")).place.endswith("set.csv, line 3")
-
-    def test_a_column_that_stands_there_twice_is_refused(self, write: Write) -> None:
-        assert refusal(write("set.csv", "prompt,n,n\na,1,2\n")).value == "n"
-
-
-class TestParquet:
-    def test_values_become_plain_json(self, tmp_path: Path) -> None:
-        path = tmp_path / "set.parquet"
-        frame = pl.DataFrame(
-            {
-                "prompt": ["a", "b"],
-                "include": [[{"class": "cow", "count": 2}], None],
-                "day": [None, pl.Series(["2024-02-29"]).str.to_date()[0]],
-                "cost": pl.Series(["1.25", "2.5"]).cast(pl.Decimal(10, 2)),
-                "kind": pl.Series(["x", "x"], dtype=pl.Categorical),
-            }
-        )
-        frame.write_parquet(path)
-        first, second = read_prompts(path)
-        shared = {"kind": "x"}
-        assert first.columns == {"include": [{"class": "cow", "count": 2}], "day": None, "cost": 1.25, **shared}
-        assert second.columns == {"include": None, "day": "2024-02-29", "cost": 2.5, **shared}
-        assert json.loads(json.dumps([first.columns, second.columns])) == [first.columns, second.columns]
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"\x00"])
-    def test_what_json_has_no_value_for_is_refused(self, tmp_path: Path, value: object) -> None:
-        pl.DataFrame({"prompt": ["a"], "x": [value]}).write_parquet(tmp_path / "set.parquet")
-        assert refusal(tmp_path / "set.parquet").place.endswith("set.parquet, row 1, column x")
-
-    def test_a_damaged_file_is_refused(self, write: Write) -> None:
-        buffer = io.BytesIO()
-        pl.DataFrame({"prompt": ["a"] * 100}).write_parquet(buffer)
-        assert "unreadable Parquet" in str(refusal(write("set.parquet", buffer.getvalue()[:-20])))
-        assert "unreadable Parquet" in str(refusal(write("text.parquet", "prompt\na\n")))
-
-
-cells = st.text(st.sampled_from("ab\"',\t\n\\#ü🙂\u2028 "), max_size=8)
-rows = st.lists(st.tuples(cells.filter(str.strip), cells), min_size=1, max_size=6)
-
-
-@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
-@given(rows=rows)
-def test_reads_back_what_polars_writes(
-    tmp_path_factory: pytest.TempPathFactory, ending: str, rows: list[tuple[str, str]]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / f"polars.{ending}"
-    frame = pl.DataFrame({"prompt": [row[0] for row in rows], "note": [row[1] for row in rows]})
-    match ending:
-        case "csv":
-            frame.write_csv(path)
-        case "tsv":
-            frame.write_csv(path, separator="\t", quote_style="always")
-        case "jsonl":
-            frame.write_ndjson(path)
-        case "parquet":
-            frame.write_parquet(path)
-    prompts = read_prompts(path)
-    empty = None if ending in ("csv", "tsv") else ""
-    assert texts(prompts) == [text.strip() for text, _ in rows]
-    assert [prompt.columns["note"] for prompt in prompts] == [note or empty for _, note in rows]
-
-
-@given(rows=rows)
-def test_reads_back_a_tsv_with_quotes_where_they_are_needed(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "needed.tsv"
-    frame = pl.DataFrame({"prompt": [row[0] for row in rows], "note": [row[1] for row in rows]})
-    frame.write_csv(path, separator="\t", quote_style="necessary")
-    assert texts(read_prompts(path)) == [text.strip() for text, _ in rows]
+        assert refusal(write("set.json", '["a", ["b"]]')).place.endswith("set.json, item 2")
+        assert refusal(write("set.json", '["a", " "]')).place.endswith("set.json, item 2, column prompt")
 
 
 class TestColumnChoice:
-    def test_order_of_preference(self, write: Write) -> None:
-        names = ["instruction", "Prompts", "Prompt", "prompt_raw", "prompt_en", "prompt"]
-        for count in range(1, 7):
-            table = ",".join(["other", *names[:count]]) + "\n" + ",".join(["other", *names[:count]]) + "\n"
-            (prompt,) = read_prompts(write("set.csv", table))
-            assert prompt.text == names[count - 1]
-            assert set(prompt.columns) == {"other", *names[: count - 1]}
+    @pytest.mark.parametrize(
+        ("header", "chosen"),
+        [
+            ("other,instruction,Prompts,PROMPT_RAW,Prompt_en,prompt", "prompt"),
+            ("other,instruction,Prompts,PROMPT_RAW,Prompt_en", "Prompt_en"),
+            ("other,instruction,Prompts,PROMPT_RAW", "PROMPT_RAW"),
+            ("other,instruction,Prompts", "Prompts"),
+            ("text,other,Instruction", "Instruction"),
+            ("text,other,PROMPT", "PROMPT"),
+            ("caption,prompt", "prompt"),
+            ("TEXT,url", "TEXT"),
+            ("Caption,image", "Caption"),
+        ],
+    )
+    def test_order_of_preference(self, write: Write, header: str, chosen: str) -> None:
+        file = read_prompts(write("set.csv", f"{header}\n{header}\n"))
+        assert (file.column, file.prompts[0].text) == (chosen, chosen)
+        assert set(file.prompts[0].columns) == {*header.split(",")} - {chosen}
+
+    @pytest.mark.parametrize("header", ["text,Caption", "prompt,n,Prompt", "TEXT,text"])
+    def test_several_that_may_be_the_prompt_are_refused(self, write: Write, header: str) -> None:
+        path = write("set.csv", f"{header}\n{header}\n")
+        assert "prompt_column" in refusal(path).hint
+        for name in header.split(","):
+            assert texts(read(path, column=name)) == [name]
 
     def test_a_named_column_wins(self, write: Write) -> None:
-        (prompt,) = read_prompts(write("set.csv", "prompt,caption\na,b\n"), column="caption")
+        (prompt,) = read(write("set.csv", "prompt,subject\na,b\n"), column="subject")
         assert (prompt.text, prompt.columns) == ("b", {"prompt": "a"})
 
     def test_no_prompt_column_lists_what_there_is(self, write: Write) -> None:
-        path = write("set.csv", "caption,tag\na,b\n")
-        assert "caption, tag" in str(refusal(path))
-        assert refusal(path, column="captoin").hint.endswith("Nearest: caption.")
+        path = write("set.csv", "subject,tag\na,b\n")
+        assert "subject, tag" in str(refusal(path))
+        assert refusal(path, column="subjetc").hint.endswith("Nearest: subject.")
+
+
+class TestColumnsAlong:
+    CONTENT: ClassVar = {
+        "set.csv": "prompt,tag,n,url\na,x,1,u\n",
+        "set.tsv": "prompt\ttag\tn\turl\na\tx\t1\tu\n",
+        "set.jsonl": '{"prompt": "a", "tag": "x", "n": 1, "url": "u"}',
+        "set.json": '[{"prompt": "a", "tag": "x", "n": 1, "url": "u"}]',
+        "set.parquet": parquet_bytes({"prompt": ["a"], "tag": ["x"], "n": [1], "url": ["u"]}),
+    }
+
+    @pytest.mark.parametrize("name", CONTENT)
+    def test_only_those_that_are_named(self, write: Write, name: str) -> None:
+        path = write(name, self.CONTENT[name])
+        assert read(path)[0].columns == {"tag": "x", "n": 1, "url": "u"}
+        assert read(path, columns=["n", "tag"])[0].columns == {"tag": "x", "n": 1}
+        assert read(path, columns=["n", "prompt"], also=["url", "absent"])[0].columns == {"n": 1, "url": "u"}
+        assert read(path, columns=[])[0].columns == {}
+        assert read(path, columns=[])[0].prompt_id == read(path)[0].prompt_id
+        error = refusal(path, columns=["tga"])
+        assert (error.place, error.value) == ("data.columns", "tga")
+        assert error.hint.endswith("Nearest: tag.")
 
 
 @pytest.mark.parametrize("value", ["null", '""', '" \\t"', "7", '["a"]', '{"text": "a"}'])
@@ -245,40 +178,12 @@ class TestFiles:
         )
         assert "nor the folder" in refusal(path.parent / "none" / "x.txt").hint
 
-    def test_a_folder(self, write: Write) -> None:
-        assert "set.txt" in refusal(write("set.txt", "a").parent).hint
-
-    @pytest.mark.parametrize("ending", ["txt", "jsonl", "json", "csv", "tsv", "parquet"])
-    def test_an_empty_file(self, write: Write, ending: str) -> None:
-        assert refusal(write(f"set.{ending}", "")).value == "an empty file"
-
-    @pytest.mark.parametrize(
-        ("name", "content"),
-        [("a.txt", "\n  \n\t\n"), ("a.jsonl", "\n \n"), ("a.json", "[]"), ("a.csv", "prompt,n\n"), ("a.txt", "\ufeff")],
-    )
-    def test_no_prompts(self, write: Write, name: str, content: str) -> None:
-        assert refusal(write(name, content)).value == "no prompts"
-
-    @pytest.mark.parametrize("name", ["set.xlsx", "set.txt.gz", "set"])
-    def test_an_unknown_ending(self, write: Write, name: str) -> None:
-        assert ".parquet" in refusal(write(name, "prompt\na\n")).hint
-
-    def test_text_that_is_not_utf8_names_its_line(self, write: Write) -> None:
-        assert refusal(write("set.txt", "a\nb\ncafé\n".encode("cp1252"))).place.endswith("set.txt, line 3")
-        assert refusal(write("set.csv", "prompt\na\n".encode("utf-16"))).value == "UTF-16 text"
-        assert refusal(write("set.txt", b"a\nb\0c\n")).place.endswith("set.txt, line 2")
-
-    @pytest.mark.parametrize(("kind", "name"), [("PNG", "PNG"), ("JPEG", "JPEG"), ("GIF", "GIF"), ("WEBP", "WebP")])
-    def test_a_renamed_image(self, write: Write, kind: str, name: str) -> None:
-        buffer = io.BytesIO()
-        Image.new("RGB", (32, 32), "red").save(buffer, kind)
-        assert f"a {name} image" in str(refusal(write("set.txt", buffer.getvalue())))
-
     def test_a_url(self) -> None:
         filesystem = fsspec.filesystem("memory")
         filesystem.pipe("/prompt-sets/set.tsv", b"Prompt\tn\na\t1\n")
-        assert texts(read_prompts("memory://prompt-sets/set.tsv")) == ["a"]
+        assert texts(read("memory://prompt-sets/set.tsv")) == ["a"]
         assert "set.tsv" in refusal("memory://prompt-sets/sett.tsv").hint
+        assert texts(read("memory://prompt-sets")) == ["a"]
 
     def test_a_url_of_an_unknown_kind(self) -> None:
         assert refusal("nowhere://set.txt").value == "nowhere://set.txt"
@@ -286,18 +191,81 @@ class TestFiles:
     def test_the_home_folder(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write("set.txt", "a\n")
         monkeypatch.setenv("HOME", str(path.parent))
-        assert texts(read_prompts("~/set.txt")) == ["a"]
+        assert texts(read("~/set.txt")) == ["a"]
+
+
+class TestFolders:
+    def test_each_text_file_is_one_prompt(self, tmp_path: Path) -> None:
+        for name, text in [("10.txt", "ten"), ("2.txt", "\n two\n\n"), ("1.TXT", "one\r\n"), (".3.txt", "hidden")]:
+            (tmp_path / name).write_text(text)
+        (tmp_path / "1.png").write_bytes(b"no prompt")
+        (tmp_path / "more").mkdir()
+        file = read_prompts(f"{tmp_path}/")
+        assert [(each.text, each.columns["file_name"]) for each in file.prompts] == [
+            ("one", "1.TXT"),
+            ("two", "2.txt"),
+            ("ten", "10.txt"),
+        ]
+        assert (file.folder, file.prompts[0].prompt_id) == (str(tmp_path), read(tmp_path / "1.TXT")[0].prompt_id)
+
+    def test_shards_are_one_file(self, tmp_path: Path) -> None:
+        rows = [{"prompt": text, "n": n} for n, text in enumerate("abca")]
+        (tmp_path / "whole.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        kinds = {"jsonl": lambda part: "\n".join(map(json.dumps, part)).encode(), "parquet": pl.DataFrame}
+        for ending in kinds:
+            folder = tmp_path / ending
+            folder.mkdir()
+            for number, part in enumerate([rows[:3], rows[3:]]):
+                path = folder / f"part-{number:04d}.{ending}"
+                path.write_bytes(parquet_bytes(part) if ending == "parquet" else kinds["jsonl"](part))
+            assert read(folder) == read(tmp_path / "whole.jsonl")
+            assert refusal(folder, limit=0).place == "data.limit"
+
+    def test_a_column_has_one_type_in_all_shards(self, tmp_path: Path) -> None:
+        (tmp_path / "1.csv").write_text("prompt,code\na,1\n")
+        (tmp_path / "2.csv").write_text("prompt,code\nb,x\n")
+        assert [prompt.columns["code"] for prompt in read(tmp_path)] == ["1", "x"]
+
+    @pytest.mark.parametrize(
+        ("names", "place", "word"),
+        [
+            (["a.txt", "b.jsonl", "c.txt"], "data.prompts", ".jsonl (b.jsonl), .txt (a.txt)"),
+            (["a.png", "b.md"], "data.prompts", "a.png, b.md"),
+            ([], "data.prompts", "no file"),
+        ],
+    )
+    def test_what_does_not_say_which_files(self, tmp_path: Path, names: list[str], place: str, word: str) -> None:
+        for name in names:
+            (tmp_path / name).write_text("a\n")
+        error = refusal(tmp_path)
+        assert (error.place, word in str(error)) == (place, True)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "word"),
+        [
+            ("2.txt", "a\nb\n", "2 lines"),
+            ("2.txt", " \n", "0 lines"),
+            ("2.txt", "\u200b", "not seen"),
+            ("2.jsonl", '{"caption": "b"}', "no column prompt"),
+        ],
+    )
+    def test_one_file_that_is_unlike_the_others(self, tmp_path: Path, name: str, content: str, word: str) -> None:
+        (tmp_path / "1").with_suffix(Path(name).suffix).write_text('"a"' if name.endswith("jsonl") else "a")
+        (tmp_path / name).write_text(content)
+        error = refusal(tmp_path)
+        assert name in error.place
+        assert word in str(error)
 
 
 class TestPromptId:
     def test_depends_on_the_text_and_its_occurrence_only(self, write: Write) -> None:
-        plain = read_prompts(write("one.txt", "a\nb\na\n"))
-        table = read_prompts(write("two.csv", "n,instruction\n1,a\n2,b\n3, a \n"))
+        plain = read(write("one.txt", "a\nb\na\n"))
+        table = read(write("two.csv", "n,instruction\n1,a\n2,b\n3, a \n"))
         assert [p.prompt_id for p in plain] == [p.prompt_id for p in table]
         assert len({p.prompt_id for p in plain}) == 3
-        assert plain[0].prompt_id == read_prompts(write("three.txt", "c\na\n"))[1].prompt_id
+        assert plain[0].prompt_id == read(write("three.txt", "c\na\n"))[1].prompt_id
 
     def test_does_not_change_between_releases(self, write: Write) -> None:
-        ids = [prompt.prompt_id for prompt in read_prompts(write("set.txt", "a red circle\na red circle\n"))]
+        ids = [prompt.prompt_id for prompt in read(write("set.txt", "a red circle\na red circle\n"))]
         # python -c "import hashlib; print(hashlib.sha256(b'[\"a red circle\", 0]').hexdigest()[:16])"
         assert ids == ["85cb445ee3ccb0e0", "e7c8ed2950c3cb21"]

@@ -1,0 +1,114 @@
+"""CSV and TSV files -> rows; columns of numbers and truth values become such where nothing is lost."""
+
+import csv
+import io
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from grpo_core.errors import InputError
+from tasks.prompts.text import PromptRow
+
+_QUOTED_FIELD = re.compile(r'(?:(?<=[\t\r\n])|\A)"((?:[^"]|"")*+)"(?=[\t\r\n]|\Z)')
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]+")
+
+
+def read_csv(text: str, place: str) -> Iterator[PromptRow]:
+    """Yield comma-separated records as text; an empty field is None.
+
+    Raises:
+        InputError: a record of another length than the header, an unclosed quote, or a column name that appears twice.
+    """
+    return _read_table(text, place, delimiter=",", quoted=True)
+
+
+def read_tsv(text: str, place: str) -> Iterator[PromptRow]:
+    """Yield tab-separated records as :func:`read_csv` does, with quoted fields or without."""
+    return _read_table(text, place, delimiter="\t", quoted=_is_quoted_tsv(text))
+
+
+def _is_quoted_tsv(text: str) -> bool:
+    """Return whether a TSV file quotes its fields as CSV does, or writes every character literally.
+
+    Both kinds are common: spreadsheets and data frames quote, PartiPrompts has prompts that begin with a quoted word.
+    A file is quoted when every quotation mark in it belongs to a quoted field, and one of these fields needed its
+    quotes, is empty, or is in the header. So a prompt that is one quoted word keeps its quotes.
+    """
+    if '"' in _QUOTED_FIELD.sub("", text):
+        return False
+    fields = list(_QUOTED_FIELD.finditer(text))
+    header = len(text.split("\n", 1)[0])
+    return any(match.start() < header or not match[1] or re.search(r'["\t\r\n]', match[1]) for match in fields)
+
+
+def _read_table(text: str, place: str, *, delimiter: str, quoted: bool) -> Iterator[PromptRow]:
+    records = _records(text, place, delimiter, quoted)
+    _, header = next(records, (0, []))
+    names = [name.strip() for name in header]
+    refuse_duplicate_columns(names, place)
+    for number, cells in records:
+        if len(cells) != len(names):
+            raise InputError(
+                f"{place}, line {number}",
+                f"{len(cells)} fields",
+                f"The header has {len(names)}: {', '.join(names)}. "
+                + (f"Put quotes around a field with {delimiter!r}." if quoted else "Put one tab between fields."),
+            )
+        values: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
+        yield PromptRow(f"{place}, line {number}", values)
+
+
+def _records(text: str, place: str, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str]]]:
+    """Yield the records that are not blank, with the line on which each begins.
+
+    The csv module, because it counts lines and leaves short records visible; polars fills them up with nulls.
+    """
+    lines = io.StringIO(text, newline="")
+    if quoted:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    first = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield first, cells
+            first = reader.line_num + 1
+    except csv.Error as error:
+        hint = f"Not well-formed: {error}. Close every quote, and double a quote inside quotes."
+        raise InputError(f"{place}, line {first}", "an unreadable record", hint) from None
+
+
+def refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
+    """Raise InputError when a column name appears twice."""
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise InputError(place, ", ".join(duplicates), "A column name appears twice. Rename or remove one.")
+
+
+def convert_numbers(rows: Sequence[PromptRow], *, text_columns: Callable[[str], bool]) -> None:
+    """Convert columns of numbers and truth values in place; the others stay text.
+
+    Args:
+        rows: those of all files of a set, so that a column has one type.
+        text_columns: whether a column stays text even where every cell looks like a number.
+    """
+    for name in {name for row in rows for name in row.values}:
+        filled = [row.values for row in rows if row.values.get(name) is not None]
+        convert = str if text_columns(name) else _column_type({str(values[name]) for values in filled})
+        for values in filled:
+            values[name] = convert(str(values[name]))
+
+
+def _column_type(cells: Collection[str]) -> Callable[[str], object]:
+    """Choose the type of a column's cells; numbers only where writing them again gives the same text.
+
+    So a text to render such as 007 or 1.50 stays text.
+    """
+    if cells and set(cells) <= {"true", "false", "True", "False"}:
+        return lambda cell: cell.lower() == "true"
+    if all(_INTEGER.fullmatch(cell) for cell in cells):
+        return int
+    if all(_INTEGER.fullmatch(cell) or (_DECIMAL.fullmatch(cell) and repr(float(cell)) == cell) for cell in cells):
+        return float
+    return str
