@@ -92,7 +92,10 @@ def mismatch_weights(
     loss_mask: Bool[Tensor, "batch time"],
     settings: MismatchSettings,
 ) -> Float[Tensor, "batch time"]:
-    """Return the weights of the policy term, 1 where masked; at sequence level all tokens of a row have the row's."""
+    """Return the weights of the policy term and of the KL, 1 where masked.
+
+    At sequence level all tokens of a row have the row's.
+    """
     log_ratio = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if settings.level == "sequence":
         log_ratio = torch.where(loss_mask, log_ratio.sum(-1, keepdim=True), 0.0)

@@ -54,7 +54,6 @@ EVERYTHING = [
         loss,
         {
             "kl_coef": 0.1,
-            "kl_importance_correction": True,
             "entropy_coef": 0.05,
             "mismatch": MismatchSettings("truncate", "token", 1.5),
             "off_policy_threshold": 0.2,
