@@ -84,3 +84,19 @@ def test_a_signal_during_an_import_leaves_the_import_lock_free() -> None:
             _import_and_wait()
     other.join()
     assert not _imp.lock_held()
+
+
+def _answer(number: int, frame: object) -> None:
+    """As asyncio at the first SIGINT: nothing is raised."""
+
+
+def test_what_fails_after_an_interrupt_is_the_interrupt() -> None:
+    previous = signal.signal(signal.SIGINT, _answer)
+    try:
+        with run_resources(), pytest.raises(ConnectionError), stages_cancelled_on_signal():
+            raise ConnectionError
+        with run_resources(), pytest.raises(KeyboardInterrupt), stages_cancelled_on_signal():
+            os.kill(os.getpid(), signal.SIGINT)
+            raise ConnectionError
+    finally:
+        signal.signal(signal.SIGINT, previous)
