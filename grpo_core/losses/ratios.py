@@ -103,3 +103,17 @@ def mismatch_weights(
     if settings.mode == "truncate":
         return ratio.clamp(settings.floor, settings.cap)
     return torch.where((ratio < settings.floor) | (ratio > settings.cap), 0.0, ratio)
+
+
+def mismatch_metrics(
+    weights: Float[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"], level: ImportanceLevel
+) -> dict[str, float]:
+    """Return min, mean and max of the weights of :func:`mismatch_weights`, named as by TRL.
+
+    At sequence level each row counts once, whatever its length.
+    """
+    # The first trained token's weight is the row's; that of a row without tokens is 1.
+    first = loss_mask.int().argmax(-1, keepdim=True)
+    counted = (weights[loss_mask] if level == "token" else weights.gather(1, first)).double()
+    statistics = {"min": counted.min(), "mean": counted.mean(), "max": counted.max()}
+    return {f"sampling/importance_sampling_ratio/{name}": float(value) for name, value in statistics.items()}

@@ -90,13 +90,16 @@ def _answer(number: int, frame: object) -> None:
     """As asyncio at the first SIGINT: nothing is raised."""
 
 
+def _signal_and_fail(number: int) -> None:
+    os.kill(os.getpid(), number)
+    raise ConnectionError
+
+
 def test_what_fails_after_an_interrupt_is_the_interrupt() -> None:
     previous = signal.signal(signal.SIGINT, _answer)
     try:
-        with run_resources(), pytest.raises(ConnectionError), stages_cancelled_on_signal():
-            raise ConnectionError
-        with run_resources(), pytest.raises(KeyboardInterrupt), stages_cancelled_on_signal():
-            os.kill(os.getpid(), signal.SIGINT)
-            raise ConnectionError
+        for number, error in ((0, ConnectionError), (signal.SIGINT, KeyboardInterrupt)):
+            with run_resources(), pytest.raises(error), stages_cancelled_on_signal():
+                _signal_and_fail(number)
     finally:
         signal.signal(signal.SIGINT, previous)
