@@ -64,7 +64,7 @@ def test_the_message_has_the_numbers_the_sample_and_the_promise() -> None:
     ],
 )
 def test_the_likely_cause_fits_what_was_measured(maximum: float, mean: float, rows_apart: int, cause: str) -> None:
-    report = ParityReport(maximum, mean, 1.0, 1.0, 1.0, 100, 8, rows_apart, ("a",))
+    report = ParityReport(maximum, mean, 1.0, 1.0, 100, 8, rows_apart, ("a",))
     assert cause in str(ParityError(report, TOLERANCE))
 
 
