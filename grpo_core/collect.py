@@ -42,6 +42,7 @@ class RolloutGroup:
             None unless requested.
         ref_logprobs: under the reference; None unless requested.
         outputs: the finished images or texts.
+        prompt_length: number of ids that the model read before the first token.
     """
 
     request: GroupRequest
@@ -51,6 +52,7 @@ class RolloutGroup:
     scored_logprobs: Float[Tensor, "siblings time"] | None
     ref_logprobs: Float[Tensor, "siblings time"] | None
     outputs: tuple[Output, ...]
+    prompt_length: int
 
 
 def collect_rollouts(
@@ -93,6 +95,7 @@ def collect_rollouts(
                 scored_logprobs=scored,
                 ref_logprobs=reference,
                 outputs=tuple(policy.render(tokens, noise_seeds=request.noise_seeds)),
+                prompt_length=int(sampled.prompt_lengths[rows[0]]),
             )
 
 

@@ -38,7 +38,6 @@ class ParityReport:
         max_difference: largest |old - rollout|, nats.
         mean_difference: mean |old - rollout|, nats.
         ratio_min: smallest exp(old - rollout).
-        ratio_mean: mean exp(old - rollout).
         ratio_max: largest exp(old - rollout).
         tokens: number of tokens compared.
         rows: number of samples compared.
@@ -49,7 +48,6 @@ class ParityReport:
     max_difference: float
     mean_difference: float
     ratio_min: float
-    ratio_mean: float
     ratio_max: float
     tokens: int
     rows: int
@@ -57,13 +55,10 @@ class ParityReport:
     worst_samples: tuple[str, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Return the report under the names that TRL's dashboards use."""
+        """Return the differences under the names that TRL's dashboards use."""
         return {
             "sampling/sampling_logp_difference/mean": self.mean_difference,
             "sampling/sampling_logp_difference/max": self.max_difference,
-            "sampling/importance_sampling_ratio/min": self.ratio_min,
-            "sampling/importance_sampling_ratio/mean": self.ratio_mean,
-            "sampling/importance_sampling_ratio/max": self.ratio_max,
         }
 
 
@@ -142,7 +137,6 @@ def measure_parity(
         max_difference=float(difference.abs().max()),
         mean_difference=float(difference[loss_mask].abs().double().mean()),
         ratio_min=float(ratios.min()),
-        ratio_mean=float(ratios.mean()),
         ratio_max=float(ratios.max()),
         tokens=int(loss_mask.sum()),
         rows=len(by_row),

@@ -139,11 +139,13 @@ class SampledTokens:
         rollout_logprobs: log-prob of each sampled id under the distribution it was sampled from, nats, fp32;
             zero where the loss mask is False.
         finished: False for a row that was truncated at its maximum length.
+        prompt_lengths: number of ids that the model read before the first token of each row.
     """
 
     tokens: TokenBatch
     rollout_logprobs: Float[Tensor, "batch time"]
     finished: Bool[Tensor, " batch"]
+    prompt_lengths: Int[Tensor, " batch"]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
-from tasks.rewards.stored import provenance_json
+from tasks.rewards.stored import scores_key
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import evaluation_folder
 from tasks.runs.lookup import find_run, read_description
@@ -123,14 +123,17 @@ def _determining(config: RunConfig) -> dict[str, Any]:
     return {
         "rollout": config.rollout.model_dump(mode="json", exclude={"prompts_per_iteration", "group_size"}),
         "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],
-        "scores": [[section.label, provenance_json(section)] for section in rewards],
+        "scores": [[section.label, scores_key(section)] for section in rewards],
         "advantages": config.advantages.model_dump(mode="json"),
     }
 
 
 def _name_of(config: RunConfig, rollouts: RolloutPlan) -> str:
     """Name an evaluation that is not the run's own; all versions share the name."""
-    described = {**_determining(config), "plan": rollouts.model_dump(mode="json", exclude={"folder", "title"})}
+    described = {
+        **_determining(config),
+        "plan": rollouts.model_dump(mode="json", exclude={"folder", "title", "iteration"}),
+    }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     stem = PurePosixPath(config.evaluate.prompts).stem if config.evaluate.prompts else "heldout"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:60] or "heldout"

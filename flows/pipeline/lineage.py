@@ -19,7 +19,7 @@ from tasks.execution.stages import STAGES, stage_named
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet
-from tasks.rewards.stored import provenance_json
+from tasks.rewards.stored import scores_key
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import read_description
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
@@ -39,7 +39,7 @@ def identify(config: RunConfig, model: ModelSpec, training: Sequence[PromptSet])
     targets = [target and target.sha256 for each in training for target in each.targets]
     return {
         "settings": settings,
-        "scores": [provenance_json(section) for section in config.rewards],
+        "scores": [scores_key(section) for section in config.rewards],
         "model": model.digest,
         "prompts": hashlib.sha256(json.dumps([prompts, targets], sort_keys=True).encode()).hexdigest(),
         "code": {name: accepted_fingerprint(roots) for name, roots in stage_code(config, model).items()},

@@ -79,7 +79,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     advantages = request.advantages or (RECOMPUTED if recompute else STORED)
     problems = [
         *_policy_problems(store, previous, config, start),
-        *_reward_problems(previous, config),
+        *_reward_problems(request, previous, config),
         *_advantages_problems(request, previous, config, advantages, recompute=recompute),
         *_staleness_problems(request, iterations),
     ]
@@ -163,12 +163,16 @@ def _policy_problems(
         yield InputError("policy.model", current[:12], hint)
 
 
-def _reward_problems(previous: RunConfig, config: RunConfig) -> Iterator[InputError]:
+def _reward_problems(request: ReplayRequest, previous: RunConfig, config: RunConfig) -> Iterator[InputError]:
     stored = {section.label: section for section in previous.rewards}
     for index, section in enumerate(config.rewards):
         known = stored.get(section.label)
         if known is None or section.model_copy(update={"weight": known.weight}) != known:
-            hint = f"The source has scores of {', '.join(stored)}, as they were configured; only weights can change."
+            hint = (
+                f"The source has scores of {', '.join(stored)}, as they were configured; only weights can change. "
+                f"Score other rewards first: `grpo rescore {request.source} --rewards FILE --name NAME`, and then "
+                f"`grpo replay {request.source} --advantages NAME`."
+            )
             yield InputError(f"rewards.{index}", section.label, hint)
 
 

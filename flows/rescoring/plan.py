@@ -19,23 +19,13 @@ from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.pages import require_page_path
-from tasks.rewards.stored import choose_scores
+from tasks.rewards.stored import NeededScores, StoredScores
 from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import RECOMPUTED, STORED, first_iteration, read_iterations, read_range, stored_config
-from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
-
-
-@dataclass(frozen=True)
-class NeededScores:
-    """The scores of one reward over one sampling round: the table if there is one, or else tables with some of them."""
-
-    section: RewardSection
-    stored: ArtifactRef | None
-    earlier: tuple[ArtifactRef, ...]
 
 
 @dataclass(frozen=True)
@@ -56,9 +46,9 @@ class RescoredRun:
 
     @property
     def missing(self) -> tuple[RewardSection, ...]:
-        """The rewards that have to be computed for any sampling round."""
+        """The rewards that have to score a sample of any sampling round."""
         needed = [each for rounds in self.needed.values() for scores in rounds for each in scores]
-        return tuple({each.section.label: each.section for each in needed if each.stored is None}.values())
+        return tuple({each.section.label: each.section for each in needed if each.missing}.values())
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,8 @@ def needed_scores(
         folders = [rescoring_folder(name, folder) for name in reader.names(RESCORED)]
         others = [store.find(f"{folder}/{label}") for folder in folders for label in reader.artifact_names(folder)]
         candidates = [*sampling_round.rewards.values(), *(each for each in others if each is not None)]
-        needed.append(tuple(NeededScores(each, *choose_scores(store, candidates, each)) for each in rewards))
+        scores = StoredScores(store, sampling_round.rollouts, candidates)
+        needed.append(tuple(scores.needed(each) for each in rewards))
     return tuple(needed)
 
 
@@ -154,18 +145,20 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
     if kl_coef and not run.config.advantages.kl_coef:
         hint = f"The rollouts of {run.store.run} have no log-probs of the reference; leave it out."
         yield InputError("advantages.kl_coef", kl_coef, hint)
-    for section in run.missing:
-        place = f"rewards.{run.rewards.index(section)}.{section.label}"
-        reward = build_reward(section.reward, section.settings)
-        for problem in reward.preflight():
-            yield InputError(place, dict(section.settings), problem)
-        yield from _pruned_problems(run, section, place)
-        prompts = _stored_prompts(run)
-        if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
-            hint = f"The rollouts of {run.store.run} were collected without target images."
-            yield InputError(place, section.reward, hint)
-        found = sorted({name for columns in prompts["columns"].unique() for name in json.loads(columns)})
-        for column in sorted({*filter(None, [reward.needs_column]), *(section.where or {})} - set(found)):
+    prompts = _stored_prompts(run)
+    found = sorted({name for columns in prompts["columns"].unique() for name in json.loads(columns)})
+    for index, section in enumerate(run.rewards):
+        place, needed = f"rewards.{index}.{section.label}", set(section.where or {})
+        if section in run.missing:
+            reward = build_reward(section.reward, section.settings)
+            for problem in reward.preflight():
+                yield InputError(place, dict(section.settings), problem)
+            yield from _pruned_problems(run, section, place)
+            if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
+                hint = f"The rollouts of {run.store.run} were collected without target images."
+                yield InputError(place, section.reward, hint)
+            needed |= set(filter(None, [reward.needs_column]))
+        for column in sorted(needed - set(found)):
             hint = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
             yield InputError(place, column, hint)
 
@@ -176,7 +169,7 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
         each.number
         for each in run.iterations
         for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True)
-        if any(one.section == section and one.stored is None for one in needed)
+        if any(one.section == section and one.missing for one in needed)
         and run.store.pruned_reason(sampling_round.rollouts) is not None
     ]
     if missing:

@@ -201,8 +201,7 @@ def summarize(
             for sampling_round, needed in zip(each.rounds, run.needed[each.number], strict=True):
                 for one in needed:
                     scores = sampling_round.rewards[one.section.label]
-                    reused = max((known.rows - failed_scores(known) for known in one.earlier), default=0)
-                    computed[one.section.label] += 0 if one.stored else scores.rows - reused
+                    computed[one.section.label] += one.missing
                     failed[one.section.label] += failed_scores(scores)
     return RescoreSummary(
         name=plan.name,

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
 
 _TIMEOUT_SECONDS = 8.0
+# Prefect's client connects up to four times, with pauses of 1.5 s in total.
+_CONNECT_SECONDS = 0.875
 _PAGE = 200
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 
@@ -124,12 +126,13 @@ def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
-    from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+    limits = {"timeout": httpx.Timeout(_TIMEOUT_SECONDS, connect=_CONNECT_SECONDS)}
     try:
         with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: _TIMEOUT_SECONDS}),
-            get_client(sync_client=True) as client,
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(httpx_settings=limits, sync_client=True) as client,
         ):
             return client.request("GET", path).json()
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:

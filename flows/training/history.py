@@ -134,7 +134,8 @@ async def report_iteration(
     assert policy.checkpoint is not None
     iteration, iterations = policy.version, run.config.run.iterations
     heldout, guardrails = history.heldout.get(iteration), history.guardrails.get(iteration)
-    metrics = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails)
+    previous = history.iterations[-1].metrics if history.iterations else None
+    metrics = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails, previous)
     record = IterationRecord(
         iteration=iteration,
         rounds=rounds,

@@ -22,6 +22,7 @@ from grpo_core.losses.ratios import (
     MismatchMode,
     MismatchSettings,
     importance_ratio,
+    mismatch_metrics,
     mismatch_weights,
     token_log_ratio,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "estimate_kl",
     "high_entropy_mask",
     "importance_ratio",
+    "mismatch_metrics",
     "mismatch_weights",
     "on_policy_rows",
     "overlong_mask",

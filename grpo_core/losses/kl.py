@@ -3,7 +3,8 @@
 Schulman, 2020, "Approximating KL divergence". As numbers, k1 and k3 are unbiased and k2 is not. As terms of a loss
 their gradients on policy differ (Liu et al., 2025, arXiv:2510.01555): that of k1 is zero in expectation, that of k2
 is the gradient of KL(policy || reference), that of k3 is the gradient of KL(reference || policy). Multiplied by the
-importance ratio, k1 and k3 both have the gradient of KL(policy || reference), off policy too.
+ratio of the policy to whatever sampled the token, k1 and k3 both have the gradient of KL(policy || reference), and
+their mean is that KL.
 """
 
 from typing import Literal, assert_never
@@ -30,8 +31,8 @@ def estimate_kl(
     Args:
         estimator: k1 = logprobs - ref_logprobs, of either sign; k2 = k1^2 / 2 and k3 = exp(-k1) + k1 - 1 are never
             negative. The exponent of k3 is clamped at MAX_LOG_RATIO, without a gradient beyond it.
-        importance_ratio: with gradient; multiplies the estimate (DeepSeek-V3.2, arXiv:2512.02556). That gives the
-            gradient of KL(policy || reference) with token ratios; with one ratio per sequence it is an approximation.
+        importance_ratio: of the policy to the sampler, with gradient; multiplies the estimate (DeepSeek-V3.2,
+            arXiv:2512.02556). With bounded ratios, or one per sequence, the KL and its gradient are approximations.
     """
     k1 = torch.where(loss_mask, logprobs - ref_logprobs.detach(), 0.0)
     match estimator:

@@ -44,7 +44,8 @@ class TokenLoss:
     Attributes:
         policy_loss: the microbatch's share of the minibatch's loss without KL and entropy bonus, a scalar.
         surrogate: policy term, after masks and mismatch weights; of a loss that gives a scalar, all zero.
-        kl: estimate of KL(policy || reference) as it enters the loss, before kl_coef; all zero without a reference.
+        kl: estimate of KL(policy || reference) as it enters the loss, with its weights and before kl_coef; all zero
+            without a reference.
         importance_ratio: exp(logprobs - old_logprobs), or its row's at sequence level.
         log_ratio_clamped: the ratio's exponent is clamped to +-grpo_core.losses.ratios.MAX_LOG_RATIO.
         clipped_low: the lower bound is active; never for losses without one.
@@ -82,7 +83,7 @@ def compute_microbatch_loss(
     term = found if isinstance(found, PolicyTerm) else PolicyTerm(found)
     active = _active_tokens(inputs, settings)
     surrogate, policy_loss = torch.zeros_like(terms.ratio), term.values
-    kl = _kl(inputs, settings, terms.ratio)
+    kl = _kl(inputs, settings, terms)
     if term.values.ndim:
         weights = None if definition.uses_mismatch_weights else terms.mismatch_weights
         surrogate = torch.where(active, term.values if weights is None else term.values * weights, 0.0)
@@ -146,9 +147,11 @@ def _active_tokens(inputs: LossInputs, settings: LossSettings) -> Bool[Tensor, "
     return active & rows.unsqueeze(-1)
 
 
-def _kl(inputs: LossInputs, settings: LossSettings, ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+def _kl(inputs: LossInputs, settings: LossSettings, terms: TermInputs) -> Float[Tensor, "batch time"]:
     if inputs.ref_logprobs is None:
-        return torch.zeros_like(ratio)
+        return torch.zeros_like(terms.ratio)
+    # The ratio leads from the weights before the update, the mismatch weights from the sampler to those.
+    ratio = terms.ratio if terms.mismatch_weights is None else terms.ratio * terms.mismatch_weights
     corrected = ratio if settings.kl_importance_correction else None
     return estimate_kl(
         inputs.logprobs, inputs.ref_logprobs, inputs.loss_mask, settings.kl_estimator, importance_ratio=corrected

@@ -113,7 +113,8 @@ class LossSettings:
         vespo_lambda_neg: its decay where A < 0.
         kl_coef: weight of the KL to the reference, added after masks, clipping and weights; 0 or above.
         kl_estimator: k1, k2 or k3. On policy, k1 in the loss has zero expected gradient unless it is corrected.
-        kl_importance_correction: multiply the KL by the importance ratio, gradient included.
+        kl_importance_correction: multiply the KL by the importance ratio, gradient included, and by the mismatch
+            weights.
         entropy_coef: weight of the bonus, the mean entropy of the tokens that the entropy mask keeps; 0 or above.
         mismatch: weights for a sampler that is not the policy.
         off_policy_threshold: rows with A < 0 from which the policy moved by more nats per token have no policy term;

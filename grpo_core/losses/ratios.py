@@ -92,7 +92,10 @@ def mismatch_weights(
     loss_mask: Bool[Tensor, "batch time"],
     settings: MismatchSettings,
 ) -> Float[Tensor, "batch time"]:
-    """Return the weights of the policy term, 1 where masked; at sequence level all tokens of a row have the row's."""
+    """Return the weights of the policy term and of the KL, 1 where masked.
+
+    At sequence level all tokens of a row have the row's.
+    """
     log_ratio = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if settings.level == "sequence":
         log_ratio = torch.where(loss_mask, log_ratio.sum(-1, keepdim=True), 0.0)
@@ -100,3 +103,17 @@ def mismatch_weights(
     if settings.mode == "truncate":
         return ratio.clamp(settings.floor, settings.cap)
     return torch.where((ratio < settings.floor) | (ratio > settings.cap), 0.0, ratio)
+
+
+def mismatch_metrics(
+    weights: Float[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"], level: ImportanceLevel
+) -> dict[str, float]:
+    """Return min, mean and max of the weights of :func:`mismatch_weights`, named as by TRL.
+
+    At sequence level each row counts once, whatever its length.
+    """
+    # The first trained token's weight is the row's; that of a row without tokens is 1.
+    first = loss_mask.int().argmax(-1, keepdim=True)
+    counted = (weights[loss_mask] if level == "token" else weights.gather(1, first)).double()
+    statistics = {"min": counted.min(), "mean": counted.mean(), "max": counted.max()}
+    return {f"sampling/importance_sampling_ratio/{name}": float(value) for name, value in statistics.items()}

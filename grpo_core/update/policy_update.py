@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from grpo_core.losses import mismatch_metrics, mismatch_weights
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import Policy
@@ -55,7 +56,7 @@ def update_policy(
     tick = _counter(_all_passes(len(rows), minibatch_size, settings, process_group), on_progress)
     policy.prepare_for_update()
     rows = _with_recomputed(policy, rows, settings, process_group, tick)
-    before = _measure(rows, parity or ParityTolerance())
+    before = _measure(rows, parity or ParityTolerance(), settings)
     trained = trained_tokens(rows, settings)
     if not trained.any():
         return UpdateResult(before, ())
@@ -121,7 +122,7 @@ def _with_recomputed(
     return replace(rows, ref_logprobs=for_all_rows(lambda tokens: [policy.reference_logprobs(tokens)], 1)[0])
 
 
-def _measure(rows: TrainingRows, tolerance: ParityTolerance) -> dict[str, float]:
+def _measure(rows: TrainingRows, tolerance: ParityTolerance, settings: UpdateSettings) -> dict[str, float]:
     """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
     assert rows.old_logprobs is not None, "they have just been recomputed"
     own = rows.on_policy
@@ -129,4 +130,9 @@ def _measure(rows: TrainingRows, tolerance: ParityTolerance) -> dict[str, float]
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
         report = measure_parity(names, rows.rollout_logprobs[own], rows.old_logprobs[own], rows.tokens.loss_mask[own])
         require_parity(report, tolerance)
-    return measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, rows.tokens.loss_mask).metrics()
+    mask, mismatch = rows.tokens.loss_mask, settings.mismatch
+    metrics = measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()
+    if mismatch.mode == "none":
+        return metrics
+    weights = mismatch_weights(rows.old_logprobs, rows.rollout_logprobs, mask, mismatch)
+    return metrics | mismatch_metrics(weights, mask, mismatch.level)

@@ -153,7 +153,7 @@ def _read_round(
     rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
     files = sorted(rollouts.glob("*.parquet"))
-    table = pl.read_parquet(files, columns=["sample_id", "group_id", "prompt_id", "dataset", "columns"])
+    table = pl.read_parquet(files, columns=["sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns"])
     for section in mix:
         scores = pl.read_parquet(rewards[section.label] / layout.SCORES_FILE, columns=["sample_id", "value"])
         table = table.join(
@@ -189,15 +189,16 @@ def _with_nan(values: list[list[float | None]]) -> list[list[float]]:
 
 
 def _columns(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, Any]:
-    flat = samples.table.select("sample_id", "group_id", "prompt_id", "dataset")
+    names = ("sample_id", "iteration", "group_id", "prompt_id", "dataset")
+    flat = samples.table.select(names)
     siblings = samples.values.shape[1]
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(siblings)
 
-    one_each = flat.explode("sample_id", "prompt_id", "dataset")
+    one_each = flat.explode([name for name in names if name != "group_id"])
     return {
-        **{name: one_each[name].to_list() for name in ("sample_id", "group_id", "prompt_id", "dataset")},
+        **{name: one_each[name].to_list() for name in names},
         "reward": _with_null(result.rewards.flatten()),
         "kl_penalty": [None] * one_each.height
         if samples.penalties is None

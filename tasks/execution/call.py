@@ -6,7 +6,8 @@ A call for another machine is a file in the run's folder, as is its outcome; a c
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from configs.sections import StorageSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
-from tasks.execution.errors import ErrorRecord, record_of
+from tasks.execution.errors import ErrorRecord, StageTimeoutError, record_of
 from tasks.execution.fingerprint import code_fingerprint, library_versions
 from tasks.execution.stages import STAGES, Arguments, Reference, Stage, stage_named
 from tasks.progress import listener
@@ -143,11 +144,24 @@ def stage_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def carry_out_in(process: ChildProcess, call: StageCall, timeout: float | None) -> StageOutcome:
     """Run the stage in a child that was started with the handler `stage`; raises what ChildProcess.request raises."""
-    answer = process.request(call.stage, call.model_dump(mode="json"), timeout, listener())
+    with naming_timeout(call):
+        answer = process.request(call.stage, call.model_dump(mode="json"), timeout, listener())
     outcome = StageOutcome.model_validate_json(json.dumps(answer))
     if outcome.error is not None:
         process.failure(outcome.error)
     return outcome
+
+
+@contextmanager
+def naming_timeout(call: StageCall) -> Iterator[None]:
+    """Add to a StageTimeoutError which stage ran into its timeout, which reward it computes, and the setting."""
+    try:
+        yield
+    except StageTimeoutError as error:
+        section = call.arguments.get("section", {})
+        title = " ".join(filter(None, [call.stage, section.get("name") or section.get("reward")]))
+        setting = f"placement.{stage_named(call.stage).kind}.timeout"
+        raise StageTimeoutError(f"{title}: {error}; raise {setting}, or give the stage less to do") from error
 
 
 def call_file(name: str) -> str:

@@ -49,7 +49,7 @@ class ChildProcess:
         """Have the child's handler turn one JSON value into another; requests of several threads take turns.
 
         Args:
-            label: what is done, for messages.
+            label: what is done; `ChildProcesses.borrow` prefers a child that did the same last.
             payload: what the handler takes.
             timeout: seconds, from when the child is ready; None for no limit.
             reporter: receives the child's progress and log lines.
@@ -73,7 +73,7 @@ class ChildProcess:
                 kind, value = self._answer(deadline, reporter)
             except queue.Empty:
                 self.end()
-                raise StageTimeoutError(f"{label} was killed: not done after {timeout:g} s") from None
+                raise StageTimeoutError(f"killed, since it was not done after {timeout:g} s") from None
             except BaseException:
                 # Later answers to this request must not be read as answers to the next.
                 self.end()

@@ -114,6 +114,10 @@ def stages_cancelled_on_signal() -> Iterator[None]:
     asyncio raises nothing at the first SIGINT: it cancels a coroutine, which may be waiting for a stage. Prefect's
     handler of SIGTERM raises at once; in the middle of an import that would leave Python's import lock taken, and
     every other thread would wait for it for ever.
+
+    Raises:
+        KeyboardInterrupt: SIGINT came, and then something failed: a terminal sends it to the whole group of processes,
+            so the temporary server or a child may have ended first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -134,6 +138,10 @@ def stages_cancelled_on_signal() -> Iterator[None]:
         signal.signal(number, handle)
     try:
         yield
+    except Exception as error:
+        if stop.cancelled.is_set():
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number in changed:
             signal.signal(number, previous[number])

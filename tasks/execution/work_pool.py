@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Crashed, Scheduled
 
 from grpo_core.errors import InputError
-from tasks.execution.call import StageCall, StageOutcome, call_file, outcome_file, read_outcome
+from tasks.execution.call import StageCall, StageOutcome, call_file, naming_timeout, outcome_file, read_outcome
 from tasks.execution.child_process import SECONDS_TO_START
 from tasks.execution.errors import (
     LostStageError,
@@ -69,7 +69,8 @@ def carry_out_on_pool(call: StageCall, pool: str, timeout: float | None, store: 
         store.write_file(call_file(name), dump_checked(call.model_dump(mode="json")))
         with get_client(sync_client=True) as client:
             flow_run = _flow_run(client, call, pool, timeout)
-        follow(flow_run, pool, timeout, has_outcome=lambda: store.read_file(outcome_file(name)) is not None)
+        with naming_timeout(call):
+            follow(flow_run, pool, timeout, has_outcome=lambda: store.read_file(outcome_file(name)) is not None)
         done = read_outcome(store, name)
     if done is None:
         raise LostStageError(

@@ -6,5 +6,8 @@ HELDOUT, STEP_TIME = "heldout_reward", "step_time"
 SECONDS, GUARDRAILS = "seconds/", "guardrails/"
 """Prefixes: seconds by stage; mean of a guardrail over the held-out samples, by label."""
 
+TOKENS, ALL_TOKENS = "tokens", "num_tokens"
+"""Tokens of an iteration's rollouts, prompts included, and of all iterations so far."""
+
 RUNNING = "running/"
 """Prefix of a reward's moments over all iterations so far, kept with the advantages and not shown to people."""

@@ -5,23 +5,32 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from types import MappingProxyType
 
-from tasks.metrics.names import RUNNING, SECONDS, STEP_TIME
+from tasks.metrics.names import ALL_TOKENS, RUNNING, SECONDS, STEP_TIME, TOKENS
 from tasks.storage.artifacts.reference import ArtifactRef
 
 _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
-    {"num_tokens": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
+    {TOKENS: sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
 )
 
 
-def stage_metrics(stages: Mapping[tuple[str, str], Sequence[ArtifactRef]]) -> dict[str, float]:
-    """Pool the metrics of each stage over the sampling rounds, and add the seconds of each stage and of all.
+def stage_metrics(
+    stages: Mapping[tuple[str, str], Sequence[ArtifactRef]], previous: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Pool the metrics of each stage over the sampling rounds; add num_tokens and the seconds of each stage and of all.
+
+    As in TRL, num_tokens is the number of tokens of prompts and completions since the start of the run, with a prompt
+    counted for each of its completions; it is left out after an iteration without it.
 
     Args:
         stages: an artifact per round, by stage and reward label (empty for other stages), in the order of the stages.
+        previous: metrics of the iteration before; None for the first.
     """
     metrics: dict[str, float] = {}
     for rounds in stages.values():
         metrics |= {name: value for name, value in pool_rounds(rounds).items() if not name.startswith(RUNNING)}
+    tokens, before = metrics.pop(TOKENS, None), 0.0 if previous is None else previous.get(ALL_TOKENS)
+    if tokens is not None and before is not None:
+        metrics[ALL_TOKENS] = before + tokens
     seconds: dict[str, float] = {}
     for stage in dict.fromkeys(stage for stage, _ in stages):
         parts = [rounds for (name, _), rounds in stages.items() if name == stage]

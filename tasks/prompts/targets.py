@@ -98,7 +98,10 @@ def _place(prompt: Prompt, row: int) -> str:
 def _require_column(prompts: Sequence[Prompt], column: str) -> None:
     found = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     if column not in found:
-        hint = f"The prompts have no such column; besides the prompt they have: {', '.join(found) or 'none'}."
+        hint = (
+            f"The prompts have no such column; besides the prompt they have: {', '.join(found) or 'none'}. Name one of "
+            "these, or set target_column and targets to null for prompts without target images."
+        )
         raise InputError("data.target_column", column, hint)
 
 

@@ -1,6 +1,5 @@
 """Stage 2: stored images or texts -> the scores of one reward. Weights are not applied here."""
 
-import json
 import statistics
 import tempfile
 import time
@@ -14,14 +13,14 @@ from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_reference
-from grpo_core.rewards.reward import Reward, Score
+from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score
 from tasks.execution.caching import stage_task
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
 from tasks.progress import progress_of
 from tasks.rewards.process_pool import score_in_processes
 from tasks.rewards.rows import ScoredRow, batches_of, score_rows
-from tasks.rewards.stored import provenance_json, refuse_lost_scores
+from tasks.rewards.stored import in_scope, provenance_json, refuse_lost_scores, samples_to_score, scores_key
 from tasks.runs.layout import SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -35,7 +34,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     section: RewardSection = inputs["section"]
     return {
         "rollouts": inputs["rollouts"].digest,
-        "scores": provenance_json(section),
+        "scores": scores_key(section),
         # A rescoring keeps separate tables, even with equal scores.
         "place": [inputs["folder"], section.label],
         **({} if inputs.get("part") is None else {"part": inputs["part"]}),
@@ -68,7 +67,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
         folders = [store.local_files(part, Path(fetched) / str(number)) for number, part in enumerate(parts)]
         table = pl.concat([pl.read_parquet(folder / SCORES_FILE) for folder in folders])
         failures = table.filter(pl.col("failure").is_not_null()).select("sample_id", "failure").rows()
-        _require_enough(section, [f"{name}: {why}" for name, why in failures], _meant_for(section, _samples(source)))
+        _require_enough(section, [f"{name}: {why}" for name, why in failures], len(in_scope(section, _samples(source))))
         digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
         return store.commit(
             staged,
@@ -98,7 +97,7 @@ def score_reward_task(
     earlier: tuple[ArtifactRef, ...] = (),
     part: tuple[int, int] | None = None,
 ) -> ArtifactRef:
-    """Score every stored sample that the reward is meant for.
+    """Score every stored sample in the reward's scope; the others get a row without score and provenance.
 
     Args:
         folder: the reward's table is kept in a folder of the reward's label below this one.
@@ -118,15 +117,18 @@ def score_reward_task(
         source = store.local_files(rollouts, Path(fetched) / "rollouts")
         everything = _samples(source)
         samples = _shard(everything, part)
-        wanted = _unknown(samples, known, complete_groups=reward.needs_group)
+        wanted = samples_to_score(section, samples, known.keys())
         if wanted:
             refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
-        scored = _score(reward, section, source, wanted, _meant_for(section, everything), report_progress)
-        rows = [scored.get(name) or known[name] for name in samples["sample_id"]]
+        meant = frozenset(in_scope(section, everything)["sample_id"])
+        scored = known | _score(reward, section, source, wanted, len(meant), report_progress)
+        names = samples["sample_id"].to_list()
+        rows = [scored[name] if name in meant else ScoredRow(name, NOT_APPLICABLE, 0.0) for name in names]
         columns = {name: [getattr(row.score, name) for row in rows] for name in ("value", "raw", "failure")}
-        columns |= {"sample_id": list(samples["sample_id"]), "seconds": [row.seconds for row in rows]}
-        columns["provenance"] = [provenance] * len(rows)
+        columns |= {name: samples[name].to_list() for name in ("sample_id", "iteration")}
+        columns |= {"reward": [section.label] * len(rows), "seconds": [row.seconds for row in rows]}
+        columns["provenance"] = [provenance if row.sample_id in meant else None for row in rows]
         digest = write_table(staged / SCORES_FILE, REWARDS, columns)
         return store.commit(
             staged,
@@ -154,7 +156,7 @@ def _known_scores(
 
 
 def _samples(source: Path) -> pl.DataFrame:
-    columns = ["sample_id", "group_id", "dataset", "columns"]
+    columns = ["sample_id", "iteration", "group_id", "dataset", "columns"]
     return pl.read_parquet(sorted(source.glob("*.parquet")), columns=columns)
 
 
@@ -167,21 +169,6 @@ def _shard(samples: pl.DataFrame, part: tuple[int, int] | None) -> pl.DataFrame:
     return samples.filter(pl.col("group_id").is_in(groups[first:last].to_list()))
 
 
-def _unknown(samples: pl.DataFrame, known: Mapping[str, ScoredRow], *, complete_groups: bool) -> frozenset[str]:
-    """Return the samples to score, with their siblings if a score depends on them."""
-    unknown = samples.filter(~pl.col("sample_id").is_in(list(known)))
-    if complete_groups:
-        unknown = samples.filter(pl.col("group_id").is_in(unknown["group_id"].to_list()))
-    return frozenset(unknown["sample_id"])
-
-
-def _meant_for(section: RewardSection, samples: pl.DataFrame) -> int:
-    """Count the samples that the reward is meant for, scored before or not; max_failures is a share of these."""
-    prompts = samples.group_by("dataset", "columns").len()
-    rows = prompts.select("dataset", "columns", "len").iter_rows()
-    return sum(count for dataset, columns, count in rows if section.scores_prompt(dataset, json.loads(columns)))
-
-
 def _score(
     reward: Reward,
     section: RewardSection,
@@ -190,7 +177,11 @@ def _score(
     meant: int,
     report_progress: Callable[[int], None],
 ) -> dict[str, ScoredRow]:
-    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried."""
+    """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
+
+    Args:
+        meant: number of samples in scope, scored before or not; max_failures is a share of these.
+    """
     scored: dict[str, ScoredRow] = {}
     failed: list[str] = []
     batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())

@@ -1,9 +1,16 @@
-"""Stored scores: find tables that have the requested ones already, and refuse to replace those that are lost."""
+"""Stored scores: find those that are there already, and refuse to replace those that are lost.
+
+A reward's scope (`datasets`, `where`) says which samples it scores; the provenance says what their scores come from. A
+sample out of scope has neither a score nor a provenance, so a wider scope only adds samples and a narrower one none.
+"""
 
 import contextlib
 import json
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
+import polars as pl
 import pyarrow.parquet as pq
 
 from configs.scoring import RewardSection
@@ -19,24 +26,35 @@ from tasks.storage.artifacts.store import ArtifactStore
 
 
 def provenance_json(section: RewardSection) -> str:
-    """Describe where the scores of a section come from and which samples it scores, as stored with each score.
+    """Describe where the scores of a section come from, as stored with each score.
 
-    Two tables of the same rollouts with the same text have the same scores.
+    Scores of the same sample with the same text are the same.
 
     Raises:
         InputError: a weight file is missing or not the right one.
     """
-    described = provenance_of(build_reward(section.reward, section.settings))
-    meant_for = {"datasets": section.datasets, "where": section.where}
-    scope = {name: value for name, value in meant_for.items() if value is not None}
-    return json.dumps({**described, **({"scope": scope} if scope else {})}, sort_keys=True)
+    return json.dumps(provenance_of(build_reward(section.reward, section.settings)), sort_keys=True)
 
 
-def stored_provenance(store: ArtifactStore, reference: ArtifactRef) -> str | None:
-    """Return the provenance of a table's scores; None for an empty table."""
-    with store.filesystem.open(f"{store.root}/{reference.uri}/{SCORES_FILE}") as file:
-        column = pq.ParquetFile(file).read(columns=["provenance"])["provenance"]
-    return str(column[0].as_py()) if len(column) else None
+def scores_key(section: RewardSection) -> tuple[str, str]:
+    """Return the provenance and the scope of a section's scores: tables of the same rollouts with both are the same."""
+    return provenance_json(section), json.dumps([section.datasets, section.where], sort_keys=True)
+
+
+def in_scope(section: RewardSection, samples: pl.DataFrame) -> pl.DataFrame:
+    """Return the samples that a section scores; they have the columns dataset and columns."""
+    prompts = samples.select("dataset", "columns").unique()
+    scored = [section.scores_prompt(dataset, json.loads(columns)) for dataset, columns in prompts.iter_rows()]
+    return samples.join(prompts.filter(pl.Series(scored, dtype=pl.Boolean)), on=["dataset", "columns"], how="semi")
+
+
+def samples_to_score(section: RewardSection, samples: pl.DataFrame, scored: AbstractSet[str]) -> frozenset[str]:
+    """Return the samples in scope that have no score yet, with their siblings if a score depends on them."""
+    meant = in_scope(section, samples)
+    missing = meant.filter(~pl.col("sample_id").is_in(list(scored)))
+    if build_reward(section.reward, section.settings).needs_group:
+        missing = meant.filter(pl.col("group_id").is_in(missing["group_id"].to_list()))
+    return frozenset(missing["sample_id"])
 
 
 def failed_scores(reference: ArtifactRef) -> int:
@@ -45,19 +63,57 @@ def failed_scores(reference: ArtifactRef) -> int:
     return int(reference.metrics.get(f"rewards/{label}/failed", 0.0))
 
 
-def choose_scores(
-    store: ArtifactStore, candidates: Sequence[ArtifactRef], section: RewardSection
-) -> tuple[ArtifactRef | None, tuple[ArtifactRef, ...]]:
-    """Choose the complete table of a section's scores, if there is one; else the tables with some of them.
+@dataclass(frozen=True)
+class NeededScores:
+    """The scores that a reward needs over one sampling round.
 
-    The candidates are tables of scores of the same rollouts, from any run.
+    Attributes:
+        stored: the table with exactly these scores; None if there is none.
+        earlier: without such a table, the tables with some of them.
+        missing: number of samples to score; 0 if their scores only have to be gathered in a table.
     """
-    wanted = provenance_json(section)
-    matching = [each for each in candidates if stored_provenance(store, each) == wanted]
-    for reference in matching:
-        if not failed_scores(reference):
-            return reference, ()
-    return None, tuple(matching)
+
+    section: RewardSection
+    stored: ArtifactRef | None
+    earlier: tuple[ArtifactRef, ...]
+    missing: int
+
+
+class StoredScores:
+    """The tables of scores of one sampling round, from any run; each is read once."""
+
+    def __init__(self, store: ArtifactStore, rollouts: ArtifactRef, candidates: Sequence[ArtifactRef]) -> None:
+        self._samples = pl.concat(
+            _read(store, path, ["sample_id", "group_id", "dataset", "columns"])
+            for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet"))
+        )
+        columns = ["sample_id", "failure", "provenance"]
+        self._tables = [
+            (each, _read(store, f"{store.root}/{each.uri}/{SCORES_FILE}", columns).drop_nulls("provenance"))
+            for each in candidates
+        ]
+
+    def needed(self, section: RewardSection) -> NeededScores:
+        """Find the table of a section's scores, or what has to be scored without one."""
+        wanted = provenance_json(section)
+        meant = frozenset(in_scope(section, self._samples)["sample_id"])
+        earlier: list[ArtifactRef] = []
+        scored: set[str] = set()
+        for reference, table in self._tables:
+            own = table.filter(pl.col("provenance") == wanted)
+            valid = own.filter(pl.col("failure").is_null())["sample_id"]
+            if meant == set(valid) and len(table) == len(valid):
+                return NeededScores(section, reference, (), 0)
+            if len(own):
+                earlier.append(reference)
+                scored.update(valid)
+        missing = samples_to_score(section, self._samples, scored)
+        return NeededScores(section, None, tuple(earlier), len(missing))
+
+
+def _read(store: ArtifactStore, path: str, columns: list[str]) -> pl.DataFrame:
+    with store.filesystem.open(path) as file:
+        return pl.DataFrame(pl.from_arrow(pq.ParquetFile(file).read(columns=columns)))
 
 
 def refuse_lost_scores(store: ArtifactStore, rollouts: ArtifactRef, folder: str) -> None:

@@ -15,6 +15,7 @@ from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.resources import resource
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
+from tasks.metrics.names import TOKENS
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.rollouts.plan import RolloutPlan
@@ -101,9 +102,10 @@ def _link_or_copy(path: Path, target: Path) -> None:
 def _joint_metrics(parts: Sequence[ArtifactRef]) -> dict[str, float]:
     rows = sum(part.rows for part in parts)
     clipped = sum(round(part.metrics["completions/clipped_ratio"] * part.rows) for part in parts)
+    completions = sum(round(part.metrics["completions/mean_length"] * part.rows) for part in parts)
     return {
-        "num_tokens": (tokens := sum(part.metrics["num_tokens"] for part in parts)),
-        "completions/mean_length": tokens / rows,
+        TOKENS: sum(part.metrics[TOKENS] for part in parts),
+        "completions/mean_length": completions / rows,
         "completions/min_length": min(part.metrics["completions/min_length"] for part in parts),
         "completions/max_length": max(part.metrics["completions/max_length"] for part in parts),
         "completions/clipped_ratio": clipped / rows,
@@ -129,12 +131,13 @@ def collect_rollouts_task(
         requests = [plan.request(group) for group in plan.groups]
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
         lengths: list[int] = []
-        cut = 0
+        prompt_tokens = cut = 0
         with store.staging() as staged:
             writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                writer.write(rollout_columns(group, planned, policy, rollout, sampler.max_length))
+                writer.write(rollout_columns(group, planned, plan.iteration, policy, rollout, sampler.max_length))
                 lengths += group.tokens.loss_mask.sum(-1).tolist()
+                prompt_tokens += group.prompt_length * plan.group_size
                 cut += int((~group.finished).sum())
                 report_progress(done * plan.group_size)
             digest = writer.close()
@@ -145,15 +148,15 @@ def collect_rollouts_task(
                 schema_version=SCHEMA_VERSION,
                 rows=writer.rows,
                 seconds=time.perf_counter() - started,
-                metrics=_metrics(lengths, cut),
+                metrics=_metrics(lengths, prompt_tokens, cut),
             )
 
     return halve_on_out_of_memory(title, store.run, "rollout.prompts_per_batch", rollout.prompts_per_batch, sample)
 
 
-def _metrics(lengths: Sequence[int], cut: int) -> dict[str, float]:
+def _metrics(lengths: Sequence[int], prompt_tokens: int, cut: int) -> dict[str, float]:
     return {
-        "num_tokens": float(sum(lengths)),
+        TOKENS: float(prompt_tokens + sum(lengths)),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),

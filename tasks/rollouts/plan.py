@@ -40,6 +40,7 @@ class RolloutPlan(BaseModel):
     Attributes:
         folder: folder of its stages in the run.
         title: name in logs and in Prefect's UI.
+        iteration: of the training; for an evaluation the version of the policy, which that iteration made.
         seed: every sample's seed is derived from it and from the group id and the sibling's index.
         group_size: samples per group.
         shared_noise: whether siblings share the decoder's noise.
@@ -50,6 +51,7 @@ class RolloutPlan(BaseModel):
 
     folder: str
     title: str
+    iteration: int
     seed: int
     group_size: int
     shared_noise: bool
@@ -100,6 +102,7 @@ def plan_round(
     return RolloutPlan(
         folder=round_folder(iteration, sampling_round),
         title=f"iteration {iteration}" if first else f"iteration {iteration}, round {sampling_round}",
+        iteration=iteration,
         seed=seed,
         group_size=group_size,
         shared_noise=shared_noise,
@@ -117,6 +120,7 @@ def plan_evaluation(
     return RolloutPlan(
         folder=evaluation_folder(version),
         title=f"evaluation of policy {version}",
+        iteration=version,
         seed=seed,
         group_size=samples_per_prompt,
         shared_noise=shared_noise,

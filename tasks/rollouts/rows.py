@@ -25,7 +25,7 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({"image": IMAGE_ROLLOUTS, "t
 
 
 def rollout_columns(
-    group: RolloutGroup, planned: GroupPlan, policy: PolicyRef, settings: Any, max_length: int
+    group: RolloutGroup, planned: GroupPlan, iteration: int, policy: PolicyRef, settings: Any, max_length: int
 ) -> dict[str, Sequence[Any]]:
     """Return one group's rows by column; the writer keeps the columns that its schema has.
 
@@ -35,6 +35,7 @@ def rollout_columns(
     request, tokens = group.request, group.tokens
     rows = len(request.sample_ids)
     same = {
+        "iteration": iteration,
         "group_id": planned.group_id,
         "prompt_id": planned.prompt_id,
         "dataset": planned.dataset,
@@ -45,6 +46,7 @@ def rollout_columns(
         "policy_version": policy.version,
         "policy_digest": policy.digest,
         "max_length": max_length,
+        "prompt_length": group.prompt_length,
         **{name: _plain(value) for name, value in asdict(settings).items()},
     }
     return {

@@ -23,6 +23,7 @@ def gather_metrics(
     update: ArtifactRef,
     heldout: ArtifactRef | None,
     guardrails: Mapping[str, ArtifactRef] | None = None,
+    previous: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of all stages of an iteration, with the seconds that each took when it ran.
 
@@ -30,6 +31,7 @@ def gather_metrics(
         rounds: rollouts and rewards; empty for a replay, which samples none.
         heldout: advantages of the evaluation of the policy that the iteration made; None without an evaluation.
         guardrails: scores of the same evaluation by label.
+        previous: metrics of the iteration before; None for the first.
     """
     stages: dict[tuple[str, str], list[ArtifactRef]] = {}
     for each in rounds:
@@ -37,7 +39,7 @@ def gather_metrics(
         for label, scores in each.rewards.items():
             stages.setdefault((REWARDS, label), []).append(scores)
     stages |= {(ADVANTAGES, ""): [advantages], (UPDATE, ""): [update]}
-    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages)
+    metrics = {f"{SECONDS}{stage}": 0.0 for stage in STAGES} | stage_metrics(stages, previous)
     if heldout is not None and "reward" in heldout.metrics:
         metrics[HELDOUT] = heldout.metrics["reward"]
     for label, scores in (guardrails or {}).items():

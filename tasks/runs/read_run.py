@@ -68,18 +68,19 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         for number, stages in evaluations.items()
     )
     rewards = {view.version: view.reward for view in heldout}
-    views = tuple(
-        _iteration_view(reader, number, stages, rewards.get(number))
-        for number, stages in sorted(iterations.items())
-        if stages
-    )
+    views: list[IterationView] = []
+    for number, stages in sorted(iterations.items()):
+        before = views[-1].metrics if views and views[-1].iteration == number - 1 else {}
+        if stages:
+            previous = None if number == 1 else before
+            views.append(_iteration_view(reader, number, stages, rewards.get(number), previous))
     config_text, config = _read_config(reader, (described or {}).get(CONFIG_SHA256))
     return RunView(
         name=reader.store.run,
         folder=reader.store.path(),
         config_text=config_text,
         config=config,
-        iterations=views,
+        iterations=tuple(views),
         shown=next((view for view in views if view.iteration == chosen), None),
         evaluations=heldout,
         baselines=_read_baselines(reader),
@@ -145,8 +146,10 @@ def _last_policy(reader: RunReader, policies: Mapping[int, StoredArtifact]) -> t
     return None
 
 
-def _iteration_view(reader: RunReader, number: int, stages: Found, heldout: float | None) -> IterationView:
-    metrics = stage_metrics(_covered_rounds(stages))
+def _iteration_view(
+    reader: RunReader, number: int, stages: Found, heldout: float | None, previous: Mapping[str, float] | None
+) -> IterationView:
+    metrics = stage_metrics(_covered_rounds(stages), previous)
     _compare_with_table(reader, number, metrics)
     if heldout is not None:
         metrics[HELDOUT] = heldout

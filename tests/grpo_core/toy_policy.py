@@ -43,7 +43,8 @@ class TablePolicy:
         ids = torch.stack([draw_tokens(distributions[:, place], uniforms[:, place]) for place in places], 1)
         mask = torch.ones_like(ids, dtype=torch.bool)
         finished = torch.ones(len(rows), dtype=torch.bool)
-        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), gather_logprobs(distributions, ids), finished)
+        logprobs, prompt_lengths = gather_logprobs(distributions, ids), torch.tensor([len(row) for row in rows])
+        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), logprobs, finished, prompt_lengths)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
         assert len(noise_seeds) == len(tokens)

@@ -133,7 +133,7 @@ def sample_completions(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-    return written.sampled(prompts, index + 1)
+    return written.sampled(prompts, index + 1, lengths)
 
 
 def _shared_cache(cache: Any, rows: Int[Tensor, " rows"]) -> Any:
@@ -183,9 +183,9 @@ class _Written:
             stopped[row] = self.rule.stops.completed(self.written[row])
         return torch.tensor(stopped, device=sampled.device)
 
-    def sampled(self, prompts: tuple[str, ...], time: int) -> SampledTokens:
+    def sampled(self, prompts: tuple[str, ...], time: int, prompt_lengths: Int[Tensor, " rows"]) -> SampledTokens:
         """Return the first `time` tokens, on the CPU; ids and log-probs after the end of a row are zero."""
         support = None if self.recorder is None else self.recorder.support()
         ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
         tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support)
-        return SampledTokens(tokens, self.logprobs[:, :time].cpu(), ~self.active.cpu())
+        return SampledTokens(tokens, self.logprobs[:, :time].cpu(), ~self.active.cpu(), prompt_lengths.cpu())

@@ -143,8 +143,9 @@ class GlmImagePolicy(TrainedPolicy):
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)
         tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support)
+        lengths = encoded.attention_mask.sum(-1).repeat_interleave(group_size).cpu()
         # The size of an image determines its number of tokens.
-        return SampledTokens(tokens, logprobs.cpu(), finished=torch.ones(len(rows), dtype=torch.bool))
+        return SampledTokens(tokens, logprobs.cpu(), torch.ones(len(rows), dtype=torch.bool), lengths)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenImage]:
         """Return the decoded image of each row."""

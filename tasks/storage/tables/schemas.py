@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -38,8 +38,12 @@ def _feature(kind: pa.DataType) -> dict[str, Any]:
     return {"dtype": names.get(kind, str(kind)), "_type": "Value"}
 
 
-_SAMPLE = [
+_ID = [
     ("sample_id", pa.string()),
+    ("iteration", pa.int32()),  # that collected the sample, in the run that did; of an evaluation: the policy's version
+]
+_SAMPLE = [
+    *_ID,
     ("group_id", pa.string()),
     ("prompt_id", pa.string()),
     ("dataset", pa.string()),
@@ -56,6 +60,7 @@ _TOKENS = [
     ("support_ids", pa.list_(pa.int32())),  # of all tokens one after another; null: every id could be sampled
     ("support_counts", pa.list_(pa.int32())),  # how many of them belong to each token
     ("length", pa.int32()),
+    ("prompt_length", pa.int32()),  # ids that the model reads before the first token
     ("max_length", pa.int32()),  # of any row that was sampled like this one
     ("finished", pa.bool_()),  # False: cut at max_length
     ("temperature", pa.float64()),
@@ -112,18 +117,20 @@ BASELINES = _described(
 
 REWARDS = _described(
     [
-        ("sample_id", pa.string()),
+        *_ID,
+        ("reward", pa.string()),  # its name in the mix
         ("value", pa.float64()),  # null: the reward does not apply to the sample, or could not score it
         ("raw", pa.float64()),
         ("failure", pa.string()),  # why it could not score it
         ("seconds", pa.float64()),  # of the batch, shared equally by its samples
-        ("provenance", pa.string()),  # JSON: reward, version, settings, their digest, and the weights' sha256
+        # JSON: reward, version, settings, their digest, and the weights' sha256; null: the sample is out of scope
+        ("provenance", pa.string()),
     ]
 )
 
 ADVANTAGES = _described(
     [
-        ("sample_id", pa.string()),
+        *_ID,
         ("group_id", pa.string()),
         ("prompt_id", pa.string()),
         ("dataset", pa.string()),

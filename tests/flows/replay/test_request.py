@@ -104,7 +104,7 @@ class TestBadInput:
             (("policy.model=other",), {}, "--set", "source's model"),
             (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "truncate"),
             (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rate"),
-            (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "weights"),
+            (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "`grpo replay run --advantages NAME`"),
             (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", "reference"),
             (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "recomputed"),
             (("policy.lora.rank=8",), {"policy": 1, "iterations": "2"}, "policy.lora", "--policy 0"),

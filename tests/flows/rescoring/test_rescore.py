@@ -113,6 +113,28 @@ def test_one_reward_more_computes_that_one_and_later_rescorings_take_it_from_the
     assert "://" not in page.replace("http://www.w3.org", "")
 
 
+def test_another_scope_scores_only_what_is_new_in_it(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = pl.read_parquet(finished.path("iteration_*", "rollouts", "*.parquet"))["columns"].to_list()
+    target = json.loads(prompts[0])["target"]
+    where, own = {"where": {"target": [target]}}, sum(target in columns for columns in prompts)
+    narrow, _ = scored_again(finished, SSIM, {**JPEG, **where}, name="narrow")
+    wide, _ = scored_again(finished, SSIM, JPEG, name="wide")
+    assert 0 < own < 8
+    assert (narrow.computed["jpeg"], wide.computed["jpeg"]) == (own, 8 - own)
+    tables = pl.read_parquet(finished.path("rescored", "wide", "iteration_*", "rewards", "*", "scores.parquet"))
+    assert tables["value"].null_count() == 0
+    assert sorted(tables.select("iteration", "reward").unique().rows()) == [(1, "jpeg"), (2, "jpeg")]
+    monkeypatch.setattr(score_rewards, "score_rows", None)
+    # The tables of `narrow` are those that are needed; that of psnr is cut from the run's own.
+    again, heard = scored_again(finished, SSIM, {**JPEG, **where}, name="again")
+    assert (again.computed, scoring(heard)) == ({"ssim": 0, "jpeg": 0}, [])
+    cut, heard = scored_again(finished, SSIM, {**PSNR, **where}, name="cut")
+    assert (cut.computed, scoring(heard)) == ({"ssim": 0, "psnr": 0}, [])
+    breakdown = advantages(finished, "rescored", "cut")["reward_breakdown"].explode().struct.unnest()
+    scored = breakdown.filter(pl.col("reward") == "psnr")["value"].is_not_null().to_list()
+    assert scored == [target in columns for columns in prompts[: len(scored)]]
+
+
 def test_a_rescoring_changed_under_its_name_leaves_no_previous_advantages(finished: Runs) -> None:
     scored_again(finished, SSIM, name="one")
     whole = advantages(finished, "rescored", "one")

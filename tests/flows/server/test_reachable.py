@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,6 +57,19 @@ def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(reachable, "_TIMEOUT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         assert "No server answers" in refusal(f"http://127.0.0.1:{mute.getsockname()[1]}/api").hint
+
+
+def test_an_address_that_swallows_packets_is_given_up_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+
+    def swallow(_address: object, timeout: float, **_: object) -> socket.socket:
+        seconds.append(timeout)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", swallow)
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    assert "No server answers" in refusal("http://127.0.0.1:4200/api").hint
+    assert 1 < sum(seconds) <= 5
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4200/api", "ftp://127.0.0.1/api", "http://:x/api"])

@@ -29,6 +29,10 @@ def test_loss_reward_and_entropy_move_as_they_should(empty: Runs) -> None:
     assert min(kl) >= 0
     assert kl[-1] > kl[0]
     assert max(metrics_of(empty, "sampling/sampling_logp_difference/max")) < 1e-4
+    # As in TRL: all tokens so far, with a prompt for each of its completions.
+    rollouts = pl.scan_parquet(empty.path("iteration_*", "rollouts", "*.parquet", run="text"))
+    tokens = rollouts.group_by("iteration").agg(pl.col("length").sum() + pl.col("prompt_length").sum()).collect()
+    assert metrics_of(empty, "num_tokens") == tokens.sort("iteration")["length"].cum_sum().to_list()
     for iteration in range(1, 13):
         steps = pl.read_parquet(empty.path("policies", f"{iteration:06d}", "update_steps.parquet", run="text"))
         first, second = steps.iter_rows(named=True)

@@ -15,6 +15,7 @@ from grpo_core.losses import (
     MismatchSettings,
     clipped_share_of_rows,
     count_clipped,
+    mismatch_metrics,
     mismatch_weights,
 )
 from tests.grpo_core.losses.batches import count, loss_of, random_inputs, select
@@ -54,7 +55,6 @@ EVERYTHING = [
         loss,
         {
             "kl_coef": 0.1,
-            "kl_importance_correction": True,
             "entropy_coef": 0.05,
             "mismatch": MismatchSettings("truncate", "token", 1.5),
             "off_policy_threshold": 0.2,
@@ -130,10 +130,15 @@ def test_mismatch_weights(level: Any, mode: Any, seed: int, cap: float, floor: f
     assert inputs.rollout_logprobs is not None
     settings = MismatchSettings(mode, level, cap, floor)
     trainer = trl_trainer(configured("grpo", mismatch=settings), accumulation=1, per_generation=1, quantile=1.0)
-    theirs = trl_sampling_ratio(trainer, inputs).expand_as(inputs.logprobs)
-    ours = mismatch_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.loss_mask, settings)
-    mask = inputs.loss_mask
-    torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-9, atol=0)
+    ratio, mask = trl_sampling_ratio(trainer, inputs), inputs.loss_mask
+    ours = mismatch_weights(inputs.old_logprobs, inputs.rollout_logprobs, mask, settings)
+    torch.testing.assert_close(ours[mask], ratio.expand_as(mask)[mask], rtol=1e-9, atol=0)
+    # TRL logs the ratios after their bound: one per token, or one per row.
+    counted = ratio.flatten() if level == "sequence" else ratio[mask]
+    logged = {"min": counted.min(), "mean": counted.mean(), "max": counted.max()}
+    assert mismatch_metrics(ours, mask, level) == pytest.approx(
+        {f"sampling/importance_sampling_ratio/{name}": float(value) for name, value in logged.items()}
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)

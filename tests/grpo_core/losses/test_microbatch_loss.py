@@ -174,6 +174,43 @@ def test_loss_by_hand(settings: LossSettings, expected: float) -> None:
     assert loss_of(by_hand(), settings).value == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_of_tokens_that_other_weights_sampled(estimator: Any) -> None:
+    """One token of three ids, in the sampler's proportions: the mean is the expectation, and so is its gradient."""
+    ids = torch.tensor([[0]] * 5 + [[1]] * 3 + [[2]] * 2)
+    sampler, old, reference, policy = (
+        torch.tensor(weights, dtype=torch.float64).log()
+        for weights in ([0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.15, 0.25, 0.6])
+    )
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    assert float(exact.detach()) == pytest.approx(0.15 * math.log(0.25) + 0.25 * math.log(5 / 6) + 0.6 * math.log(6))
+    (gradient,) = torch.autograd.grad(exact, logits)
+
+    def kl(mismatch: MismatchSettings) -> Tensor:
+        inputs = LossInputs(
+            logits.log_softmax(-1)[ids],
+            old[ids],
+            torch.zeros(10, dtype=torch.float64),
+            torch.ones(10, 1).bool(),
+            sampler[ids],
+            reference[ids],
+        )
+        settings = LossSettings("bnpo", kl_coef=1.0, kl_estimator=estimator, mismatch=mismatch)
+        loss, terms = compute_microbatch_loss(inputs, settings, count(inputs))
+        assert float(terms.kl.mean()) == pytest.approx(float(loss.detach()))
+        return loss
+
+    found = kl(MismatchSettings("truncate", cap=5.0))
+    assert float(found.detach()) == pytest.approx(float(exact.detach()))
+    torch.testing.assert_close(torch.autograd.grad(found, logits)[0], gradient)
+    # The third id's weight is 3.5; truncated at 3, its term 0.6 x (ln 6, or 1 / 6 + ln 6 - 1) counts 6 / 7.
+    term = 0.6 * (math.log(6) + (0.0 if estimator == "k1" else 1 / 6 - 1))
+    assert float(kl(MismatchSettings("truncate")).detach()) == pytest.approx(float(exact.detach()) - term / 7)
+    assert abs(float(kl(MismatchSettings()).detach()) - float(exact.detach())) > 0.3
+
+
 def test_terms_by_hand() -> None:
     terms = loss_of(by_hand(), plain(kl_coef=0.1)).terms[0]
     assert terms.importance_ratio.flatten().tolist() == pytest.approx([1.5, 0.5, 1.0, 0.0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.losses import LossSettings
+from grpo_core.losses import LossSettings, MismatchSettings
 from tests.grpo_core.losses.batches import loss_of, random_inputs
 from tests.grpo_core.losses.trl_oracle import configured, require_equal, trl_loss, with_entropy_mask
 
@@ -61,6 +61,16 @@ def test_cispo_of_trl_reads_its_cap_from_epsilon_high() -> None:
     torch.testing.assert_close(found, 0.2 * loss_of(inputs, settings).logprobs)
     with pytest.raises(ValueError, match=r"update\.ratio_cap"):
         LossSettings("cispo", "token", ratio_cap=0.2)
+
+
+def test_mismatch_weights_leave_out_the_kl_in_trl() -> None:
+    """TRL multiplies the KL by the ratio to the old policy and not by that to the sampler."""
+    inputs = replace(random_inputs(14), entropy_mask=None)
+    settings = configured("dapo", kl_coef=0.3, kl_importance_correction=True, mismatch=MismatchSettings("truncate"))
+    no_advantage = replace(inputs, advantages=torch.zeros_like(inputs.advantages))
+    theirs = trl_loss(no_advantage, settings)
+    require_equal(loss_of(no_advantage, replace(settings, mismatch=MismatchSettings())), theirs)
+    assert relative_change(theirs.logprobs, loss_of(no_advantage, settings).logprobs) > 0.1
 
 
 def test_masked_garbage_reaches_the_loss_in_trl() -> None:

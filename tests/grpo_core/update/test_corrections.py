@@ -60,6 +60,8 @@ def test_rows_of_other_weights_pass_no_gate_and_are_weighted() -> None:
     torch.testing.assert_close(corrected, expected, rtol=1e-5, atol=1e-7)
     metrics = result.metrics()
     assert metrics["mismatch/mean_weight"] == pytest.approx(float(weights.mean()), rel=1e-5)
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(weights.mean()), rel=1e-5)
+    assert metrics["sampling/importance_sampling_ratio/max"] == 1.5
     assert metrics["sampling/sampling_logp_difference/max"] > 0.5
 
 

@@ -17,8 +17,10 @@ from tasks.execution.call import (
     call_of,
     carry_out,
     leave_outcome,
+    naming_timeout,
     read_outcome,
 )
+from tasks.execution.errors import StageTimeoutError
 from tasks.execution.stages import stage_named
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
@@ -92,6 +94,19 @@ def test_an_argument_that_the_stage_does_not_take_is_refused(store: ArtifactStor
 def test_no_other_function_can_be_called() -> None:
     with pytest.raises(ValueError, match=r"no stage 'os\.system'; there are collect rollouts, score reward"):
         stage_named("os.system")
+
+
+@pytest.mark.parametrize(
+    ("index", "title", "setting"),
+    [(0, "collect rollouts", "placement.rollouts.timeout"), (2, "score reward jpeg", "placement.rewards.timeout")],
+)
+def test_a_timeout_names_the_stage_its_reward_and_the_setting(
+    store: ArtifactStore, index: int, title: str, setting: str
+) -> None:
+    name, arguments = CALLS[index]
+    call = call_of(stage_named(name), arguments, store)
+    with pytest.raises(StageTimeoutError, match=rf"^{title}: late; raise {setting}"), naming_timeout(call):
+        raise StageTimeoutError("late")
 
 
 def test_other_code_is_refused(store: ArtifactStore) -> None:

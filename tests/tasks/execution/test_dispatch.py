@@ -48,7 +48,7 @@ def rollout_arguments(folder: str, placement: PlacementSection) -> dict[str, Any
     return {
         "policy": PolicyRef(version=0, digest=spec.digest),
         "plan": RolloutPlan(
-            folder=folder, title="an iteration", seed=5, group_size=2, shared_noise=True, groups=groups
+            folder=folder, title="an iteration", iteration=1, seed=5, group_size=2, shared_noise=True, groups=groups
         ),
         "model": spec,
         "rollout": IMAGES.rollout.model_copy(update={"prompts_per_batch": 2}),

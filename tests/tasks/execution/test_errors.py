@@ -79,7 +79,7 @@ def test_would_be_raised_again(error: Exception) -> None:
     assert retryable_kind(error) is None
 
 
-REPORT = ParityReport(0.5, 0.1, 0.6, 1.0, 1.6, 40, 4, 1, ("s1", "s2"))
+REPORT = ParityReport(0.5, 0.1, 0.6, 1.6, 40, 4, 1, ("s1", "s2"))
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,22 @@ def test_a_signal_during_an_import_leaves_the_import_lock_free() -> None:
             _import_and_wait()
     other.join()
     assert not _imp.lock_held()
+
+
+def _answer(number: int, frame: object) -> None:
+    """As asyncio at the first SIGINT: nothing is raised."""
+
+
+def _signal_and_fail(number: int) -> None:
+    os.kill(os.getpid(), number)
+    raise ConnectionError
+
+
+def test_what_fails_after_an_interrupt_is_the_interrupt() -> None:
+    previous = signal.signal(signal.SIGINT, _answer)
+    try:
+        for number, error in ((0, ConnectionError), (signal.SIGINT, KeyboardInterrupt)):
+            with run_resources(), pytest.raises(error), stages_cancelled_on_signal():
+                _signal_and_fail(number)
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -12,10 +12,10 @@ def stage(rows: int, **metrics: float) -> ArtifactRef:
 
 
 def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> None:
-    first = stage(6, num_tokens=7.0, completions__min_length=2.0, completions__max_length=5.0, rewards__a__mean=0.5)
-    second = stage(2, num_tokens=3.0, completions__min_length=1.0, completions__max_length=4.0, rewards__a__mean=0.9)
+    first = stage(6, tokens=7.0, completions__min_length=2.0, completions__max_length=5.0, rewards__a__mean=0.5)
+    second = stage(2, tokens=3.0, completions__min_length=1.0, completions__max_length=4.0, rewards__a__mean=0.9)
     assert pool_rounds([first, second]) == {
-        "num_tokens": 10.0,
+        "tokens": 10.0,
         "completions/min_length": 1.0,
         "completions/max_length": 5.0,
         "rewards/a/mean": 0.6,

@@ -52,6 +52,12 @@ def completion(group: int, sibling: int) -> str:
     return f"answer {sibling} of group {group}"
 
 
+def iteration_of(prefix: str) -> int | None:
+    """Of a prefix of sample names such as i000001.d02; None for held-out samples."""
+    first = prefix.split(".")[0]
+    return int(first[1:]) if first[1:].isdigit() else None
+
+
 class RunMaker:
     """Writes stages one at a time, so that a run can stop anywhere."""
 
@@ -114,12 +120,13 @@ class RunMaker:
                 rows = [self._row(group, sibling, prefix, seed) for sibling in range(GROUP_SIZE)]
                 writer.write({name: [row.get(name) for row in rows] for name in schema.names})
             writer.close()
-            return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"num_tokens": 16.0})
+            return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"tokens": 16.0})
 
     def _row(self, group: int, sibling: int, prefix: str, seed: int) -> dict[str, Any]:
         target = self.targets.get(group)
         return {
             "sample_id": f"{prefix}.p{group:04d}.s{sibling:02d}",
+            "iteration": iteration_of(prefix),
             "group_id": f"{prefix}.p{group:04d}",
             "prompt_id": f"prompt{group}",
             "dataset": self.dataset(group),
@@ -173,6 +180,8 @@ class RunMaker:
     ) -> ArtifactRef:
         columns = {
             "sample_id": [name for *_, name in self._samples(prefix)],
+            "iteration": [iteration_of(prefix)] * len(values),
+            "reward": [folder.rsplit("/", 1)[-1]] * len(values),
             "value": values,
             "raw": values,
             "failure": [None] * len(values),
@@ -200,6 +209,7 @@ class RunMaker:
         with self.store.staging() as staged:
             columns = {
                 "sample_id": [name for *_, name in samples],
+                "iteration": [iteration_of(name) for *_, name in samples],
                 "group_id": [name.rsplit(".", 1)[0] for *_, name in samples],
                 "prompt_id": [f"prompt{group}" for group, *_ in samples],
                 "dataset": [self.dataset(group) for group, *_ in samples],
@@ -240,7 +250,7 @@ class RunMaker:
         for draw, prefix in enumerate(prefixes, start=1):
             self.draw(place, draw, prefix, prefixes[:draw], shift)
         self.update(number)
-        metrics = {"num_tokens": 16.0 * rounds}
+        metrics = {"num_tokens": 16.0 * (number - 1 + rounds)}
         for label in self.labels:
             metrics |= self._metrics(label, shift, rounds)
         scored = self.store.find(f"{place}/advantages" if rounds == 1 else f"{place}/round_{rounds:02d}/advantages")

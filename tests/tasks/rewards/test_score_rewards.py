@@ -20,7 +20,7 @@ from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
 from tasks.rewards.score_rewards import score_reward_task
-from tasks.rewards.stored import choose_scores, provenance_json
+from tasks.rewards.stored import NeededScores, StoredScores, samples_to_score
 from tasks.runs.layout import SCORES_FILE
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -63,11 +63,21 @@ def function(tmp_path: Path, requested: Path, body: str) -> dict[str, object]:
     return {"function": f"{path}:score"}
 
 
-def score(maker: RunMaker, section: RewardSection, earlier: tuple[ArtifactRef, ...] = ()) -> ArtifactRef:
+def score(
+    maker: RunMaker,
+    section: RewardSection,
+    earlier: tuple[ArtifactRef, ...] = (),
+    folder: str = f"{PLACE}/rewards",
+) -> ArtifactRef:
     rollouts = maker.store.find(f"{PLACE}/rollouts")
     assert rollouts is not None
-    folder = f"{PLACE}/rewards"
     return score_reward_task.fn(rollouts, section, folder, "iteration 1", PlacementSection(device="cpu"), earlier)
+
+
+def needed(maker: RunMaker, section: RewardSection, *tables: ArtifactRef) -> NeededScores:
+    rollouts = maker.store.find(f"{PLACE}/rollouts")
+    assert rollouts is not None
+    return StoredScores(maker.store, rollouts, tables).needed(section)
 
 
 def rows(store: ArtifactStore, reference: ArtifactRef) -> list[dict[str, Any]]:
@@ -109,33 +119,78 @@ def test_what_is_known_is_not_asked_again_and_what_failed_is(maker: RunMaker, tm
     assert (failed["sample_id"], failed["value"]) == ("i000001.p0001.s02", None)
     figures = {"failed": 1.0, "null": 1.0, "mean": 0.5, "std": 0.0}
     assert first.metrics == pytest.approx({f"rewards/mine/{kind}": value for kind, value in figures.items()})
-    stored, earlier = choose_scores(maker.store, [first], section(once))
-    assert (stored, earlier) == (None, (first,))
+    missing = needed(maker, section(once), first)
+    assert missing == NeededScores(section(once), None, (first,), 1)
     requested.unlink()
     (tmp_path / "up").touch()
-    second = score(maker, section(once), earlier)
+    second = score(maker, section(once), missing.earlier)
     assert requested.read_text().splitlines() == ["answer 2 of group 1"]
     assert values(maker.store, second) == [0.5] * 8
-    assert choose_scores(maker.store, [second], section(once)) == (second, ())
+    assert needed(maker, section(once), second).stored == second
     requested.unlink()
     assert score(maker, section(once), (second,)).digest == second.digest
     assert not requested.exists()
 
 
-def test_other_settings_another_scope_or_another_function_are_other_scores(
-    maker: RunMaker, tmp_path: Path, requested: Path
-) -> None:
+def test_other_settings_or_another_function_are_other_scores(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     settings = function(tmp_path, requested, SIBLING)
     done = score(maker, section(settings))
-    assert choose_scores(maker.store, [done], section(settings, weight=3.0, clamp=(0.0, 0.1)))[0] == done
-    for other in (
-        section(settings, datasets=("poems",)),
-        section(settings, where={"kind": ("sign",)}),
-        section({**settings, "by_group": True}),
-    ):
-        assert choose_scores(maker.store, [done], other) == (None, ())
+    assert needed(maker, section(settings, weight=3.0, clamp=(0.0, 0.1)), done).stored == done
+    by_group = section({**settings, "by_group": True})
+    assert needed(maker, by_group, done) == NeededScores(by_group, None, (), 8)
     function(tmp_path, requested, "return 0.25")
-    assert choose_scores(maker.store, [done], section(settings)) == (None, ())
+    assert needed(maker, section(settings), done) == NeededScores(section(settings), None, (), 8)
+
+
+POEMS, SUMS = [0.0, 0.1, 0.2, 0.3] + [None] * 4, [None] * 4 + [0.0, 0.1, None, 0.3]
+
+
+def test_what_is_scored_stays_scored_under_another_scope(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    """Group 0 is of the data set poems, group 1 of sums, where the function cannot score sibling 2."""
+    body = f'return math.nan if "2 of group 1" in text else {SIBLING.removeprefix("return ")}'
+    mine = section(function(tmp_path, requested, body), max_failures=0.5)
+    scopes = {
+        name: mine.model_copy(update={"datasets": names})
+        for name, names in (("poems", ("poems",)), ("sums", ("sums",)), ("nobody", ("odes",)))
+    }
+    poems = score(maker, scopes["poems"])
+    assert values(maker.store, poems) == pytest.approx(POEMS)
+    assert [row["provenance"] is None for row in rows(maker.store, poems)] == [False] * 4 + [True] * 4
+    assert poems.metrics["rewards/mine/failed"] == 0.0
+
+    # A wider scope scores what is new in it; a null out of scope is no score, and no failure either.
+    wider = needed(maker, mine, poems)
+    assert wider == NeededScores(mine, None, (poems,), 4)
+    requested.unlink()
+    everything = score(maker, mine, wider.earlier, "rescored/everything")
+    assert requested.read_text().splitlines() == [f"answer {sibling} of group 1" for sibling in range(4)]
+    assert values(maker.store, everything) == pytest.approx([*POEMS[:4], *SUMS[4:]])
+
+    # A narrower one scores nothing, except what had failed; of two tables each gives what it has.
+    requested.unlink()
+    assert needed(maker, scopes["poems"], everything) == NeededScores(scopes["poems"], None, (everything,), 0)
+    assert score(maker, scopes["poems"], (everything,), "rescored/poems").digest == poems.digest
+    assert not requested.exists()
+    assert needed(maker, scopes["poems"], everything, poems).stored == poems
+    narrower = needed(maker, scopes["sums"], everything)
+    assert narrower == NeededScores(scopes["sums"], None, (everything,), 1)
+    sums = score(maker, scopes["sums"], narrower.earlier, "rescored/sums")
+    assert requested.read_text().splitlines() == ["answer 2 of group 1"]
+    assert values(maker.store, sums) == pytest.approx(SUMS)
+    assert needed(maker, mine, poems, sums) == NeededScores(mine, None, (poems, sums), 1)
+
+    # Nobody in scope: a table without any score is what is needed.
+    nobody = scopes["nobody"]
+    assert needed(maker, nobody, poems) == NeededScores(nobody, None, (poems,), 0)
+    empty = score(maker, nobody, folder="rescored/nobody")
+    assert needed(maker, nobody, poems, empty).stored == empty
+
+
+def test_siblings_are_scored_again_where_a_score_depends_on_them() -> None:
+    samples = pl.DataFrame({"sample_id": ["a", "b", "c"], "group_id": ["g", "g", "h"]})
+    samples = samples.with_columns(dataset=pl.lit("default"), columns=pl.lit("{}"))
+    assert samples_to_score(RewardSection(reward="diversity"), samples, {"a", "c"}) == {"a", "b"}
+    assert samples_to_score(RewardSection(reward="jpeg"), samples, {"a", "c"}) == {"b"}
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -212,7 +267,6 @@ def test_a_reward_routed_by_dataset_or_column_leaves_the_others_their_weights(
     assert len(requested.read_text().splitlines()) == 4
     nobody = section(settings, where={"kind": ("sign",)})
     assert values(maker.store, score(maker, nobody)) == [None] * 8
-    assert '"scope"' in provenance_json(nobody)
 
 
 def test_failures_are_a_share_of_the_samples_that_the_reward_is_meant_for(

@@ -37,8 +37,10 @@ def test_metrics_of_all_stages_with_their_seconds() -> None:
     }
     rounds = [SamplingRound(artifact("iteration_000001/rollouts", 2.0, tokens=80.0), rewards)]
     heldout = artifact("evaluations/000001/advantages", 9.0, reward=0.7)
-    assert gather_metrics(rounds, ADVANTAGES, UPDATE, heldout) == {
-        "tokens": 80.0,
+    previous = {"num_tokens": 20.0, "kl": 0.3}
+    assert "num_tokens" not in gather_metrics(rounds, ADVANTAGES, UPDATE, heldout, previous={"kl": 0.3})
+    assert gather_metrics(rounds, ADVANTAGES, UPDATE, heldout, previous=previous) == {
+        "num_tokens": 100.0,
         "a": 1.0,
         "b": 2.0,
         "reward": 0.4,

@@ -83,6 +83,7 @@ class Modality:
         plan = RolloutPlan(
             folder=f"iteration_{policy.version + 1:06d}",
             title="an iteration",
+            iteration=policy.version + 1,
             seed=11,
             group_size=4,
             shared_noise=True,
@@ -115,6 +116,7 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
     names = [f"g{index // 4}.s{index % 4:02d}" for index in range(rows)]
     columns: dict[str, Any] = {
         "sample_id": names,
+        "iteration": [1] * rows,
         "group_id": [name[:2] for name in names],
         "prompt_id": ["p"] * rows,
         "dataset": ["default"] * rows,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.prompts import prompt_ids
 from grpo_core.policies.causal_lm.sampling import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained import TrainingChoice
@@ -69,6 +70,8 @@ def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
     tokens = sampled.tokens
     lengths = tokens.loss_mask.sum(-1).tolist()
     assert len(set(lengths)) > 2
+    read = [len(prompt_ids(policy.tokenizer, policy.settings, prompt)) for prompt in tokens.prompts]
+    assert sampled.prompt_lengths.tolist() == read
     assert {True, False} == set(sampled.finished.tolist())
     for row, length in enumerate(lengths):
         ids = tokens.token_ids[row].tolist()

@@ -19,6 +19,8 @@ class TestDigest:
     ) -> dict[str, list[object]]:
         return {
             "sample_id": ["a"],
+            "iteration": [1],
+            "reward": ["ssim"],
             "value": [value],
             "raw": [1.0],
             "failure": [failure],
@@ -95,12 +97,12 @@ class TestReadTable:
 
 
 # The first digits of the sha256 of names and types: after a change of columns, raise SCHEMA_VERSION and write new ones.
-VERSION = 4
+VERSION = 5
 DIGESTS: dict[str, str] = {
-    "IMAGE_ROLLOUTS": "8cab17441a0ff2d6",
-    "TEXT_ROLLOUTS": "79637eada634ad27",
-    "REWARDS": "8aebfe298d662ab3",
-    "ADVANTAGES": "ad61943162eaf6c6",
+    "IMAGE_ROLLOUTS": "b8bd8ea0f01f5e9e",
+    "TEXT_ROLLOUTS": "6618eb3b940d7a35",
+    "REWARDS": "3d7b8780ed64efae",
+    "ADVANTAGES": "7907f71a464cd2b7",
     "METRICS": "731d5254988a9344",
     "UPDATE_STEPS": "1d4cafbcd03bb648",
 }
