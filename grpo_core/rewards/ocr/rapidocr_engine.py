@@ -92,13 +92,11 @@ def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[Line]
     turned = dict(zip(doubtful, readings[len(crops) :], strict=True))
     lines = []
     for row, box in enumerate(found.boxes):
-        text, score = readings[row]
         turns = row in turned and _stands_turned(readings[row], turned[row], lying[row])
-        if turns:
-            text, score = turned[row]
+        text, score = turned[row] if turns else readings[row]
         accepted = score >= _MIN_TEXT_SCORE and (lying[row] or turn_lines or not turns)
-        edges = map(float, (box[:, 0].min(), box[:, 1].min(), box[:, 1].max()))
-        lines.append(Line(text if accepted else unread(text), *edges, falls=lying[row] and not turns))
+        left, top, bottom = float(box[:, 0].min()), float(box[:, 1].min()), float(box[:, 1].max())
+        lines.append(Line(text if accepted else unread(text), left, top, bottom, falls=lying[row] and not turns))
     return lines
 
 

@@ -107,9 +107,7 @@ def refuse_schema(status: int) -> Callable[[Asked], Reply]:
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_schema_is_sent_until_the_server_refuses_it(
-    stub: Stub, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schema_is_sent_until_the_server_refuses_it(stub: Stub, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_core.rewards.judges.judge._WITHOUT_SCHEMA", set())
     stub.respond = refuse_schema(status)
     for _ in range(2):
