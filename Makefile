@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 ENVIRONMENT := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-postgresql test-slow test-chaos check format bench bench-pools tiny-model tiny-text-model curves ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks check format bench bench-pools tiny-model tiny-text-model curves ui lock clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
@@ -37,6 +37,9 @@ test-slow: $(STAMP)  ## run the slow tests: kills in every stage, complete train
 
 test-chaos: $(STAMP)  ## kill tiny runs over a hundred times, with and without workers (CHAOS_SEED=0)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m chaos tests/chaos
+
+test-attacks: $(STAMP)  ## print what adversarial images and texts reach by every reward; fails where it is too much
+	$(ENVIRONMENT) $(RUN)/python -m tests.attacks.listing
 
 check: $(STAMP)  ## check style, format, types and layers
 	$(RUN)/ruff check .

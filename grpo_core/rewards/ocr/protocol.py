@@ -6,6 +6,9 @@ from typing import Protocol
 
 from PIL import Image
 
+UNREAD = "\uffff"
+"""Stands for a character that an engine sees and does not accept; no text has it (it is none of Unicode's)."""
+
 
 class ReadingError(RuntimeError):
     """An engine broke down over an image or took too long; another attempt may succeed."""
@@ -33,7 +36,9 @@ class Engine(Protocol):
         """What is missing, each with its hint; empty when the engine can read. Loads no model."""
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """The lines of an 8-bit RGB image in reading order; none where nothing can be read.
+        """The lines of an 8-bit RGB image in reading order; none where nothing looks like text.
+
+        A line that is seen and not accepted, upside down or of low confidence, is given as :func:`unread`.
 
         Raises:
             ReadingError: it broke down, or took too long.
@@ -43,16 +48,25 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """A stretch of text in an image, with its left edge, upper and lower edge in pixels."""
+    """A stretch of text in an image, with its left edge, upper and lower edge in pixels.
+
+    `falls` says whether it runs from above to below, as Chinese columns and signs turned to the right do.
+    """
 
     text: str
     left: float
     top: float
     bottom: float
+    falls: bool = False
+
+
+def unread(text: str) -> str:
+    """Return the line that stands for one that was not accepted: a mark for each of its characters, one at least."""
+    return UNREAD * max(1, len("".join(text.split())))
 
 
 def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
-    """Row by row from above, in each row from the left.
+    """Row by row from above, in each row from the left; falling lines side by side from the right.
 
     Neighbours stand in one row where half the height of the lower one overlaps: unlike a number of pixels, this works
     for images of any size, and for rows that are not quite level.
@@ -63,7 +77,8 @@ def in_reading_order(lines: Sequence[Line]) -> tuple[str, ...]:
             rows[-1].append(line)
         else:
             rows.append([line])
-    return tuple(line.text for row in rows for line in sorted(row, key=lambda line: line.left))
+    ordered = (sorted(row, key=lambda line: line.left, reverse=all(line.falls for line in row)) for row in rows)
+    return tuple(line.text for row in ordered for line in row)
 
 
 def _in_one_row(one: Line, other: Line) -> bool:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order
+from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order, unread
 
 MODELS: Mapping[str, str] = {
     "detection": "PP-OCRv6_det_small.onnx",
@@ -32,7 +32,7 @@ class RapidEngine:
     """Reads Chinese and English. Nothing is downloaded; one copy of the models per process and settings, one thread.
 
     Attributes:
-        turn_lines: whether upside-down lines are turned and read; otherwise they are ignored. Without a change, many
+        turn_lines: whether upside-down lines are turned and read; otherwise none is accepted. Without a change, many
             of them would be read.
         limit_side_len: an image with a smaller short side is enlarged to it for finding the lines.
         max_side_len: an image with a larger long side is shrunk to it before anything else.
@@ -60,22 +60,55 @@ class RapidEngine:
         return []
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Read the lines that have a confidence of a half or more."""
+        """Read the lines; a confidence of a half or more is accepted, and lines turned a quarter, either way."""
         models = tuple(str(_find_model_file(name)) for name in MODELS.values())
         with _READING:
             reader = _load_reader(self, models)
             try:
-                found = reader(image)
+                return in_reading_order(_find_lines(reader, image, self.turn_lines))
             # Besides its own errors come those of OpenCV, NumPy and Shapely, which have no other base in common.
             except Exception as error:
                 last_line = (str(error).strip().splitlines() or [""])[-1]
                 raise ReadingError(f"rapidocr broke down over it ({type(error).__name__}: {last_line})") from error
-        texts, boxes = getattr(found, "txts", None), found.boxes
-        if texts is None or boxes is None:
-            return ()
-        edges = [(box[:, 0].min(), box[:, 1].min(), box[:, 1].max()) for box in boxes]
-        lines = [Line(text, *map(float, edge)) for text, edge in zip(texts, edges, strict=True)]
-        return in_reading_order(lines)
+
+
+def _find_lines(reader: Any, image: Image.Image, turn_lines: bool) -> list[Line]:
+    """Read every box that the library finds; the library's own way through these steps drops what it doubts."""
+    import numpy as np
+    from rapidocr.main import RapidOCRError
+
+    pixels, steps = reader.preprocess_img(reader.load_img(image))
+    try:
+        crops, found = reader.detect_and_crop(pixels, steps)
+    except RapidOCRError:
+        return []
+    # The library turns tall boxes to the left.
+    lying = [_is_tall(box) and crop.shape[0] < crop.shape[1] for box, crop in zip(found.boxes, crops, strict=True)]
+    # The classifier alone also takes blurred upright lines for upside-down ones.
+    labels = [label for label, _ in reader.cls_and_rotate(crops)[1].cls_res]
+    doubtful = [row for row, label in enumerate(labels) if lying[row] or label == "180"]
+    read = reader.recognize_txt([*crops, *(np.ascontiguousarray(np.rot90(crops[row], 2)) for row in doubtful)])
+    readings = list(zip(read.txts, read.scores, strict=True))
+    turned = dict(zip(doubtful, readings[len(crops) :], strict=True))
+    lines = []
+    for row, box in enumerate(found.boxes):
+        turns = row in turned and _stands_turned(readings[row], turned[row], lying[row])
+        text, score = turned[row] if turns else readings[row]
+        accepted = score >= _MIN_TEXT_SCORE and (lying[row] or turn_lines or not turns)
+        left, top, bottom = float(box[:, 0].min()), float(box[:, 1].min()), float(box[:, 1].max())
+        lines.append(Line(text if accepted else unread(text), left, top, bottom, falls=lying[row] and not turns))
+    return lines
+
+
+def _is_tall(box: Any) -> bool:
+    """Compare the sides of a box, whose corners begin at the upper left and go round by the upper right."""
+    across, down = box[1] - box[0], box[3] - box[0]
+    return bool(down @ down > across @ across)
+
+
+def _stands_turned(upright: tuple[str, float], turned: tuple[str, float], lying: bool) -> bool:
+    """Say which reading of a line, each with its confidence, is the right one; in doubt the first."""
+    return turned[1] > upright[1] and (lying or not reads_both_ways(upright[0], turned[0]))
 
 
 _TURNS = str.maketrans("6MWdpbqnu9mw", "9WMpdqbun6wm")
@@ -100,31 +133,11 @@ _READING = threading.Lock()
 @functools.lru_cache(maxsize=4)
 def _load_reader(engine: RapidEngine, models: tuple[str, ...]) -> Any:
     # Imported where it is used: OpenCV and ONNX Runtime take longer than reading a configuration.
-    import numpy as np
     from rapidocr import RapidOCR
-
-    class Reader(RapidOCR):
-        """Detects upside-down lines by reading both ways, and turns or blanks them."""
-
-        def cls_and_rotate(self, img: list[Any]) -> tuple[list[Any], Any]:
-            _, directions = super().cls_and_rotate(list(img))
-            labels = [label for label, _ in directions.cls_res]
-            lines = [self._right(line) if label == "180" else line for line, label in zip(img, labels, strict=True)]
-            return lines, directions
-
-        def _right(self, line: Any) -> Any:
-            # The classifier alone also takes blurred upright lines for upside-down ones.
-            turned = np.ascontiguousarray(np.rot90(line, 2))
-            read = self.recognize_txt([line, turned])
-            upright_score, turned_score = read.scores
-            if turned_score <= upright_score or reads_both_ways(*read.txts):
-                return line
-            # Nothing is read in a blank.
-            return turned if engine.turn_lines else np.full_like(line, 255)
 
     # Paths of the models, because the library looks for a download where it is left to find them itself.
     files = {f"{part}.model_path": path for part, path in zip(("Det", "Rec", "Cls"), models, strict=True)}
-    return Reader(
+    return RapidOCR(
         params={
             **files,
             "Global.log_level": "error",

@@ -13,7 +13,7 @@ from PIL import Image
 
 from grpo_core.digests import file_sha256
 from grpo_core.errors import InputError
-from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order
+from grpo_core.rewards.ocr.protocol import Line, ReadingError, in_reading_order, unread
 
 TIMEOUT_SECONDS = 60
 """After which an image is given up; Tesseract takes about a tenth of a second for one."""
@@ -66,7 +66,10 @@ class TesseractEngine:
         return problems
 
     def read(self, image: Image.Image) -> tuple[str, ...]:
-        """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS."""
+        """Read the lines, of each the words with a confidence of a half or more; at most TIMEOUT_SECONDS.
+
+        Nothing is turned: writing on its head or on its side is unread, where it is seen at all.
+        """
         try:
             import pytesseract
         except ImportError as error:
@@ -93,10 +96,11 @@ def _join_words(words: Mapping[str, Sequence[Any]]) -> list[Line]:
     """Tesseract's lines out of its table of words, which has a list for each column."""
     lines: dict[tuple[int, int, int], Line] = {}
     for row, text in enumerate(words["text"]):
-        if not text.strip() or words["conf"][row] < _MIN_CONFIDENCE:
+        if not text.strip():
             continue
+        text = text.strip() if words["conf"][row] >= _MIN_CONFIDENCE else unread(text)
         left, top = words["left"][row], words["top"][row]
-        word = Line(text.strip(), left, top, top + words["height"][row])
+        word = Line(text, left, top, top + words["height"][row])
         place = words["block_num"][row], words["par_num"][row], words["line_num"][row]
         lines[place] = _append(lines[place], word) if place in lines else word
     return list(lines.values())

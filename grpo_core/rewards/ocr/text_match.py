@@ -1,7 +1,8 @@
 """Compare the text that was read with the wanted texts, in three ways.
 
 Each takes the texts and the lines read, top to bottom, and counts errors. Only ``ned`` is safe to optimise: the two
-published ways leave surplus text free, so that the wanted text written over and over has full marks.
+published ways leave surplus text free, so that the wanted text written over and over has full marks; lines that the
+engine did not accept are no text to them.
 """
 
 import re
@@ -14,6 +15,8 @@ from types import MappingProxyType
 
 from rapidfuzz import fuzz
 from rapidfuzz.distance import Levenshtein
+
+from grpo_core.rewards.ocr.protocol import UNREAD
 
 MAX_ORDERS = 720
 """Orders of the texts that are tried: every one of up to six texts."""
@@ -43,24 +46,30 @@ class TextMatch:
 def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     """1 - edits / length of the longer side (normalised edit distance, Levenshtein, 1966); surplus text costs as much.
 
-    Compared are letters and digits after NFKC and case folding. Where one of the texts has neither ("!!!"), everything
-    but white space is compared.
+    Compared are letters and digits after NFKC and case folding. A missing punctuation mark or symbol costs nothing, as
+    engines drop them, but each one beyond the number in the texts is a surplus character, and so is every character
+    that the engine saw and did not accept. Where one of the texts has neither letter nor digit ("!!!"), everything but
+    white space is compared.
 
-    Of several texts each is wanted once, in whatever order and place: the edits are the fewest that turn what was read
-    into the texts one after the other in some order, or, with each word read given to the text it suits (the words of
-    a text in the order read), the given words into their texts. Lengths are the sums over the texts and over the lines.
-    Words are not given to texts where that would be more than MAX_GIVEN pairs; the edits are then those in order, which
-    are never fewer.
+    Of several texts each is wanted once, in whatever order and place, since quotes in a prompt do not say which stands
+    above which; within a text the order counts. The edits are the fewest that turn what was read into the texts one
+    after the other in some order, or, with each word read given to the text it suits (the words of a text in the order
+    read), the given words into their texts. Lengths are the sums over the texts and over the lines. Words are not given
+    to texts where that would be more than MAX_GIVEN pairs; the edits are then those in order, which are never fewer.
 
     Args:
         texts: the wanted ones, at least one, none of white space only.
         lines: what was read.
     """
-    simplify = letters_and_digits if all(letters_and_digits(text) for text in texts) else _without_space
-    wanted = [simplify(text) for text in texts]
-    words = [word for line in lines for chunk in line.split() if (word := simplify(chunk))]
+    spelt = all(letters_and_digits(text) for text in texts)
+    wanted = [letters_and_digits(text) if spelt else _without_space(text) for text in texts]
+    chunks = [_fold(chunk) for line in lines for chunk in line.split()]
+    words = [word for chunk in chunks if (word := _spelt(chunk) if spelt else chunk)]
+    surplus = _count_marks(lines) - _count_marks(texts) if spelt else 0
+    words += [UNREAD * surplus] if surplus > 0 else []
     read = "".join(words)
-    edits = min(Levenshtein.distance("".join(order), read) for order in islice(permutations(wanted), MAX_ORDERS))
+    orders = [_order_found(wanted, read), *islice(permutations(wanted), MAX_ORDERS)]
+    edits = min(Levenshtein.distance("".join(order), read) for order in orders)
     if len(wanted) > 1 and len(wanted) * len(words) <= MAX_GIVEN:
         edits = min(edits, _edits_apart(wanted, words))
     return TextMatch(1.0 - edits / max(sum(map(len, wanted)), len(read)), edits)
@@ -72,7 +81,7 @@ def match_flow_grpo(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     As Flow-GRPO scores its OCR task (Liu et al., 2025, arXiv:2505.05470): lower case, blanks taken out, lines joined.
     It knows one text a prompt; of several, each is compared with all that was read, and edits and lengths are summed.
     """
-    read = _lower("".join(lines))
+    read = _lower("".join(_accepted(lines)))
     wanted = [_lower(text) for text in texts]
     edits = [0 if text in read else min(Levenshtein.distance(text, read), len(text)) for text in wanted]
     return TextMatch(1.0 - sum(edits) / sum(map(len, wanted)), sum(edits))
@@ -86,7 +95,7 @@ def match_cvtg(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     letter or digit, words are compared as they stand.
     """
     simplify = letters_and_digits if any(letters_and_digits(text) for text in texts) else _without_space
-    wanted, read = (_count_words(parts, simplify) for parts in (texts, lines))
+    wanted, read = (_count_words(parts, simplify) for parts in (texts, _accepted(lines)))
     missing = (wanted - read).total()
     return TextMatch(1.0 - missing / wanted.total(), missing)
 
@@ -100,6 +109,20 @@ MATCHES: Mapping[str, Callable[[Sequence[str], Sequence[str]], TextMatch]] = Map
 def letters_and_digits(text: str) -> str:
     """The text's letters and digits in one compatible form and case: ``Ｇｏ, Ⅳ²!`` gives ``goiv2``."""
     return "".join(character for character in _fold(text) if character.isalnum())
+
+
+def _spelt(folded: str) -> str:
+    return "".join(character for character in folded if character.isalnum() or character == UNREAD)
+
+
+def _count_marks(texts: Sequence[str]) -> int:
+    """Count punctuation marks and symbols."""
+    return sum(unicodedata.category(character)[0] in "PS" for text in texts for character in _fold(text))
+
+
+def _accepted(lines: Sequence[str]) -> list[str]:
+    """Leave out the words that the engine did not accept."""
+    return [" ".join(word for word in line.split() if UNREAD not in word) for line in lines]
 
 
 def _without_space(text: str) -> str:
@@ -117,6 +140,18 @@ def _lower(text: str) -> str:
 def _count_words(parts: Sequence[str], simplify: Callable[[str], str]) -> Counter[str]:
     chunks = [simplify(chunk) for part in parts for chunk in part.split()]
     return Counter(word for chunk in chunks for word in _WORD.findall(chunk))
+
+
+def _order_found(texts: Sequence[str], read: str) -> list[str]:
+    """The texts in the order in which they stand in what was read, each where the most of it is found."""
+    places = {}
+    # The longest first, so that a text that is a part of another one does not take its place.
+    for index in sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True):
+        found = fuzz.partial_ratio_alignment(texts[index], read)
+        start, end = (found.dest_start, found.dest_end) if found is not None else (0, 0)
+        places[index] = start
+        read = read[:start] + UNREAD * (end - start) + read[end:]
+    return [texts[index] for index in sorted(places, key=places.__getitem__)]
 
 
 def _edits_apart(texts: Sequence[str], words: Sequence[str]) -> int:

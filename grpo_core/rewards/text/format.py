@@ -25,13 +25,16 @@ DEFAULT_FORMAT = "think_answer"
 MAX_SECONDS = 1.0
 """How long one completion may be matched; some patterns take ages over some texts."""
 
+_VISIBLE = regex.compile(r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\N{BRAILLE PATTERN BLANK}]")
+
 
 @dataclass(frozen=True, config=STRICT)
 class FormatReward(Reward):
     """1 if the complete text has the form, else 0; in mode partial, the share of the form that is present.
 
     ``think_answer`` is ``<think>...</think><answer>...</answer>``: each of the four tags exactly once and in this
-    order, something other than white space between the tags of a pair, and nothing else outside them.
+    order, something visible between the tags of a pair (white space, zero-width and control characters are not), and
+    only white space outside them.
 
     In mode partial the parts are the tags, each of which must be there exactly once, and the complete form. Raw is
     the number of parts that are right: up to 5 for ``think_answer`` in either mode, 0 or 1 for a pattern.
@@ -49,7 +52,7 @@ class FormatReward(Reward):
 
     name: ClassVar[str] = "format"
     media: ClassVar[tuple[Modality, ...]] = ("text",)
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -105,7 +108,7 @@ def has_elements(text: str, elements: Sequence[str]) -> bool:
         parts.append(before)
     parts.append(rest)
     # Alternately outside an element and inside one.
-    return not any(part.strip() for part in parts[::2]) and all(part.strip() for part in parts[1::2])
+    return not any(part.strip() for part in parts[::2]) and all(map(_VISIBLE.search, parts[1::2]))
 
 
 def _tags(elements: Sequence[str]) -> list[str]:

@@ -72,6 +72,7 @@ WRONG: dict[str, dict[str, tuple[object, ...]]] = {
         "high": (0.0, math.inf, True),
         "max_tokens": NOT_A_NUMBER_OF,
         "seed": (-1, 2**31),
+        "json_schema": (1, "yes"),
         "concurrency": (*NOT_A_NUMBER_OF, 257),
         "attempts": (*NOT_A_NUMBER_OF, 101),
         "timeout_s": NOT_POSITIVE,

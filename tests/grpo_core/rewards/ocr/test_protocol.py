@@ -27,3 +27,9 @@ def line(text: str, left: float, top: float, height: float = 10) -> Line:
 def test_rows_from_above_and_words_from_the_left(lines: list[Line], texts: tuple[str, ...]) -> None:
     assert in_reading_order(lines) == texts
     assert in_reading_order(lines[::-1]) == texts
+
+
+def test_falling_lines_are_read_from_the_right() -> None:
+    columns = [Line(text, left, 0, 90, falls=True) for text, left in (("last", 0), ("first", 60))]
+    assert in_reading_order(columns) == ("first", "last")
+    assert in_reading_order([*columns, Line("rising", 30, 0, 90)]) == ("last", "rising", "first")

@@ -10,10 +10,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import rapidocr_engine
-from grpo_core.rewards.ocr.protocol import ReadingError
+from grpo_core.rewards.ocr.protocol import UNREAD, ReadingError, unread
 from grpo_core.rewards.ocr.rapidocr_engine import MODELS, RapidEngine, reads_both_ways
 from tests.grpo_core.rewards.conftest import flat
-from tests.grpo_core.rewards.ocr.lettering import LATIN, draw
+from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
 
 ENGINE = RapidEngine(turn_lines=False, limit_side_len=320, max_side_len=768)
 TURNING = RapidEngine(turn_lines=True, limit_side_len=320, max_side_len=768)
@@ -35,18 +35,39 @@ def test_nothing_is_read_off_a_blank_image() -> None:
 def test_one_engine_does_not_change_what_another_reads() -> None:
     upright = draw("Library")
     turned = upright.rotate(180)
-    assert ENGINE.read(turned) == ()
+    assert ENGINE.read(turned) == (unread("Library"),)
     assert TURNING.read(turned) == ("Library",)
-    assert ENGINE.read(turned) == ()
+    assert ENGINE.read(turned) == (unread("Library"),)
     assert ENGINE.read(upright) == ("Library",)
 
 
-def test_only_the_lines_that_stand_upright_are_read() -> None:
+def test_only_the_lines_that_stand_upright_are_accepted() -> None:
     image = Image.new("RGB", (128, 256), "white")
     image.paste(draw("Bread", size=128), (0, 0))
     image.paste(draw("Danger", size=128).rotate(180), (0, 128))
-    assert ENGINE.read(image) == ("Bread",)
+    assert ENGINE.read(image) == ("Bread", unread("Danger"))
     assert TURNING.read(image) == ("Bread", "Danger")
+
+
+@pytest.mark.parametrize("degrees", [90, -90])
+@pytest.mark.parametrize("lines", [["Library"], ["Grand", "Opening"]])
+def test_text_turned_a_quarter_is_read_either_way_and_in_order(degrees: int, lines: list[str]) -> None:
+    assert ENGINE.read(draw(*lines).rotate(degrees)) == tuple(lines)
+
+
+def test_chinese_columns_are_read_from_the_right() -> None:
+    image = Image.new("RGB", (256, 256), "white")
+    for column, text in enumerate(CHINESE_TEXTS[:2]):
+        for row, character in enumerate(text):
+            tile = draw(character, size=60, font=CHINESE, share=1.0)
+            image.paste(tile, (170 - 130 * column, 4 + 62 * row))
+    assert ENGINE.read(image) == CHINESE_TEXTS[:2]
+
+
+def test_what_is_seen_and_not_made_out_is_unread() -> None:
+    image = Image.new("RGB", (128, 128), "white")
+    ImageDraw.Draw(image).ellipse((14, 34, 114, 94), fill="brown")
+    assert ENGINE.read(image) == (UNREAD,)
 
 
 def test_large_images_are_shrunk_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +107,7 @@ def test_a_breakdown_of_the_library_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def break_down(*args: object) -> None:
         raise cv2.error("no memory for\nthe image")
 
-    monkeypatch.setattr(rapidocr.RapidOCR, "run_ocr_steps", break_down)
+    monkeypatch.setattr(rapidocr.RapidOCR, "detect_and_crop", break_down)
     with pytest.raises(ReadingError, match=r"rapidocr broke down over it \(error: the image\)"):
         ENGINE.read(draw("Exit", size=64))
 

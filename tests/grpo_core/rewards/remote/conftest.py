@@ -1,5 +1,6 @@
 """A service on the loopback that answers what a test scripts."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -74,16 +75,25 @@ class _Handler(BaseHTTPRequestHandler):
         """Keep the tests' output clean."""
 
 
-@pytest.fixture
-def stub() -> Iterator[Stub]:
+@contextlib.contextmanager
+def serve() -> Iterator[Stub]:
+    """Run a service until the end of the block."""
     handler = type("Handler", (_Handler,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         handler.stub = Stub(f"http://127.0.0.1:{server.server_address[1]}")  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield handler.stub  # type: ignore[attr-defined]
-        server.shutdown()
-        thread.join()
+        try:
+            yield handler.stub  # type: ignore[attr-defined]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with serve() as service:
+        yield service
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ def test_in_form(text: str) -> None:
         ("</think>2 + 2<think><answer>4</answer>", 4),
         ("<think></think><answer>4</answer>", 4),
         ("<think>2 + 2</think><answer> \n</answer>", 4),
+        # Zero width, soft hyphen, control, Hangul filler, Braille blank: nothing that a reader would see.
+        *((f"<think>{unseen}</think><answer>4</answer>", 4) for unseen in "\u200b\u2060\ufeff\u00ad\x00\u3164\u2800"),
         ("Sure! <think>2 + 2</think><answer>4</answer>", 4),
         ("<think>2 + 2</think> so <answer>4</answer>", 4),
         (GOOD + "!", 4),
