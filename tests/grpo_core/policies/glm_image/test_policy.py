@@ -46,7 +46,7 @@ def test_adapters_are_on_the_language_model_and_change_nothing_yet(shipped_pipel
     sampled = drawn(policy)
     untouched = score_tokens(
         shipped_pipeline.vision_language_encoder,
-        policy._encode_rows(sampled.tokens.prompts),
+        policy._encode_rows(sampled.tokens),
         sampled.tokens.token_ids,
         sampled.tokens.loss_mask,
         vocabulary=policy.vocabulary,

@@ -126,7 +126,7 @@ class Wrapped(nn.Module):
 def test_a_wrapper_sees_the_forward_pass(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, sampled = warm
     wrapped = Wrapped(policy.trained.model)
-    encoded = policy._encode_rows(sampled.tokens.prompts)
+    encoded = policy._encode_rows(sampled.tokens)
     with torch.no_grad():
         scored_through = score_tokens(
             wrapped, encoded, sampled.tokens.token_ids, sampled.tokens.loss_mask, vocabulary=CODES, temperature=0.9
@@ -176,7 +176,7 @@ def test_half_precision_over_fp32_weights_agrees_in_half_precision(
 
 def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
     """Arguments of one forward pass over prompt and tokens, as they should be."""
-    encoded = policy._encode_rows(tokens.prompts)
+    encoded = policy._encode_rows(tokens)
     ids = torch.cat([encoded.input_ids, tokens.token_ids[:, :-1]], 1)
     sampled = torch.ones_like(tokens.token_ids[:, :-1])
     return {
@@ -304,7 +304,7 @@ def test_a_shared_prefill_equals_one_a_sibling(warm: tuple[GlmImagePolicy, Sampl
     policy, shared = warm
     ids, logprobs, support = sample_tokens(
         policy.trained.model,
-        policy._encode(PROMPTS).repeat(2),
+        policy._encode(PROMPTS, policy.settings.size).repeat(2),
         group_size=1,
         tokens=policy.grids.tokens,
         seeds=range(8),
