@@ -60,19 +60,22 @@ def examine(config: RunConfig) -> Diagnosis:
         ]
     memory: MemoryEstimate | None = None
     checkpoint = 0
+    # Sizes that the model cannot generate have been reported.
+    usable = all(finding.healthy for finding in findings if finding.subject == "model")
+    sizes = _prompts_by_size(prompts) if usable else Counter()
     try:
         choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        estimate = estimate_model(config, choice, tuple(_prompts_by_size(prompts)))
+        estimate = estimate_model(config, choice, tuple(sizes))
         memory, checkpoint = estimate.memory, estimate.checkpoint
         findings += [_weights(config, estimate.counted), _memory(config, memory)]
         if estimate.tokens:
-            findings.append(_sizes(_prompts_by_size(prompts), estimate.tokens))
+            findings.append(_sizes(sizes, estimate.tokens))
     except InputError as error:
         (finding,) = _problems("model", [error])
         findings += [finding] if finding not in findings else []
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
-        findings.append(_disk(config, checkpoint, _prompts_by_size(prompts)))
+        findings.append(_disk(config, checkpoint, sizes))
     findings += [_fonts(), *_server(config)]
     return Diagnosis(tuple(findings), memory)
 

@@ -31,6 +31,8 @@ from tasks.runs.stored import RECOMPUTED, STORED, first_iteration, read_iteratio
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
+_OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
+
 
 @dataclass(frozen=True)
 class NeededScores:
@@ -210,10 +212,6 @@ def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
         for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
             with store.filesystem.open(path) as file:
                 table = pq.ParquetFile(file)
-                wanted = [
-                    name
-                    for name in ("dataset", "columns", "target_uri", "width", "height")
-                    if name in table.schema_arrow.names
-                ]
+                wanted = [name for name in _OF_PROMPTS if name in table.schema_arrow.names]
                 parts.append(pl.from_arrow(table.read(columns=wanted)))
     return pl.concat([part for part in parts if isinstance(part, pl.DataFrame)])

@@ -97,7 +97,7 @@ def nearest_size(size: ImageSize, unit: int) -> ImageSize:
     sides = [max(unit, round(side / unit) * unit) for side in size]
     if math.prod(sides) > MAX_PIXELS:
         shrink = math.sqrt(MAX_PIXELS / math.prod(sides))
-        sides = [max(unit, math.floor(side * shrink / unit) * unit) for side in sides]
+        sides = [max(unit, math.floor(side * shrink / unit + 1e-9) * unit) for side in sides]
     longest = min(sides) * (unit // 2) ** 2
     return ImageSize(*(min(side, longest) for side in sides))
 
