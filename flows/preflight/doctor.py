@@ -20,6 +20,7 @@ from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
+from tasks.reports.text import counted
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.filesystem.files import is_local
 
@@ -101,12 +102,11 @@ def _prompts_by_size(prompts: PromptFiles) -> Counter[ImageSize]:
     return Counter(size for section in ("data", "evaluate") for each in prompts.usable(section) for size in each.sizes)
 
 
-def _sizes(prompts: Mapping[ImageSize, int], tokens: Mapping[ImageSize, int]) -> Finding:
+def _sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int]) -> Finding:
     """Name the sizes, those with the most tokens first: they decide the memory."""
     largest_first = sorted(tokens, key=lambda size: (-tokens[size], size))
     named = [
-        f"{size} ({tokens[size]} tokens each{f', {prompts[size]} prompts' if size in prompts else ''})"
-        for size in largest_first[:SIZES_SHOWN]
+        f"{size} of {tokens[size]} tokens ({counted(prompts[size], 'prompt')})" for size in largest_first[:SIZES_SHOWN]
     ]
     more = len(tokens) - len(named)
     return Finding("sizes", True, ", ".join(named) + (f" and {more} with fewer tokens" if more else ""))

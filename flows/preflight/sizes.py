@@ -16,6 +16,9 @@ from tasks.prompts.sizes import size_place
 Sets = Mapping[str, tuple[PromptSet | None, ...]]
 """The prompt sets of each section, one entry per dataset; None where its file cannot be used."""
 
+MAX_PROBLEMS = 5
+"""Maximum number of sizes that are reported at once; a file may have another one in each row."""
+
 
 def default_size(config: RunConfig, dataset: DatasetSection) -> ImageSize | None:
     """Return the size of images whose row gives none; None for texts."""
@@ -26,25 +29,38 @@ def default_size(config: RunConfig, dataset: DatasetSection) -> ImageSize | None
     return config.rollout.size
 
 
-def generation_problems(config: RunConfig, sets: Sets) -> Iterator[InputError]:
-    """Report the first size of each dataset that the model cannot generate, with the nearest that it can."""
+def generation_problems(config: RunConfig, sets: Sets) -> list[InputError]:
+    """Return an error for each size that the model cannot generate, with the nearest that it can."""
     refuse = policy_family(config.policy.kind).refuse_unusable
+    problems = []
     for size, where, _ in _sizes(config, sets, sets):
         try:
             refuse(config.policy.model, config.rollout.model_copy(update=size._asdict()))
         except InputError as error:
-            yield InputError(where, str(size), error.hint)
+            problems.append(InputError(where, str(size), error.hint))
+    return _first(problems)
 
 
 def scoring_problems(
     config: RunConfig, sets: Sets, section: RewardSection, place: str, parts: Collection[str]
-) -> Iterator[InputError]:
-    """Report the sizes of images that a reward is meant for and cannot score."""
+) -> list[InputError]:
+    """Return an error for each size of images that a reward is meant for and cannot score."""
     reward = build_reward(section.reward, section.settings)
+    problems = []
     for size, where, dataset in _sizes(config, sets, parts):
         if section.scores(dataset.name) and not fits_reward(size, reward.min_side, reward.max_aspect):
             hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; this is the size of {where}."
-            yield InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint)
+            problems.append(InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint))
+    return _first(problems)
+
+
+def _first(problems: list[InputError]) -> list[InputError]:
+    """Return the first problems; the last of them says how many there are besides."""
+    more = len(problems) - MAX_PROBLEMS
+    if more <= 0:
+        return problems
+    *shown, last = problems[:MAX_PROBLEMS]
+    return [*shown, InputError(last.place, last.value, f"{last.hint} {more} more sizes are refused.")]
 
 
 def _sizes(config: RunConfig, sets: Sets, parts: Collection[str]) -> Iterator[tuple[ImageSize, str, DatasetSection]]:

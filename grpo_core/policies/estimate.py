@@ -9,9 +9,8 @@ Symbols: b bytes per value, h hidden, m intermediate, d heads x head_dim, L ids 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
@@ -125,7 +124,7 @@ class ModelEstimate:
     memory: MemoryEstimate
     checkpoint: int
     counted: str
-    tokens: Mapping[ImageSize, int] = MappingProxyType({})
+    tokens: Mapping[ImageSize, int] = field(default_factory=dict)
 
 
 def estimate_resources(
