@@ -38,7 +38,7 @@ def size_place(source: str, row: int) -> str:
 
 
 def _size_of(columns: Mapping[str, object], place: str) -> ImageSize | None:
-    width, height = (_pixels(columns.get(name), f"{place}, column {name}") for name in ("width", "height"))
+    width, height = (_pixels(columns.get(name), f"{place}, column {name}") for name in SIZE_COLUMNS[:2])
     if (width is None) != (height is None):
         given, missing = ("width", "height") if height is None else ("height", "width")
         hint = f"This row has no {missing}. Give both, or leave both empty for the size of the rollout."

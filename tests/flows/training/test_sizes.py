@@ -65,17 +65,18 @@ def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> N
     assert max(metrics(whole, iteration, "run")["sampling/sampling_logp_difference/max"] for iteration in (1, 2)) < 1e-4
     assert sizes_of(pl.read_parquet(whole.path("evaluations/000002/rollouts/*.parquet"))) == expected
 
-    for place in ("iteration_000001/rollouts/part-00000.parquet", "iteration_000002/rewards/jpeg/scores.parquet"):
-        with training_process(killed, tmp_path / "process", **given) as process:
-            while not killed.path(place).exists():
-                assert process.poll() is None
-                time.sleep(0.01)
+    with training_process(killed, tmp_path / "process", **given) as process:
+        while not killed.path("iteration_000002/rollouts/part-00000.parquet").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
     assert killed.start(**given).summary.policy_digest == digest
-    assert killed.tables() == whole.tables()
 
-    # The same rewards under other names are scored again.
-    renamed = [{**reward, "name": f"again-{reward['reward']}"} for reward in REWARDS]
-    _, heard = scored_again(killed, *renamed, name="again")
-    assert sum("score again" in stage for stage in heard.stages) == 2 * len(REWARDS)
-    for advantages in ("stored", "again"):
-        assert run_replay(killed, run_name=advantages, advantages=advantages)[0].policy_digest == digest
+    other = ({"reward": "psnr", "datasets": ["shapes"]}, {"reward": "edge_density"}, REWARDS[2])
+    digests = set()
+    for runs in (whole, killed):
+        _, heard = scored_again(runs, *other, name="other")
+        assert sum("score edge_density" in stage for stage in heard.stages) == 2
+        assert run_replay(runs)[0].policy_digest == digest
+        digests.add(run_replay(runs, name="other", advantages="other")[0].policy_digest)
+    assert len(digests) == 1
+    assert killed.tables() == whole.tables()
