@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
-from configs.sections import ImageRolloutSection, PromptsSection
+from configs.sections import PromptsSection
 from grpo_core.advantages import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
@@ -17,13 +17,14 @@ MANIFEST_ENDING = ".manifest.json"
 
 # These fields weigh a reward in the mix, and a guardrail is not part of the mix.
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
-_OF_ONE_FILE = ("prompts", "prompt_column", "columns", "limit", "targets", "target_column")
+_OF_ONE_FILE = ("prompts", "prompt_column", "columns", "limit", "targets", "target_column", "height", "width")
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
     """Return every refused combination of a configuration whose sections are valid."""
     return [
         *_datasets(config),
+        *_sizes(config),
         *reward_contradictions(config),
         *_batches(config),
         *_policy(config),
@@ -67,6 +68,20 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
                 yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
 
 
+def _sizes(config: RunConfig) -> Iterator[InputError]:
+    """Yield every size of a dataset that is half given, or given to texts."""
+    sections: dict[str, PromptsSection] = {"data": config.data, "evaluate": config.evaluate}
+    for place, section in sections.items():
+        for index, dataset in enumerate(section.sets):
+            where = f"{place}.datasets.{index}" if section.datasets else place
+            given = {name: value for name in ("width", "height") if (value := getattr(dataset, name)) is not None}
+            for name, value in given.items():
+                if policy_family(config.policy.kind).modality == "text":
+                    yield InputError(f"{where}.{name}", value, "Texts have no size; leave it out.")
+                elif len(given) == 1:
+                    yield InputError(f"{where}.{name}", value, "Give width and height, or neither for the rollout's.")
+
+
 def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
     """Yield every refused reward or guardrail, and every refused combination; nothing is read or loaded."""
     yield from _labels("rewards", config.rewards)
@@ -101,15 +116,6 @@ def _reward(config: RunConfig, section: RewardSection, place: str, parts: Sequen
         return
     if reward.needs_target:
         yield from _targets(config, section, place, parts)
-    if isinstance(config.rollout, ImageRolloutSection):
-        width, height = config.rollout.width, config.rollout.height
-        found = f"{section.reward} of {width}x{height} pixels"
-        if min(width, height) < reward.min_side:
-            hint = f"It needs images of at least {reward.min_side} pixels per side."
-            yield InputError(f"{place}.reward", found, hint)
-        if max(width, height) > reward.max_aspect * min(width, height):
-            hint = f"It needs images whose long side is at most {reward.max_aspect:g} times the short one."
-            yield InputError(f"{place}.reward", found, hint)
 
 
 def _place_in(place: str, section: RewardSection, found: str) -> str:

@@ -70,6 +70,8 @@ class _OnePromptFile(Section):
     limit: PositiveInt | None = Field(None, description="use only the first prompts, this many")
     targets: str | None = Field(None, description="folder of target images, paired by index or by target_column")
     target_column: str | None = None
+    height: PositiveInt | None = Field(None, description="of images whose row gives no size; null: the rollout's")
+    width: PositiveInt | None = Field(None, description="of images whose row gives no size; null: the rollout's")
 
 
 class DatasetSection(_OnePromptFile):

@@ -1,13 +1,16 @@
 """Sample groups for prompts, with everything that later training needs."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import Policy
 from grpo_core.records import Output, SampledTokens, TokenBatch, TrainingRows, pad_to_longest
 
@@ -21,12 +24,14 @@ class GroupRequest:
         sample_ids: one per sibling.
         seeds: for the token sampling, one per sibling.
         noise_seeds: for a decoder's noise, one per sibling; usually equal for all of them.
+        size: of the images; None: texts, or images of the size in the policy's settings.
     """
 
     prompt: str
     sample_ids: tuple[str, ...]
     seeds: tuple[int, ...]
     noise_seeds: tuple[int, ...]
+    size: ImageSize | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class RolloutGroup:
         ref_logprobs: under the reference; None unless requested.
         outputs: the finished images or texts.
         prompt_length: number of ids that the model read before the first token.
+        max_length: of TrainingRows.
     """
 
     request: GroupRequest
@@ -53,6 +59,23 @@ class RolloutGroup:
     ref_logprobs: Float[Tensor, "siblings time"] | None
     outputs: tuple[Output, ...]
     prompt_length: int
+    max_length: int
+
+
+class _OfOneSize(Protocol):
+    @property
+    def size(self) -> ImageSize | None: ...
+
+
+G = TypeVar("G", bound=_OfOneSize)
+
+
+def sampled_at_once(groups: Sequence[G], prompts_per_batch: int) -> Iterator[Sequence[G]]:
+    """Split groups into batches, in order: neighbours of one image size, at most `prompts_per_batch` of them."""
+    for _, neighbours in itertools.groupby(groups, lambda group: group.size):
+        same = list(neighbours)
+        for start in range(0, len(same), prompts_per_batch):
+            yield same[start : start + prompts_per_batch]
 
 
 def collect_rollouts(
@@ -63,7 +86,7 @@ def collect_rollouts(
     with_reference: bool = False,
     rows_per_pass: int = 8,
 ) -> Iterator[RolloutGroup]:
-    """Sample and render every group, in order; `prompts_per_batch` groups are sampled at once.
+    """Sample and render every group, in order; up to `prompts_per_batch` groups of one size are sampled at once.
 
     Args:
         with_reference: record the log-probs of policy and reference too, for a KL inside the reward.
@@ -72,14 +95,14 @@ def collect_rollouts(
         NonFiniteError: a log-prob is not finite; the samples are named.
     """
     policy.prepare_for_sampling()
-    for start in range(0, len(requests), prompts_per_batch):
-        batch = requests[start : start + prompts_per_batch]
+    for batch in sampled_at_once(requests, prompts_per_batch):
         group_size = len(batch[0].sample_ids)
-        assert all(len(request.sample_ids) == group_size for request in batch), "groups of one size"
+        assert all(len(request.sample_ids) == group_size for request in batch), "equally many siblings"
         sampled = policy.sample(
             [request.prompt for request in batch],
             group_size=group_size,
             seeds=[seed for request in batch for seed in request.seeds],
+            size=batch[0].size,
         )
         _require_finite(sampled, [sample_id for request in batch for sample_id in request.sample_ids])
         for index, request in enumerate(batch):
@@ -96,6 +119,7 @@ def collect_rollouts(
                 ref_logprobs=reference,
                 outputs=tuple(policy.render(tokens, noise_seeds=request.noise_seeds)),
                 prompt_length=int(sampled.prompt_lengths[rows[0]]),
+                max_length=policy.max_length,
             )
 
 
@@ -103,7 +127,7 @@ def join_groups(groups: Sequence[RolloutGroup], advantages: Float[Tensor, "group
     """Return the samples of all groups with their advantages, ready for `update_policy` with the weights that sampled.
 
     Args:
-        groups: of one size.
+        groups: with equal numbers of siblings.
         advantages: NaN for a sample that is left out.
     """
     samples = sum(len(group.tokens) for group in groups)
@@ -114,6 +138,7 @@ def join_groups(groups: Sequence[RolloutGroup], advantages: Float[Tensor, "group
         advantages=advantages.flatten().float(),
         finished=torch.cat([group.finished for group in groups]),
         on_policy=torch.ones(samples, dtype=torch.bool),
+        max_length=groups[0].max_length,
     )
     return rows.select(rows.advantages.isfinite().nonzero().flatten().tolist())
 

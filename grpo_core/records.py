@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
+from grpo_core.image_size import ImageSize
+
 
 @dataclass(frozen=True)
 class BrokenImage:
@@ -72,6 +74,8 @@ class TokenBatch:
         loss_mask: True for a token that was sampled by the policy and is trained; False is padding.
         temperature: logits were divided by it before the softmax, for every row.
         support: the ids that could be sampled under top-k, top-p or min-p; None without truncation.
+        sizes: size of each row's image, which decides the places of its tokens; None: texts, or images of the size in
+            the policy's settings.
     """
 
     prompts: tuple[str, ...]
@@ -79,9 +83,11 @@ class TokenBatch:
     loss_mask: Bool[Tensor, "batch time"]
     temperature: float
     support: TokenSupport | None = None
+    sizes: tuple[ImageSize, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.prompts) == self.token_ids.shape[0], "one prompt per row"
+        assert self.sizes is None or len(self.sizes) == len(self.prompts), "one size per row"
         assert self.token_ids.shape == self.loss_mask.shape, "one mask entry per token"
         assert self.temperature > 0, "temperature is positive"
 
@@ -97,6 +103,7 @@ class TokenBatch:
             loss_mask=self.loss_mask[index],
             temperature=self.temperature,
             support=None if self.support is None else self.support.select(rows),
+            sizes=None if self.sizes is None else tuple(self.sizes[row] for row in rows),
         )
 
     @classmethod
@@ -104,9 +111,11 @@ class TokenBatch:
         """Return the rows of all batches, padded on the right to one length.
 
         Args:
-            batches: at least one; of one temperature, and all with or all without a support.
+            batches: at least one; of one temperature, all with or all without a support, and likewise with sizes.
         """
-        assert len({(batch.temperature, batch.support is None) for batch in batches}) == 1, "sampled alike"
+        kinds = {(batch.temperature, batch.support is None, batch.sizes is None) for batch in batches}
+        assert len(kinds) == 1, "sampled alike"
+        sizes = [size for batch in batches for size in batch.sizes or ()]
         supports = [batch.support for batch in batches if batch.support is not None]
         counts = pad_to_longest([support.counts for support in supports])
         return cls(
@@ -115,6 +124,7 @@ class TokenBatch:
             loss_mask=pad_to_longest([batch.loss_mask for batch in batches]),
             temperature=batches[0].temperature,
             support=TokenSupport(torch.cat([support.ids for support in supports]), counts) if supports else None,
+            sizes=tuple(sizes) if sizes else None,
         )
 
     def trimmed(self) -> "TokenBatch":
@@ -173,6 +183,8 @@ class TrainingRows:
         advantages: one per row; finite.
         finished: False for a row that was truncated at its maximum length.
         on_policy: whether the weights before the update are those that sampled the row.
+        max_length: maximum number of tokens of a row, by the settings of its sampler; of images, that of the size in
+            the settings, whatever the sizes of the rows: the constant that some losses divide by.
         old_logprobs: recomputed on the weights before the update; None until they are.
         old_entropy: of the same distributions, nats; None until they are computed, or if not needed.
         ref_logprobs: under the reference; None until they are computed, or without a reference.
@@ -184,6 +196,7 @@ class TrainingRows:
     advantages: Float[Tensor, " batch"]
     finished: Bool[Tensor, " batch"]
     on_policy: Bool[Tensor, " batch"]
+    max_length: int
     old_logprobs: Float[Tensor, "batch time"] | None = None
     old_entropy: Float[Tensor, "batch time"] | None = None
     ref_logprobs: Float[Tensor, "batch time"] | None = None
@@ -205,6 +218,7 @@ class TrainingRows:
             advantages=self.advantages[index],
             finished=self.finished[index],
             on_policy=self.on_policy[index],
+            max_length=self.max_length,
             old_logprobs=chosen(self.old_logprobs),
             old_entropy=chosen(self.old_entropy),
             ref_logprobs=chosen(self.ref_logprobs),

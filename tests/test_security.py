@@ -19,10 +19,11 @@ from PIL import Image
 
 from configs.loader import read_config
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.image_size import MAX_PIXELS
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.loading import read_config as read_model_config
 from grpo_core.policies.glm_image.loading import load_pipeline, read_initial_state
-from grpo_core.rewards.images import MAX_PIXELS, decode_stored
+from grpo_core.rewards.images import decode_stored
 from grpo_core.rewards.remote.reward import RemoteReward
 from tasks.execution.errors import ErrorRecord, RemoteStageError
 from tasks.prompts.files import read_input_file

@@ -28,6 +28,7 @@ from data.shapes import (
 )
 from data.tiny_glm_image.recipe import TinyRecipe
 from data.training import ProgressCallback, train
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, UnitProcessor, encode_prompts, score_tokens
 from grpo_core.policies.glm_image.loading import pixel_unit
 
@@ -88,7 +89,9 @@ def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> Encode
     processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
     processor.unit = pixel_unit(pipeline)
     captions = [scene.caption for scene in scenes]
-    return encode_prompts(pipeline.vision_language_encoder.model, processor, captions, IMAGE_PIXELS, IMAGE_PIXELS)
+    return encode_prompts(
+        pipeline.vision_language_encoder.model, processor, captions, ImageSize(IMAGE_PIXELS, IMAGE_PIXELS)
+    )
 
 
 def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Tensor) -> Tensor:

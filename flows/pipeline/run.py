@@ -27,7 +27,7 @@ from grpo_core.seeds import derive_seed
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
-from tasks.prompts.curriculum import DrawnPrompt, PromptSet, PromptStatistics, draw_prompts
+from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import require_schema, write_description
@@ -102,11 +102,7 @@ def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) 
     if not heldout:
         return None
     return plan_evaluation(
-        [
-            DrawnPrompt(each.name, prompt, target)
-            for each in heldout
-            for prompt, target in zip(each.prompts, each.targets, strict=True)
-        ],
+        [each.drawn(index) for each in heldout for index in range(len(each.prompts))],
         seed=config.evaluate.seed,
         version=version,
         samples_per_prompt=config.evaluate.samples_per_prompt,

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from configs.sections import ImageRolloutSection
 from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files, refuse_prompt_texts
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
+from tasks.reports.text import counted
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.filesystem.files import is_local
+
+SIZES_SHOWN = 8
+"""Number of image sizes that are named."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +62,25 @@ def examine(config: RunConfig) -> Diagnosis:
     findings += [Finding("prompts", True, note) for note in prompts.notes]
     memory: MemoryEstimate | None = None
     checkpoint = 0
+    # Sizes that the model cannot generate have been reported.
+    usable = all(finding.healthy for finding in findings if finding.subject == "model")
+    sizes = _prompts_by_size(prompts) if usable else Counter()
     try:
         choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        estimate = estimate_model(config, choice)
+        estimate = estimate_model(config, choice, tuple(sizes))
         memory, checkpoint = estimate.memory, estimate.checkpoint
         weights = _weights(config, estimate.counted)
         findings += [weights, _memory(config, memory)]
+        if estimate.tokens:
+            findings.append(_sizes(sizes, estimate.tokens))
         if weights.healthy:
             refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
     except InputError as error:
         (finding,) = _problems("model", [error])
         findings += [finding] if finding not in findings else []
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
-        findings.append(_disk(config, checkpoint))
+        findings.append(_disk(config, checkpoint, sizes))
     findings += [_fonts(), *_server(config)]
     return Diagnosis(tuple(findings), memory)
 
@@ -90,8 +101,23 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
     }[subject]
 
 
-def estimate_model(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
-    """Estimate the memory of one GPU and the size of a checkpoint."""
+def _prompts_by_size(prompts: PromptFiles) -> Counter[ImageSize]:
+    """Count the training and held-out prompts of each image size; texts have none."""
+    return Counter(size for section in ("data", "evaluate") for each in prompts.usable(section) for size in each.sizes)
+
+
+def _sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int]) -> Finding:
+    """Name the sizes, those with the most tokens first: they decide the memory."""
+    largest_first = sorted(tokens, key=lambda size: (-tokens[size], size))
+    named = [
+        f"{size} of {tokens[size]} tokens ({counted(prompts[size], 'prompt')})" for size in largest_first[:SIZES_SHOWN]
+    ]
+    more = len(tokens) - len(named)
+    return Finding("sizes", True, ", ".join(named) + (f" and {more} with fewer tokens" if more else ""))
+
+
+def estimate_model(config: RunConfig, choice: TrainingChoice, sizes: tuple[ImageSize, ...] = ()) -> ModelEstimate:
+    """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint."""
     rollout = config.rollout
     workload = Workload(
         dtype=config.policy.dtype,
@@ -99,6 +125,7 @@ def estimate_model(config: RunConfig, choice: TrainingChoice) -> ModelEstimate:
         prompts_per_batch=rollout.prompts_per_batch,
         micro_batch_size=config.update.micro_batch_size,
         eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
+        sizes=sizes,
     )
     return estimate_resources(config.policy.kind, config.policy.model, rollout, choice, workload)
 
@@ -139,7 +166,7 @@ def _memory(config: RunConfig, memory: MemoryEstimate) -> Finding:
     return Finding("memory", needed * GIB <= free, message, "" if needed * GIB <= free else hint)
 
 
-def _disk(config: RunConfig, checkpoint: int) -> Finding:
+def _disk(config: RunConfig, checkpoint: int, prompts: Mapping[ImageSize, int]) -> Finding:
     store = open_store(config.storage, config.run.name)
     if not is_local(store.filesystem):
         return Finding("disk", True, f"{config.storage.root} (not tried: a check writes nothing)")
@@ -152,7 +179,7 @@ def _disk(config: RunConfig, checkpoint: int) -> Finding:
     message, images = "", 0.0
     if isinstance(rollout, ImageRolloutSection):
         # Uncompressed, so that a PNG of noise is covered too.
-        images = samples * rollout.height * rollout.width * 3 / GIB
+        images = samples * max(size.pixels for size in (prompts or (rollout.size,))) * 3 / GIB
         message = f"{samples} images take at most {images:.2g} GiB, "
     policies = config.run.iterations * checkpoint / GIB
     message = (

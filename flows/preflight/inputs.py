@@ -15,7 +15,8 @@ import torch
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
-from configs.sections import DatasetSection, ImageRolloutSection, PromptsSection
+from configs.sections import DatasetSection, PromptsSection
+from flows.preflight.sizes import default_size, generation_problems, scoring_problems
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
@@ -25,6 +26,7 @@ from tasks.models.files import model_digest
 from tasks.models.resident import torch_device
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.read import LONG_PROMPT, read_prompts
+from tasks.prompts.sizes import read_sizes
 from tasks.prompts.targets import pair_targets
 from tasks.storage.artifacts.store import ArtifactStore, open_store
 from tasks.update.job import refuse_unusable_placement
@@ -100,7 +102,8 @@ def check_inputs(config: RunConfig) -> RunInputs:
         # A hub name may be downloaded here, so everything else has been checked.
         digest = model_digest(config.policy.model)
         # What was downloaded can be read, and it is not loaded yet.
-        _require_usable_settings(config)
+        if problems := list(_model_problems(config, prompts)):
+            raise InputErrors(problems)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
         choice = config.policy.training_choice(reference="none", seed=0)
         policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
@@ -158,15 +161,17 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
 
 
 def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[str, PromptSet]:
-    """Return the column of the prompts, and the prompts with their targets."""
-    rollout = config.rollout
-    size = (rollout.width, rollout.height) if isinstance(rollout, ImageRolloutSection) else None
-    roles = () if dataset.target_column is None else (dataset.target_column,)
+    """Return the column of the prompts, and the prompts with their targets and sizes."""
+    column = dataset.target_column
+    roles = () if column is None else (column,)
     file = read_prompts(dataset.prompts, column=dataset.prompt_column, columns=dataset.columns, also=roles)
-    prompts, column = file.prompts, dataset.target_column
+    default = default_size(config, dataset)
+    # Of a text model, columns of these names are ordinary ones.
+    sizes = read_sizes(file.prompts, source=dataset.prompts, default=default) if default else ()
     # Images of a folder pair with all prompts of the file, so the limit comes last.
-    targets = pair_targets(prompts, folder=dataset.targets, column=column, base=file.folder, size=size)
-    limited = PromptSet(dataset.name, dataset.weight, prompts[: dataset.limit], targets[: dataset.limit])
+    targets = pair_targets(file.prompts, folder=dataset.targets, column=column, base=file.folder, sizes=sizes)
+    within = slice(dataset.limit)
+    limited = PromptSet(dataset.name, dataset.weight, file.prompts[within], targets[within], sizes[within])
     return file.column, limited
 
 
@@ -189,15 +194,14 @@ def _prompt_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
 
 
 def _model_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    family = policy_family(config.policy.kind)
     try:
-        policy_family(config.policy.kind).refuse_missing(config.policy.model)
-        _require_usable_settings(config)
+        family.refuse_missing(config.policy.model)
+        family.refuse_unusable(config.policy.model, config.rollout)
     except InputError as error:
         yield error
-
-
-def _require_usable_settings(config: RunConfig) -> None:
-    policy_family(config.policy.kind).refuse_unusable(config.policy.model, config.rollout)
+        return
+    yield from generation_problems(config, prompts.sets)
 
 
 def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
@@ -213,6 +217,7 @@ def _reward_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
             yield from _column_problems(config, prompts, section, f"{place}.{section.label}", column, parts)
         for problem in reward.preflight():
             yield InputError(f"{place}.{section.label}", dict(section.settings), problem)
+        yield from scoring_problems(config, prompts.sets, section, place, parts)
 
 
 def _column_problems(

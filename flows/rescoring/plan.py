@@ -17,7 +17,10 @@ from flows.pipeline.requests import RescoreRequest
 from flows.preflight.inputs import checked_once
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.image_size import ImageSize
+from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rewards.reward import Reward
 from tasks.reports.pages import require_page_path
 from tasks.rewards.stored import NeededScores, StoredScores
 from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
@@ -26,6 +29,8 @@ from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import RECOMPUTED, STORED, first_iteration, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
+
+_OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")
 
 
 @dataclass(frozen=True)
@@ -157,10 +162,23 @@ def _scoring_problems(run: RescoredRun) -> Iterator[InputError]:
             if reward.needs_target and prompts["target_uri"].null_count() == prompts.height:
                 hint = f"The rollouts of {run.store.run} were collected without target images."
                 yield InputError(place, section.reward, hint)
+            yield from _size_problems(run, section, reward, prompts, place)
             needed |= set(filter(None, [reward.needs_column]))
         for column in sorted(needed - set(found)):
             hint = f"No prompt of {run.store.run} has this column; it has {', '.join(found) or 'none'}."
             yield InputError(place, column, hint)
+
+
+def _size_problems(
+    run: RescoredRun, section: RewardSection, reward: Reward, prompts: pl.DataFrame, place: str
+) -> Iterator[InputError]:
+    """Report stored images that the reward is meant for and that are too small or too long for it."""
+    if "width" not in prompts.columns:
+        return
+    for dataset, *size in prompts.select("dataset", "width", "height").unique(maintain_order=True).iter_rows():
+        if section.scores(dataset) and not fits_reward(ImageSize(*size), reward.min_side, reward.max_aspect):
+            hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; {dataset} has images of this size."
+            yield InputError(place, f"{section.reward} of {ImageSize(*size)} pixels", hint)
 
 
 def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:
@@ -181,12 +199,12 @@ def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> It
 
 
 def _stored_prompts(run: RescoredRun) -> pl.DataFrame:
-    """Read target and prompt columns of every sample of the run."""
+    """Read dataset, columns, target and size of the prompt of every sample of the run."""
     store, parts = run.store, []
     for rollouts in (sampling_round.rollouts for each in run.iterations for sampling_round in each.rounds):
         for path in sorted(store.filesystem.glob(f"{store.root}/{rollouts.uri}/*.parquet")):
             with store.filesystem.open(path) as file:
                 table = pq.ParquetFile(file)
-                wanted = [name for name in ("columns", "target_uri") if name in table.schema_arrow.names]
+                wanted = [name for name in _OF_PROMPTS if name in table.schema_arrow.names]
                 parts.append(pl.from_arrow(table.read(columns=wanted)))
     return pl.concat([part for part in parts if isinstance(part, pl.DataFrame)])

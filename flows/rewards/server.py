@@ -229,7 +229,7 @@ def _refuse_unfit(reward: Reward, batch: ScoringBatch) -> None:
     if reward.needs_group and not batch.group_ids:
         raise HTTPException(422, "this reward compares siblings, and these samples come without group_id")
     for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
-        if not fits_reward(image, reward.min_side, reward.max_aspect):
+        if not fits_reward(image.size, reward.min_side, reward.max_aspect):
             needs = shown_bounds(reward.min_side, reward.max_aspect)
             raise HTTPException(422, f"sample {sample_id} has {shown_size(image)} pixels; this reward needs {needs}")
 

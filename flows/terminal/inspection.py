@@ -126,8 +126,8 @@ def _groups(inspection: Inspection, console: Console) -> Table:
     for group in groups.shown[:MAX_ROWS]:
         first = group.samples[0]
         about = _prompt(group)
-        if len(groups.datasets) > 1:
-            about.append_text(Text("\n")).append_text(plain(first["dataset"]))
+        for name in groups.varying:
+            about.append_text(Text("\n")).append_text(plain(first[name]))
         about.append("\nmean " + number(group.reward), "dim")
         if first["dropped"]:
             about.append(", left out of the update", "dim")

@@ -79,7 +79,7 @@ class Denominators:
         entropy_tokens: those of them that the entropy bonus is taken over: all, or the entropy mask's.
         rollout_rows: of all minibatches of an epoch together.
         rollout_tokens: trained tokens of all minibatches of an epoch together.
-        max_completion_length: maximum number of tokens in a row.
+        max_completion_length: maximum number of tokens in a row; of images, that of one of the sampler's own size.
     """
 
     rows: int

@@ -8,12 +8,14 @@ Kernels' workspaces and the allocator's fragmentation are in ERROR_MARGIN, not i
 Symbols: b bytes per value, h hidden, m intermediate, d heads x head_dim, L ids per row, T of them sampled.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
 from torch import nn
 
+from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import CHUNK_TOKENS
 from grpo_core.policies.trained import TrainedModel, TrainingChoice
 
@@ -97,6 +99,7 @@ class Workload:
         prompts_per_batch: prompts sampled at once.
         micro_batch_size: rows per forward and backward pass.
         eight_bit_optimizer: the optimizer's moments take one byte each.
+        sizes: of the images, each once; empty: texts, or images of the size in the settings.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -104,6 +107,7 @@ class Workload:
     prompts_per_batch: int
     micro_batch_size: int
     eight_bit_optimizer: bool
+    sizes: tuple[ImageSize, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,13 @@ class ModelEstimate:
         memory: of one GPU.
         checkpoint: bytes of a policy version on disk, optimizer state included.
         counted: sizes of the model's parts, as text.
+        tokens: number of tokens of an image by its size; empty for texts.
     """
 
     memory: MemoryEstimate
     checkpoint: int
     counted: str
+    tokens: Mapping[ImageSize, int] = field(default_factory=dict)
 
 
 def estimate_resources(

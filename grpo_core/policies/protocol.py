@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.trained import TrainedModel, TrainingChoice
 from grpo_core.records import Modality, Output, SampledTokens, TokenBatch, TokenLogprobs
 
@@ -24,18 +25,21 @@ class Policy(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of a row with the current settings."""
+        """Maximum number of tokens of a row with the current settings; of images, of one of the settings' size."""
 
     def sample_with(self, settings: Any) -> None:
         """Use these settings, the family's frozen record, from this call on to sample, render and read prompts."""
 
-    def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
+    def sample(
+        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+    ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
             group_size: siblings of a prompt.
             seeds: len(prompts) * group_size seeds, one per sample: a sample depends on its prompt and its seed,
                 not on the other rows.
+            size: of the images; None: that of the settings. Texts have none.
         """
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> Sequence[Output]:

@@ -8,9 +8,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
-
-MAX_PIXELS = 8192 * 8192
-"""Largest width times height of an image from anywhere; a small file can unpack to more than fits in memory."""
+from grpo_core.image_size import MAX_PIXELS
 
 MAX_ASPECT_PERCENT = 2
 """By how many percent width / height may differ for a target to be squeezed to its sample's image."""
@@ -120,9 +118,9 @@ def require_aspect(target: tuple[int, int], size: tuple[int, int], place: str) -
         raise InputError(place, f"target of {target[0]}x{target[1]} pixels", hint)
 
 
-def fits_reward(image: Image.Image, min_side: int, max_aspect: float) -> bool:
-    """Say whether a reward with these bounds can score an image of this size."""
-    return min(image.size) >= min_side and max(image.size) <= max_aspect * min(image.size)
+def fits_reward(size: tuple[int, int], min_side: int, max_aspect: float) -> bool:
+    """Say whether a reward with these bounds can score an image of this width and height."""
+    return min(size) >= min_side and max(size) <= max_aspect * min(size)
 
 
 def shown_bounds(min_side: int, max_aspect: float) -> str:

@@ -80,7 +80,7 @@ class ScoringBatch:
         for sample_id, image in zip(self.sample_ids, self.images, strict=True):
             place = f"rewards.{reward}, sample {sample_id}"
             rgb = to_rgb(image, place)
-            if not fits_reward(rgb, min_side, max_aspect):
+            if not fits_reward(rgb.size, min_side, max_aspect):
                 hint = f"{reward} needs {shown_bounds(min_side, max_aspect)}: generate other sizes, or drop the reward."
                 raise InputError(place, f"image of {shown_size(rgb)} pixels", hint)
             yield rgb

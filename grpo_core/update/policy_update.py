@@ -62,7 +62,7 @@ def update_policy(
         return UpdateResult(before, ())
     steps = []
     for indices in minibatches(len(rows), minibatch_size, settings.epochs, seed):
-        minibatch = make_minibatch(rows, indices, trained, settings, max_length=policy.max_length)
+        minibatch = make_minibatch(rows, indices, trained, settings)
         steps.append(optimizer_step(policy, optimizer, minibatch, settings, process_group, tick))
     return UpdateResult(before, tuple(steps))
 

@@ -62,8 +62,6 @@ def make_minibatch(
     indices: list[int],
     trained: Bool[Tensor, "rows time"],
     settings: UpdateSettings,
-    *,
-    max_length: int,
 ) -> Minibatch:
     """Compute the masks and denominators of a minibatch.
 
@@ -85,7 +83,7 @@ def make_minibatch(
         entropy_tokens=int((own if entropy_mask is None else entropy_mask).sum()),
         rollout_rows=len(rows),
         rollout_tokens=int(trained.sum()),
-        max_completion_length=max_length,
+        max_completion_length=rows.max_length,
     )
     return Minibatch(rows, indices, own, entropy_mask, denominators)
 

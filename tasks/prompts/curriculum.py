@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from configs.sections import CurriculumSection
+from grpo_core.image_size import ImageSize
 from grpo_core.seeds import derive_seed
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
@@ -31,21 +32,29 @@ class PromptSet:
         weight: share of an iteration's prompts, relative to the other sets.
         prompts: in the order of the file.
         targets: one per prompt; None for a prompt without one.
+        sizes: of each prompt's images; empty for texts.
     """
 
     name: str
     weight: float
     prompts: tuple[Prompt, ...]
     targets: tuple[TargetReference | None, ...]
+    sizes: tuple[ImageSize, ...] = ()
+
+    def drawn(self, index: int) -> "DrawnPrompt":
+        """Return the prompt of this index with what belongs to it."""
+        size = self.sizes[index] if self.sizes else None
+        return DrawnPrompt(self.name, self.prompts[index], self.targets[index], size)
 
 
 @dataclass(frozen=True)
 class DrawnPrompt:
-    """A prompt with its dataset; if drawn twice, it gives two groups."""
+    """A prompt with its dataset; if drawn twice, it gives two groups. Texts have no size."""
 
     dataset: str
     prompt: Prompt
     target: TargetReference | None
+    size: ImageSize | None = None
 
 
 PromptStatistics = Mapping[PromptKey, float]
@@ -135,11 +144,7 @@ def draw_prompts(
         late = [key in avoided for key in keys]
         place = derive_seed(seed, "curriculum", each.name, iteration, sampling_round)
         indices.append(iter(_sampled(weights, late, wanted, place)))
-    return tuple(_prompt(sets[index], next(indices[index])) for index, _ in places)
-
-
-def _prompt(source: PromptSet, index: int) -> DrawnPrompt:
-    return DrawnPrompt(source.name, source.prompts[index], source.targets[index])
+    return tuple(sets[index].drawn(next(indices[index])) for index, _ in places)
 
 
 def _in_passes(sets: Sequence[PromptSet], places: Sequence[tuple[int, int]], seed: int) -> tuple[DrawnPrompt, ...]:
@@ -153,7 +158,7 @@ def _in_passes(sets: Sequence[PromptSet], places: Sequence[tuple[int, int]], see
             named = () if len(sets) == 1 else (each.name,)
             keys = _raw(derive_seed(seed, "prompts", *named, number), len(each.prompts))
             orders[index, number] = [int(place) for place in np.argsort(keys, kind="stable")]
-        prompts.append(_prompt(each, orders[index, number][offset]))
+        prompts.append(each.drawn(orders[index, number][offset]))
     return tuple(prompts)
 
 

@@ -35,7 +35,7 @@ def pair_targets(
     folder: str | None,
     column: str | None,
     base: str,
-    size: tuple[int, int] | None = None,
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> tuple[TargetReference | None, ...]:
     """Return the target of each prompt, in the order of the prompts; None for a prompt without one.
 
@@ -49,7 +49,7 @@ def pair_targets(
         column: column of the prompts with file names relative to ``folder``.
         base: folder of the prompt file, to which the names are relative if ``folder`` is None; empty is the
             working directory.
-        size: width and height of the images that they are compared with; None if unknown.
+        sizes: width and height of the images that each is compared with; empty if unknown.
 
     Raises:
         InputError: numbers that differ, a missing file, an incomplete image, too many pixels, another aspect ratio than
@@ -63,11 +63,14 @@ def pair_targets(
     else:
         return (None,) * len(prompts)
     parent = base if folder is None else folder
-    paired: dict[str, TargetReference] = {}
+    known: dict[tuple[str, tuple[int, int] | None], TargetReference] = {}
+    paired: list[TargetReference | None] = []
     for row, (prompt, name) in enumerate(zip(prompts, names, strict=True), start=1):
-        if name is not None and name not in paired:
-            paired[name] = _refer(join_uri(parent, name), _place(prompt, row), size)
-    return tuple(None if name is None else paired[name] for name in names)
+        size = sizes[row - 1] if sizes else None
+        if name is not None and (name, size) not in known:
+            known[name, size] = _refer(join_uri(parent, name), _place(prompt, row), size)
+        paired.append(None if name is None else known[name, size])
+    return tuple(paired)
 
 
 def load_target(reference: TargetReference) -> Image.Image:

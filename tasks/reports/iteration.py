@@ -20,7 +20,7 @@ MAX_IMAGES, MAX_GROUPS = 4, 8
 THUMBNAIL = 112
 PROMPT_LETTERS, TEXT_LETTERS = 160, 400
 
-_COLUMNS = ("sample_id", "group_id", "dataset", "prompt", "completion")
+_COLUMNS = ("sample_id", "group_id", "dataset", "prompt", "completion", "width", "height")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,6 @@ def _images(table: Samples) -> Iterator[str]:
     ranked = best_first(table.rows)
     best, worst = ranked[:MAX_IMAGES], ranked[MAX_IMAGES:][-MAX_IMAGES:][::-1]
     images = table.images([row["sample_id"] for row in (*best, *worst)])
-    several = ["dataset"] if len(table.datasets) > 1 else []
     for title, chosen in (("Best", best), ("Worst", worst)):
         if chosen:
             rows = [
@@ -97,12 +96,12 @@ def _images(table: Samples) -> Iterator[str]:
                     f"**{number(row['reward'])}**",
                     *map(number, row["breakdown"].values()),
                     in_cell(one_line(row["prompt"], PROMPT_LETTERS)),
-                    *(in_cell(row[name]) for name in several),
+                    *(in_cell(row[name]) for name in table.varying),
                     f"`{row['sample_id']}`",
                 ]
                 for row in chosen
             ]
-            header = ["image", "reward", *chosen[0]["breakdown"], "prompt", *several, "sample"]
+            header = ["image", "reward", *chosen[0]["breakdown"], "prompt", *table.varying, "sample"]
             yield from (f"## {title}", "", *markdown_table(header, rows), "")
 
 
@@ -115,16 +114,17 @@ def _thumbnail(sample_id: str, images: Mapping[str, Image.Image]) -> str:
 def _texts(table: Samples) -> Iterator[str]:
     """Write each prompt with its best and its worst completion."""
     groups = table.groups
-    several = ["dataset"] if len(table.datasets) > 1 else []
     rows = []
     for group in groups[:MAX_GROUPS]:
         first, ranked = group[0], best_first(group)
         ends = [_completion(row) for row in (*ranked[:1], *ranked[1:][-1:])]
         prompt = in_cell(one_line(first["prompt"], PROMPT_LETTERS))
         dropped = "dropped" if first["dropped"] else ""
-        rows.append([prompt, *(in_cell(first[name]) for name in several), *ends, *[""] * (2 - len(ends)), dropped])
+        rows.append(
+            [prompt, *(in_cell(first[name]) for name in table.varying), *ends, *[""] * (2 - len(ends)), dropped]
+        )
     yield from ("## Best and worst completion of each prompt", "")
-    yield from (*markdown_table(["prompt", *several, "best", "worst", ""], rows), "")
+    yield from (*markdown_table(["prompt", *table.varying, "best", "worst", ""], rows), "")
     if len(groups) > MAX_GROUPS:
         yield from (f"The first {MAX_GROUPS} of {len(groups)} prompts.", "")
 

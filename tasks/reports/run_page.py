@@ -7,7 +7,7 @@ from pathlib import Path
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
 from tasks.reports.pages import render
-from tasks.reports.samples import Group, Groups, read_groups
+from tasks.reports.samples import TRAITS, Group, Groups, read_groups, varying
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
 
@@ -59,7 +59,8 @@ def render_run_page(
 
     reward = {"reward": run.series("reward"), "held-out reward": run.heldout_series()}
     title = ("Reward", metric_title("reward", run.noun)[1])
-    paired = {pair[0].samples[0]["dataset"] for pair in heldout.pairs} if heldout else set()
+    pairs = heldout.pairs if heldout else ()
+    shown = [group.samples for group in (*groups.shown, *(before for before, _ in pairs))]
     return render(
         "run.html.jinja",
         title=run.name,
@@ -74,7 +75,7 @@ def render_run_page(
         narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
         plots=[plot for each in _plots(run) if (plot := line_plot(*each[:3], legend=each[3]))],
         metrics=metric_rows(run.shown.metrics, run.noun) if run.shown else [],
-        several_datasets=len({*groups.datasets, *paired}) > 1,
+        traits=[name for name in TRAITS if name in {*groups.varying, *varying(shown)}],
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from PIL import Image
 
+from grpo_core.image_size import ImageSize
 from tasks.reports.images import TargetReader, read_images
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE
 from tasks.runs.reader import RunReader
@@ -21,9 +22,12 @@ LARGE, SMALL = 320, 96
 
 _SHOWN = (
     *("sample_id", "group_id", "dataset", "prompt", "rollout_logprobs", "loss_mask", "finished", "seed"),
-    *("target_uri", "target_sha256", "completion"),
+    *("target_uri", "target_sha256", "completion", "width", "height"),
 )
 _RATED = ("reward", "advantage", "dropped")
+
+TRAITS = ("dataset", "size")
+"""Columns that a report shows where groups differ in them."""
 
 Row = dict[str, Any]
 """Values of one sample by column."""
@@ -37,8 +41,9 @@ class Samples:
     """Stored samples with their scores.
 
     Attributes:
-        rows: the requested columns, and reward, advantage, dropped and `breakdown`, the value by reward, before
-            weights; in the stored order, at least one. None stands for what does not apply or was not computed.
+        rows: the requested columns, of images with width and height also `size`, such as 64x96, and reward, advantage,
+            dropped and `breakdown`, the value by reward, before weights; in the stored order, at least one. None stands
+            for what does not apply or was not computed.
         folders: the rollouts of each sampling round on this machine.
     """
 
@@ -52,16 +57,17 @@ class Samples:
 
     @property
     def groups(self) -> list[list[Row]]:
-        """The rows by group."""
+        """The rows by group, in the order in which their prompts were drawn: stored are those of a size together."""
         groups: dict[str, list[Row]] = {}
         for row in self.rows:
             groups.setdefault(row["group_id"], []).append(row)
-        return list(groups.values())
+        # The ids of later sampling rounds are longer.
+        return [groups[group_id] for group_id in sorted(groups, key=lambda each: (len(each), each))]
 
     @property
-    def datasets(self) -> list[str]:
-        """Names of the prompt sets, sorted."""
-        return sorted({row["dataset"] for row in self.rows})
+    def varying(self) -> list[str]:
+        """The traits in which the samples differ."""
+        return varying([self.rows])
 
     def images(self, names: Collection[str], sides: Mapping[str, int] | None = None) -> dict[str, Image.Image]:
         """Read the images of these samples, as :func:`read_images` does for one sampling round."""
@@ -92,6 +98,8 @@ def read_samples(
     folders = [fetch(part) for part in rollouts]
     rows = [row for folder in folders for path in sorted(folder.glob("*.parquet")) for row in _read_rows(path, columns)]
     for row in rows:
+        if "width" in row:
+            row["size"] = str(ImageSize(row["width"], row["height"]))
         row |= rated.get(row["sample_id"], dict.fromkeys(_RATED))
         row["breakdown"] = {label: values.get(row["sample_id"]) for label, values in scores.items()}
     return Samples(rows, folders)
@@ -107,6 +115,12 @@ def _read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
     known = [name for name in columns if name in file.schema_arrow.names]
     rows: list[Row] = file.read(columns=known).to_pylist()
     return rows
+
+
+def varying(parts: Iterable[Iterable[Row]]) -> list[str]:
+    """Return the traits that have more than one value in all of the rows together."""
+    rows = [row for part in parts for row in part]
+    return [name for name in TRAITS if len({row[name] for row in rows if name in row}) > 1]
 
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
@@ -163,14 +177,14 @@ class Groups:
         total: number of all groups.
         rounds: sampling rounds that they come from; more than one where groups without spread were replaced.
         dropped: number of all groups that were left out of the update.
-        datasets: names of the prompt sets that they come from, sorted.
+        varying: the traits in which they differ.
     """
 
     shown: Sequence[Group] = ()
     total: int = 0
     rounds: int = 0
     dropped: int = 0
-    datasets: Sequence[str] = ()
+    varying: Sequence[str] = ()
 
     def describe(self) -> str:
         """Describe how many groups were sampled in how many rounds, and how many were dropped."""
@@ -206,7 +220,7 @@ def read_groups(reader: RunReader, stages: Stages, fetched: Path, targets: Targe
         total=len(groups),
         rounds=len(table.folders),
         dropped=sum(bool(group[0]["dropped"]) for group in groups),
-        datasets=table.datasets,
+        varying=table.varying,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.sections import ImageRolloutSection, PlacementSection, TextRolloutSection
-from grpo_core.collect import collect_rollouts
+from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
@@ -53,8 +53,7 @@ def _modules(arguments: Arguments) -> tuple[str, ...]:
 def _cut(arguments: Arguments, shards: int) -> list[Part]:
     """Split between complete batches: the other rows of its batch determine a row's last bits."""
     plan: RolloutPlan = arguments["plan"]
-    size = arguments["rollout"].prompts_per_batch
-    batches = [plan.groups[start : start + size] for start in range(0, len(plan.groups), size)]
+    batches = list(sampled_at_once(plan.groups, arguments["rollout"].prompts_per_batch))
     count = min(shards, len(batches))
     parts = []
     for index in range(count):
@@ -135,7 +134,7 @@ def collect_rollouts_task(
         with store.staging() as staged:
             writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                writer.write(rollout_columns(group, planned, plan.iteration, policy, rollout, sampler.max_length))
+                writer.write(rollout_columns(group, planned, plan.iteration, policy, rollout))
                 lengths += group.tokens.loss_mask.sum(-1).tolist()
                 prompt_tokens += group.prompt_length * plan.group_size
                 cut += int((~group.finished).sum())

@@ -1,10 +1,11 @@
 """Plan what a sampling round or an evaluation samples: prompts, sample ids and seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
 from grpo_core.collect import GroupRequest
+from grpo_core.image_size import ImageSize
 from grpo_core.seeds import derive_seed
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.runs.layout import evaluation_folder, round_folder
@@ -21,6 +22,7 @@ class GroupPlan(BaseModel):
         columns: the prompt file's other columns.
         target_uri: the prompt's target image, if it has one.
         target_sha256: of that file.
+        size: of the images; None for texts.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -32,6 +34,7 @@ class GroupPlan(BaseModel):
     columns: dict[str, object]
     target_uri: str | None
     target_sha256: str | None
+    size: ImageSize | None = None
 
 
 class RolloutPlan(BaseModel):
@@ -44,7 +47,7 @@ class RolloutPlan(BaseModel):
         seed: every sample's seed is derived from it and from the group id and the sibling's index.
         group_size: samples per group.
         shared_noise: whether siblings share the decoder's noise.
-        groups: in order.
+        groups: in the order in which they are sampled: those of one image size together, the largest first.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -66,7 +69,15 @@ class RolloutPlan(BaseModel):
             sample_ids=tuple(f"{group.group_id}.s{sibling:02d}" for sibling in siblings),
             seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, sibling) for sibling in siblings),
             noise_seeds=tuple(derive_seed(self.seed, "noise", group.group_id, index) for index in noise),
+            size=group.size,
         )
+
+
+def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
+    """Plan a group per prompt, by its group id, in the order of RolloutPlan."""
+    groups = [_group(group_id, prompt) for group_id, prompt in prompts.items()]
+    # Memory that runs out then does so in the first batch.
+    return tuple(sorted(groups, key=lambda group: (-group.size.pixels, group.size) if group.size else (0,)))
 
 
 def _group(group_id: str, source: DrawnPrompt) -> GroupPlan:
@@ -79,6 +90,7 @@ def _group(group_id: str, source: DrawnPrompt) -> GroupPlan:
         columns=dict(prompt.columns),
         target_uri=target.uri if target else None,
         target_sha256=target.sha256 if target else None,
+        size=source.size,
     )
 
 
@@ -106,9 +118,11 @@ def plan_round(
         seed=seed,
         group_size=group_size,
         shared_noise=shared_noise,
-        groups=tuple(
-            _group(f"{name}.p{place:04d}" if first else f"{name}.d{sampling_round:02d}.p{place:04d}", prompt)
-            for place, prompt in enumerate(prompts)
+        groups=_groups(
+            {
+                f"{name}.p{place:04d}" if first else f"{name}.d{sampling_round:02d}.p{place:04d}": prompt
+                for place, prompt in enumerate(prompts)
+            }
         ),
     )
 
@@ -124,5 +138,5 @@ def plan_evaluation(
         seed=seed,
         group_size=samples_per_prompt,
         shared_noise=shared_noise,
-        groups=tuple(_group(f"heldout.p{index:04d}", prompt) for index, prompt in enumerate(prompts)),
+        groups=_groups({f"heldout.p{index:04d}": prompt for index, prompt in enumerate(prompts)}),
     )

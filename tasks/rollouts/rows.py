@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.collect import RolloutGroup
+from grpo_core.image_size import ImageSize
 from grpo_core.records import BrokenImage, TokenBatch, TokenSupport
 from tasks.rollouts.plan import GroupPlan
 from tasks.storage.artifacts.reference import PolicyRef
@@ -25,12 +26,13 @@ SCHEMAS: Mapping[str, pa.Schema] = MappingProxyType({"image": IMAGE_ROLLOUTS, "t
 
 
 def rollout_columns(
-    group: RolloutGroup, planned: GroupPlan, iteration: int, policy: PolicyRef, settings: Any, max_length: int
+    group: RolloutGroup, planned: GroupPlan, iteration: int, policy: PolicyRef, settings: Any
 ) -> dict[str, Sequence[Any]]:
     """Return one group's rows by column; the writer keeps the columns that its schema has.
 
     Args:
-        settings: the policy's frozen sampling settings; its fields are columns.
+        settings: the policy's frozen sampling settings; its fields are columns. Width and height of images are those
+            of the group.
     """
     request, tokens = group.request, group.tokens
     rows = len(request.sample_ids)
@@ -45,9 +47,10 @@ def rollout_columns(
         "target_sha256": planned.target_sha256,
         "policy_version": policy.version,
         "policy_digest": policy.digest,
-        "max_length": max_length,
+        "max_length": group.max_length,
         "prompt_length": group.prompt_length,
         **{name: _plain(value) for name, value in asdict(settings).items()},
+        **({} if request.size is None else request.size._asdict()),
     }
     return {
         **{name: [value] * rows for name, value in same.items()},
@@ -123,8 +126,8 @@ def token_batch(table: pl.DataFrame, support_ids: Tensor) -> TokenBatch:
     """Return the stored tokens of a table's rows, padded on the right.
 
     Args:
-        table: with the columns prompt, token_ids, loss_mask, support_counts and temperature; one temperature, and
-            truncated sampling for all rows or none.
+        table: with the columns prompt, token_ids, loss_mask, support_counts and temperature, of images also width and
+            height; one temperature, and truncated sampling for all rows or none.
         support_ids: of all rows, one after another.
 
     Raises:
@@ -141,6 +144,7 @@ def token_batch(table: pl.DataFrame, support_ids: Tensor) -> TokenBatch:
         loss_mask=padded(table["loss_mask"]),
         temperature=temperatures[0] if temperatures else 1.0,
         support=_support(table, support_ids),
+        sizes=tuple(map(ImageSize, table["width"], table["height"])) if "width" in table.columns else None,
     )
 
 

@@ -111,6 +111,7 @@ def read_training_rows(
             advantages=kept["advantage"].cast(pl.Float32).to_torch(),
             finished=kept["finished"].to_torch(),
             on_policy=(kept["policy_digest"] == policy.digest).to_torch(),
+            max_length=first["max_length"],
         ),
         settings=family.settings(first),
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),

@@ -96,6 +96,7 @@ class PlainLoop:
             advantages=advantages.advantages.flatten(),
             finished=torch.cat([group.finished for group in groups]),
             on_policy=torch.ones(config.rows_per_iteration, dtype=torch.bool),
+            max_length=self.policy.max_length,
         )
         update_policy(
             self.policy,

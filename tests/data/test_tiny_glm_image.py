@@ -32,6 +32,7 @@ from data.tiny_glm_image import (
 )
 from data.tiny_glm_image.components import build_identity_vae, build_tokenizer
 from data.tiny_glm_image.evaluation import read_scene
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.decoding import decode_group
 from tests.tiny_policy import MODEL
 
@@ -153,8 +154,7 @@ def test_decoder_draws_any_tokens_as_flat_cells(
         shipped_pipeline,
         prompt,
         prior,
-        height=64,
-        width=64,
+        size=ImageSize(64, 64),
         noise_seeds=[1, 2, 3, 4],
         num_inference_steps=steps,
         guidance_scale=guidance_scale,

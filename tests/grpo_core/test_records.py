@@ -24,6 +24,7 @@ def rows() -> TrainingRows:
         torch.tensor([1.0, 2.0, 3.0]),
         finished=torch.tensor([True, False, True]),
         on_policy=torch.tensor([False, True, True]),
+        max_length=2,
     )
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs, TrainingRows
 from grpo_core.sampling import draw_tokens, uniform_numbers
@@ -23,6 +24,7 @@ class TablePolicy:
         self.start = logits.clone()
         self.reference = logits.clone()
         self.seen: list[tuple[str, ...]] = []  # the prompts of every pass with gradients
+        self.batches: list[tuple[tuple[str, ...], ImageSize | None]] = []  # what was sampled at once
 
     @property
     def max_length(self) -> int:
@@ -35,7 +37,10 @@ class TablePolicy:
         return torch.log_softmax(table[[int(prompt) for prompt in prompts]] / temperature, -1)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
+    def sample(
+        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+    ) -> SampledTokens:
+        self.batches.append((tuple(prompts), size))
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         distributions = self._distributions(self.table, rows, 1.0)
         uniforms = uniform_numbers(seeds, self.max_length)
@@ -97,4 +102,5 @@ def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int 
         advantages=torch.tensor(advantages),
         finished=sampled.finished,
         on_policy=torch.ones(len(advantages), dtype=torch.bool),
+        max_length=policy.max_length,
     )

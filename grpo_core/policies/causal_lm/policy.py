@@ -8,6 +8,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.causal_lm.loading import (
     context_length,
     load_model,
@@ -104,8 +105,11 @@ class CausalLMPolicy(TrainedPolicy):
         rows = torch.tensor([places[prompt] for prompt in prompts], device=self._device)
         return self._encode(list(places)), rows
 
-    def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
+    def sample(
+        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+    ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other."""
+        assert size is None, "texts have no size"
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
         settings = self.settings

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration, GlmImageProcessor
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.policies.glm_image.settings import Grid, preview_grid
 from grpo_core.records import TokenLogprobs, TokenSupport
@@ -68,6 +69,26 @@ class EncodedPrompts:
         """Return these prompts, in this order, repetitions allowed."""
         return EncodedPrompts(self.input_ids[rows], self.attention_mask[rows], self.position_ids[:, rows])
 
+    @classmethod
+    def join(cls, parts: Sequence["EncodedPrompts"]) -> "EncodedPrompts":
+        """Return the prompts of all parts, whose grids may differ, with padding on both sides of the positions.
+
+        What is padding has no attention, so its positions do not matter.
+        """
+        length = max(part.length for part in parts)
+        grids = max(part.position_ids.shape[2] - part.length for part in parts)
+
+        def filled(values: Tensor, part: EncodedPrompts, right: int = 0) -> Tensor:
+            return nn.functional.pad(values, (length - part.length, right))
+
+        return cls(
+            torch.cat([filled(part.input_ids, part) for part in parts]),
+            torch.cat([filled(part.attention_mask, part) for part in parts]),
+            torch.cat(
+                [filled(part.position_ids, part, grids + part.length - part.position_ids.shape[2]) for part in parts], 1
+            ),
+        )
+
 
 def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
     """Raise InputError if a prompt contains a tag that the tokenizer reads as an image or grid token."""
@@ -78,9 +99,7 @@ def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:
             raise InputError("prompt", prompt, f"Remove {token!r}: the model reads it as structure, not as text.")
 
 
-def encode_prompts(
-    model: Any, processor: GlmImageProcessor, prompts: Sequence[str], height: int, width: int
-) -> EncodedPrompts:
+def encode_prompts(model: Any, processor: GlmImageProcessor, prompts: Sequence[str], size: ImageSize) -> EncodedPrompts:
     """Encode distinct prompts for one image size.
 
     Args:
@@ -98,7 +117,7 @@ def encode_prompts(
         messages,
         tokenize=True,
         return_dict=True,
-        processor_kwargs={"padding": True, "target_h": height, "target_w": width, "return_tensors": "pt"},
+        processor_kwargs={"padding": True, "target_h": size.height, "target_w": size.width, "return_tensors": "pt"},
     )
     device = next(model.parameters()).device
     ids, mask = inputs["input_ids"].to(device), inputs["attention_mask"].to(device)

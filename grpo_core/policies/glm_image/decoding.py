@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.settings import TokenGrids
 from grpo_core.records import BrokenImage
 from grpo_core.seeds import make_generator
@@ -38,8 +39,7 @@ def decode_group(
     prompt: str,
     prior_ids: Int[Tensor, "samples prior"],
     *,
-    height: int,
-    width: int,
+    size: ImageSize,
     noise_seeds: Sequence[int],
     num_inference_steps: int,
     guidance_scale: float,
@@ -60,8 +60,8 @@ def decode_group(
     generators = [make_generator(seed) for seed in noise_seeds]
     levels = pipeline(
         [prompt] * len(noise_seeds),
-        height=height,
-        width=width,
+        height=size.height,
+        width=size.width,
         prior_token_ids=prior_ids,
         generator=generators,
         num_inference_steps=num_inference_steps,

@@ -48,7 +48,7 @@ class GlmImageFamily:
         """Raise InputError if the model cannot generate images of this size; a model without local files passes."""
         unit = read_pixel_unit(model)
         if unit is not None:
-            token_grids(settings.height, settings.width, unit)
+            token_grids(settings.size, unit)
 
     def refuse_prompts(self, model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:
         """Raise InputError if a prompt contains the model's reserved tags."""

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, sample_tokens, score_tokens
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
@@ -69,7 +70,7 @@ class GlmImagePolicy(TrainedPolicy):
             InputError: a size that the model cannot generate, or a truncation outside its range.
         """
         self.truncation = settings.truncation
-        self.grids: TokenGrids = token_grids(settings.height, settings.width, pixel_unit(self.pipeline))
+        self.grids = self._grids_of(settings.size)
         self.settings = settings
 
     @classmethod
@@ -95,7 +96,7 @@ class GlmImagePolicy(TrainedPolicy):
 
     @property
     def max_length(self) -> int:
-        """Number of tokens of both grids of an image."""
+        """Number of tokens of both grids of an image of the settings' size."""
         return self.grids.tokens
 
     @property
@@ -112,29 +113,42 @@ class GlmImagePolicy(TrainedPolicy):
         device: torch.device = self._base.device
         return device
 
-    def _encode(self, prompts: Sequence[str]) -> EncodedPrompts:
-        return encode_prompts(
-            self._base.model, self.pipeline.processor, prompts, self.settings.height, self.settings.width
-        )
+    def _grids_of(self, size: ImageSize) -> TokenGrids:
+        return token_grids(size, pixel_unit(self.pipeline))
 
-    def _encode_rows(self, prompts: Sequence[str]) -> EncodedPrompts:
-        """Encode prompts, one row per prompt; each distinct prompt is encoded once."""
-        distinct = list(dict.fromkeys(prompts))
-        place = {prompt: index for index, prompt in enumerate(distinct)}
-        rows = torch.tensor([place[prompt] for prompt in prompts], device=self._device)
-        return self._encode(distinct).select(rows)
+    def _sizes_of(self, tokens: TokenBatch) -> tuple[ImageSize, ...]:
+        return tokens.sizes or (self.settings.size,) * len(tokens)
 
-    def sample(self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int]) -> SampledTokens:
+    def _encode(self, prompts: Sequence[str], size: ImageSize) -> EncodedPrompts:
+        return encode_prompts(self._base.model, self.pipeline.processor, prompts, size)
+
+    def _encode_rows(self, tokens: TokenBatch) -> EncodedPrompts:
+        """Encode the prompt of each row for the size of its image; each distinct pair is encoded once."""
+        pairs = list(zip(self._sizes_of(tokens), tokens.prompts, strict=True))
+        by_size: dict[ImageSize, dict[str, None]] = {}
+        for size, prompt in pairs:
+            by_size.setdefault(size, {})[prompt] = None
+        distinct = ((size, prompt) for size, prompts in by_size.items() for prompt in prompts)
+        place = {pair: index for index, pair in enumerate(distinct)}
+        rows = torch.tensor([place[pair] for pair in pairs], device=self._device)
+        # The processor reads prompts of one size at a time.
+        encoded = [self._encode(list(prompts), size) for size, prompts in by_size.items()]
+        return EncodedPrompts.join(encoded).select(rows)
+
+    def sample(
+        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+    ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other."""
         # A layer that is being checkpointed drops its cache.
         self.prepare_for_sampling()
-        encoded = self._encode(list(prompts))
+        size = size or self.settings.size
+        encoded = self._encode(list(prompts), size)
         with autocast(self._device, self.autocast):
             ids, logprobs, support = sample_tokens(
                 self.trained.model,
                 encoded,
                 group_size=group_size,
-                tokens=self.grids.tokens,
+                tokens=self._grids_of(size).tokens,
                 seeds=seeds,
                 vocabulary=self.vocabulary,
                 temperature=self.settings.temperature,
@@ -142,7 +156,7 @@ class GlmImagePolicy(TrainedPolicy):
             )
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
         mask = torch.ones(ids.shape, dtype=torch.bool)
-        tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support)
+        tokens = TokenBatch(rows, ids.cpu(), mask, self.settings.temperature, support, (size,) * len(rows))
         lengths = encoded.attention_mask.sum(-1).repeat_interleave(group_size).cpu()
         # The size of an image determines its number of tokens.
         return SampledTokens(tokens, logprobs.cpu(), torch.ones(len(rows), dtype=torch.bool), lengths)
@@ -150,19 +164,19 @@ class GlmImagePolicy(TrainedPolicy):
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image | BrokenImage]:
         """Return the decoded image of each row."""
         self._require_fit(tokens)
-        token_ids, loss_mask = self._padded(tokens.token_ids), self._padded(tokens.loss_mask)
-        prior = large_grid_ids(token_ids, loss_mask, self.grids).to(self._device)
         images: list[Image.Image | BrokenImage | None] = [None] * len(tokens)
-        for prompt in dict.fromkeys(tokens.prompts):
-            siblings = [row for row, text in enumerate(tokens.prompts) if text == prompt]
+        pairs = list(zip(tokens.prompts, self._sizes_of(tokens), strict=True))
+        for prompt, size in dict.fromkeys(pairs):
+            siblings = [row for row, pair in enumerate(pairs) if pair == (prompt, size)]
+            grids = self._grids_of(size)
             for start in range(0, len(siblings), self.settings.decode_batch_size):
                 chunk = siblings[start : start + self.settings.decode_batch_size]
+                token_ids, loss_mask = _fitted(tokens.token_ids[chunk], grids), _fitted(tokens.loss_mask[chunk], grids)
                 decoded = decode_group(
                     self.pipeline,
                     prompt,
-                    prior[chunk],
-                    height=self.settings.height,
-                    width=self.settings.width,
+                    large_grid_ids(token_ids, loss_mask, grids).to(self._device),
+                    size=size,
                     noise_seeds=[noise_seeds[row] for row in chunk],
                     num_inference_steps=self.settings.num_inference_steps,
                     guidance_scale=self.settings.guidance_scale,
@@ -171,15 +185,15 @@ class GlmImagePolicy(TrainedPolicy):
                     images[row] = image
         return [image for image in images if image is not None]
 
-    def _padded(self, values: Int[Tensor, "batch time"]) -> Int[Tensor, "batch full"]:
-        """Fill short grids on the right with zeros (False)."""
-        return nn.functional.pad(values, (0, self.grids.tokens - values.shape[1]))
-
     def _require_fit(self, tokens: TokenBatch) -> None:
-        """Raise InputError for rows with more tokens than an image of this size has."""
-        if tokens.token_ids.shape[1] > self.grids.tokens:
-            hint = f"A {self.settings.height}x{self.settings.width} image has {self.grids.tokens} tokens."
-            raise InputError("token_ids", tokens.token_ids.shape[1], hint)
+        """Raise InputError for rows with more tokens than an image of their size has."""
+        places = torch.arange(1, tokens.loss_mask.shape[1] + 1, device=tokens.loss_mask.device)
+        lengths = (tokens.loss_mask * places).amax(-1)
+        sizes = self._sizes_of(tokens)
+        for size in dict.fromkeys(sizes):
+            longest = max(length for length, own in zip(lengths.tolist(), sizes, strict=True) if own == size)
+            if longest > (most := self._grids_of(size).tokens):
+                raise InputError("token_ids", longest, f"A {size} image has {most} tokens.")
 
     def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
         self._require_fit(tokens)
@@ -187,7 +201,7 @@ class GlmImagePolicy(TrainedPolicy):
         with autocast(self._device, self.autocast):
             return score_tokens(
                 model,
-                self._encode_rows(tokens.prompts),
+                self._encode_rows(tokens),
                 tokens.token_ids.to(device),
                 tokens.loss_mask.to(device),
                 vocabulary=self.vocabulary,
@@ -195,3 +209,8 @@ class GlmImagePolicy(TrainedPolicy):
                 support=tokens.support,
                 entropy=entropy,
             )
+
+
+def _fitted(values: Int[Tensor, "rows time"], grids: TokenGrids) -> Int[Tensor, "rows full"]:
+    """Cut what is padding for images of these grids, or fill short grids on the right with zeros (False)."""
+    return nn.functional.pad(values, (0, grids.tokens - values.shape[1]))

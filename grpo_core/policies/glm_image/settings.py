@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import MAX_PIXELS, ImageSize
 from grpo_core.sampling import TokenSamplingSettings
 
 
@@ -31,6 +32,11 @@ class GlmImageSettings(TokenSamplingSettings):
     num_inference_steps: PositiveInt = 50
     guidance_scale: NonNegativeFloat = 1.5
     decode_batch_size: PositiveInt = 16
+
+    @property
+    def size(self) -> ImageSize:
+        """The size of images whose prompt gives no other."""
+        return ImageSize(self.width, self.height)
 
 
 @dataclass(frozen=True)
@@ -65,26 +71,35 @@ def preview_grid(large: Grid, unit: int) -> Grid:
     return Grid(int(math.sqrt(ratio) * (unit // 2)), int(math.sqrt(1 / ratio) * (unit // 2)))
 
 
-def token_grids(height: int, width: int, unit: int) -> TokenGrids:
-    """Return the grids for an image size.
+def token_grids(size: ImageSize, unit: int) -> TokenGrids:
+    """Return the grids of an image size.
 
     Args:
         unit: pixels along one side of a large token.
 
     Raises:
-        InputError: a side is not a positive multiple of the unit, or the aspect ratio leaves no preview.
+        InputError: a size that cannot be generated; names the nearest one.
     """
-    for side, value in (("height", height), ("width", width)):
-        if value <= 0 or value % unit:
-            nearest = max(unit, round(value / unit) * unit)
-            raise InputError(
-                f"rollout.{side}", value, f"This model uses units of {unit} pixels; the nearest is {nearest}."
-            )
-    large = Grid(height // unit, width // unit)
-    preview = preview_grid(large, unit)
-    if not preview.tokens:
-        raise InputError("rollout.height and width", f"{height}x{width}", "Choose a less extreme aspect ratio.")
-    return TokenGrids(preview=preview, large=large)
+    nearest = nearest_size(size, unit)
+    if size != nearest:
+        hint = f"This model generates images in units of {unit} pixels; the nearest size is {nearest}."
+        raise InputError("rollout.width and height", str(size), hint)
+    large = Grid(size.height // unit, size.width // unit)
+    return TokenGrids(preview=preview_grid(large, unit), large=large)
+
+
+def nearest_size(size: ImageSize, unit: int) -> ImageSize:
+    """Return the nearest size that can be generated, which is the size itself if it can.
+
+    Sides are multiples of the unit, an image has at most MAX_PIXELS, as no more could be read for a reward, and the
+    long side is at most (unit / 2)^2 times the short one, or else the preview would have no cell.
+    """
+    sides = [max(unit, round(side / unit) * unit) for side in size]
+    if math.prod(sides) > MAX_PIXELS:
+        shrink = math.sqrt(MAX_PIXELS / math.prod(sides))
+        sides = [max(unit, math.floor(side * shrink / unit + 1e-9) * unit) for side in sides]
+    longest = min(sides) * (unit // 2) ** 2
+    return ImageSize(*(min(side, longest) for side in sides))
 
 
 def refuse_missing_folder(model: str) -> None:

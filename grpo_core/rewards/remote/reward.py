@@ -130,7 +130,7 @@ class RemoteReward(ServiceReward):
             raise InputError("rewards.remote.reward", self.reward, hint)
         bounds = described.min_side, math.inf if described.max_aspect is None else described.max_aspect
         for sample_id, image in zip(batch.sample_ids, batch.images, strict=False):
-            if not fits_reward(image, *bounds):
+            if not fits_reward(image.size, *bounds):
                 hint = f"The reward {self.reward} needs {shown_bounds(*bounds)}."
                 raise InputError(f"rewards.remote, sample {sample_id}", f"image of {shown_size(image)}", hint)
 

@@ -61,7 +61,7 @@ _TOKENS = [
     ("support_counts", pa.list_(pa.int32())),  # how many of them belong to each token
     ("length", pa.int32()),
     ("prompt_length", pa.int32()),  # ids that the model reads before the first token
-    ("max_length", pa.int32()),  # of any row that was sampled like this one
+    ("max_length", pa.int32()),  # by the sampler's settings; of images, of their own size and not the row's
     ("finished", pa.bool_()),  # False: cut at max_length
     ("temperature", pa.float64()),
     ("top_p", pa.float64()),

@@ -52,6 +52,19 @@ def test_memory_is_estimated_without_the_weights(tmp_path: Path, name: str, gib:
     assert gib[0] < diagnosis.memory.needed / 2**30 < gib[1]
 
 
+def test_sizes_are_named_and_the_largest_decides_the_memory(tmp_path: Path) -> None:
+    """Tokens: 16 and 64 of a square; 8 x 12 and, of aspect 1.5, 3 x 4 (4 sqrt(2/3) = 3.3, 4 sqrt(1.5) = 4.9)."""
+    rows = [{"prompt": "a heart", "size": size} for size in (None, "96x64", "96x64")]
+    (tmp_path / "prompts.json").write_text(json.dumps(rows))
+    plain = ["data.targets=null", "data.target_column=null", 'rewards=[{"reward": "jpeg"}]', "evaluate.prompts=null"]
+    plain += [f"data.prompts={tmp_path}/prompts.json", f"storage.root={tmp_path}"]
+    sized, _ = examined(TINY, *plain, "data.width=32", "data.height=32")
+    (finding,) = (each for each in sized.findings if each.subject == "sizes")
+    assert finding.message == "96x64 of 108 tokens (2 prompts), 32x32 of 32 tokens (1 prompt)"
+    largest, _ = examined(TINY, *plain, "rollout.width=96", "data.width=96", "data.height=64")
+    assert sized.memory == largest.memory
+
+
 def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """95 M adapter parameters and two moments each, in fp32, are 1.1 GB an iteration; the images are 10 GB in all."""
     with_free_space(monkeypatch, 100)

@@ -104,6 +104,40 @@ class TestPrompts:
         only(refused(tmp_path, f"data.prompts={path}", *NO_TARGETS), "prompt", "a red <sop> circle", "<sop>")
 
 
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("changes", "place", "value", "word"),
+        [
+            (["rollout.height=63"], "rollout.", "64x63", "64x64"),
+            (["data.width=96", "data.height=96"], "data.prompts: {file}, row 3", "100x64", "96x64"),
+            (["data.width=100", "data.height=64"], "data.width and height", "100x64", "96x64"),
+        ],
+    )
+    def test_what_the_model_cannot_generate(
+        self, tmp_path: Path, changes: list[str], place: str, value: str, word: str
+    ) -> None:
+        path = prompt_file(
+            tmp_path, "prompt,size\na red circle,\na blue cross,64x96\na heart,100x64\na bird,100x64\n", "prompts.csv"
+        )
+        errors = refused(tmp_path, f"data.prompts={path}", *changes, *NO_TARGETS)
+        only(errors, place.format(file=path), value, word)
+
+    def test_a_file_with_another_size_in_each_row(self, tmp_path: Path) -> None:
+        rows = "".join(f"a cat,{side}x64\n" for side in range(97, 104))
+        path = prompt_file(tmp_path, f"prompt,size\n{rows}", "prompts.csv")
+        *errors, last = refused(tmp_path, f"data.prompts={path}", *NO_TARGETS)
+        assert [error.value for error in (*errors, last)] == [f"{side}x64" for side in range(97, 102)]
+        assert last.hint.endswith("2 more sizes are refused.")
+
+    @pytest.mark.parametrize("section", ["data", "evaluate"])
+    def test_what_a_reward_cannot_score(self, tmp_path: Path, section: str) -> None:
+        row = {"prompt": "a heart", "target": "blue-heart-center-white.png"}
+        path = prompt_file(tmp_path, json.dumps([row, {**row, "size": "8x8"}]), "prompts.json")
+        errors = refused(tmp_path, f"{section}.prompts={path}", 'rewards=[{"reward": "ssim"}]')
+        only(errors, "rewards.0.reward", "ssim of 8x8 pixels", "at least 11 pixels per side")
+        assert errors[0].hint.endswith(f"the size of {section}.prompts: {path}, row 2.")
+
+
 class TestTargets:
     NAME = "purple-cross-center-black.png"
 
@@ -142,8 +176,6 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("override", "place", "value", "word"),
         [
-            # Near enough to the targets' aspect ratio, which would be reported too.
-            ("rollout.height=63", "rollout.", "63", "8"),
             ("rollout.group_size=1", "rollout.group_size", "1", "greater than or equal to 2"),
             ("policy.model=data/models/missing", "policy.model", "data/models/missing", "no such folder"),
             ("policy.model=data", "policy.model", "data", "folder"),

@@ -28,6 +28,7 @@ def group_rows(policy: GlmImagePolicy, group_size: int) -> TrainingRows:
         advantages=torch.linspace(-1, 1, group_size),
         finished=sampled.finished,
         on_policy=torch.ones(group_size, dtype=torch.bool),
+        max_length=policy.max_length,
     )
 
 

@@ -237,6 +237,7 @@ def glm_rows(policy: GlmImagePolicy) -> TrainingRows:
         advantages=torch.tensor([1.0, -1.0, 0.7, -0.7]),
         finished=sampled.finished,
         on_policy=torch.ones(4, dtype=torch.bool),
+        max_length=policy.max_length,
     )
 
 

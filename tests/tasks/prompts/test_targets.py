@@ -199,6 +199,6 @@ def test_a_target_of_another_aspect_is_refused_when_it_is_paired(tmp_path: Path,
     exif[ExifTags.Base.Orientation] = orientation
     size = (48, 32) if orientation == 1 else (32, 48)  # six: the image lies on its side in the file
     Image.new("RGB", size).save(tmp_path / "0.jpg", "JPEG", exif=exif)
-    assert len(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(480, 320))) == 1
+    assert len(pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", sizes=[(480, 320)])) == 1
     with pytest.raises(InputError, match=r"target of 48x32 pixels.*Crop it to the aspect ratio .* 320x480"):
-        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", size=(320, 480))
+        pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", sizes=[(320, 480)])

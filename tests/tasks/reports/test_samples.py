@@ -76,7 +76,7 @@ def test_the_groups_of_all_rounds_and_which_were_dropped(tmp_path: Path) -> None
         ("i000001.d02.p0000", "sums", False),
         ("i000001.d02.p0001", "poems", True),
     ]
-    assert (groups.total, groups.rounds, groups.dropped, groups.datasets) == (4, 2, 2, ["poems", "sums"])
+    assert (groups.total, groups.rounds, groups.dropped, groups.varying) == (4, 2, 2, ["dataset"])
     # Scores of a later draw stand in that draw's own folder.
     assert [group.samples[0]["breakdown"]["ssim"] for group in groups.shown] == [0.9, 0.5, 0.9, 0.5]
     assert groups.shown[1].samples[0]["advantage"] is None

@@ -1,5 +1,12 @@
 """Names and seeds of samples: unique, stable, and a function of the place alone."""
 
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_core.collect import sampled_at_once
+from grpo_core.image_size import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
@@ -87,3 +94,31 @@ def test_evaluations_of_two_versions_differ_in_their_place_only() -> None:
     assert first.groups == second.groups
     assert seeds(first) == seeds(second)
     assert names(first)[:4] == ["heldout.p0000.s00", "heldout.p0000.s01", "heldout.p0000.s02", "heldout.p0001.s00"]
+
+
+SIZES = (ImageSize(64, 64), ImageSize(32, 64), ImageSize(64, 32))
+
+
+@given(st.lists(st.sampled_from(SIZES), min_size=1, max_size=12), st.integers(1, 4), st.data())
+def test_groups_of_one_size_are_sampled_together_also_by_a_shard(
+    sizes: list[ImageSize], prompts_per_batch: int, data: st.DataObject
+) -> None:
+    """Names and seeds are those of the order in which the prompts were drawn."""
+    drawn = [replace(PROMPTS[place % 5], size=size) for place, size in enumerate(sizes)]
+    plain = [replace(prompt, size=None) for prompt in drawn]
+    plan, unsized = (
+        plan_round(each, seed=0, iteration=1, sampling_round=1, group_size=2, shared_noise=True)
+        for each in (drawn, plain)
+    )
+    groups = {group.group_id: group for group in plan.groups}
+    assert [groups[group.group_id].model_copy(update={"size": None}) for group in unsized.groups] == [*unsized.groups]
+    assert [groups[group.group_id].size for group in unsized.groups] == sizes
+    batches = list(sampled_at_once(plan.groups, prompts_per_batch))
+    assert all(len({group.size for group in batch}) == 1 for batch in batches)
+    assert len(batches) == sum(-(-sizes.count(size) // prompts_per_batch) for size in {*sizes})
+    pixels = [batch[0].size.pixels for batch in batches if batch[0].size]
+    assert pixels == sorted(pixels, reverse=True)
+    first = data.draw(st.integers(0, len(batches)))
+    last = data.draw(st.integers(first, len(batches)))
+    part = [group for batch in batches[first:last] for group in batch]
+    assert list(sampled_at_once(part, prompts_per_batch)) == [list(batch) for batch in batches[first:last]]

@@ -9,6 +9,7 @@ from diffusers import GlmImagePipeline
 from PIL import Image
 from torch import Tensor, nn
 
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
 from grpo_core.policies.glm_image.settings import Grid, TokenGrids
 from grpo_core.records import BrokenImage, TokenBatch
@@ -35,8 +36,7 @@ def decode(
         pipeline,
         prompt,
         prior,
-        height=64,
-        width=64,
+        size=ImageSize(64, 64),
         noise_seeds=seeds,
         num_inference_steps=2,
         guidance_scale=guidance_scale,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.causal_lm.loading import train_causal_lm
 from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Workload
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
@@ -150,4 +151,4 @@ def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
     latents = torch.empty(1, 16, 64, 48, device="meta")
     with torch.no_grad(), PeakBytes([*networks.vae.parameters(), latents]) as watched:
         networks.vae.decode(latents)
-    assert decoding_part(networks, GlmImageSettings(512, 384), 32, 0, 4).bytes * 3 == watched.peak * 4
+    assert decoding_part(networks, ImageSize(384, 512), 32, 0, 4).bytes * 3 == watched.peak * 4

@@ -8,6 +8,7 @@ from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import score_tokens
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
@@ -47,7 +48,7 @@ def test_adapters_are_on_the_language_model_and_change_nothing_yet(shipped_pipel
     assert sampled.prompt_lengths.tolist() == [policy._encode([prompt]).length for prompt in sampled.tokens.prompts]
     untouched = score_tokens(
         shipped_pipeline.vision_language_encoder,
-        policy._encode_rows(sampled.tokens.prompts),
+        policy._encode_rows(sampled.tokens),
         sampled.tokens.token_ids,
         sampled.tokens.loss_mask,
         vocabulary=policy.vocabulary,
@@ -177,8 +178,9 @@ def test_rows_with_no_or_one_token_are_scored_and_drawn(shipped_pipeline: GlmIma
 
 
 def test_more_tokens_than_a_image_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
-    tokens = drawn(build_policy(shipped_pipeline, height=64, width=64)).tokens
     policy = build_policy(shipped_pipeline)
+    tokens = policy.sample(PROMPTS, group_size=2, seeds=range(8), size=ImageSize(64, 64)).tokens
+    tokens = replace(tokens, sizes=(*tokens.sizes[1:], ImageSize(32, 32)))
     for use in (policy.logprobs, lambda batch: policy.render(batch, noise_seeds=[1] * 8)):
         with pytest.raises(InputError, match="A 32x32 image has 32 tokens"):
             use(tokens)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import MAX_PIXELS, ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
-from grpo_core.policies.glm_image.settings import Grid, TokenGrids, preview_grid, token_grids
+from grpo_core.policies.glm_image.settings import Grid, TokenGrids, nearest_size, preview_grid, token_grids
 from tests.tiny_policy import PROMPTS
 
 SIDES = st.integers(1, 64)
@@ -17,8 +18,8 @@ SIDES = st.integers(1, 64)
 
 def test_a_image_of_the_tiny_model_by_hand() -> None:
     """32 x 64 in units of 8: 4 x 8. Aspect 1/2, so about 4 sqrt(1/2) = 2.8 by 4 sqrt(2) = 5.7, rounded down."""
-    assert token_grids(32, 64, 8) == TokenGrids(preview=Grid(2, 5), large=Grid(4, 8))
-    assert token_grids(64, 32, 8) == TokenGrids(preview=Grid(5, 2), large=Grid(8, 4))
+    assert token_grids(ImageSize(64, 32), 8) == TokenGrids(preview=Grid(2, 5), large=Grid(4, 8))
+    assert token_grids(ImageSize(32, 64), 8) == TokenGrids(preview=Grid(5, 2), large=Grid(8, 4))
 
 
 @given(SIDES, SIDES)
@@ -30,27 +31,40 @@ def test_both_grids_are_those_of_the_stock_processor(rows: int, columns: int) ->
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "side", "nearest"),
-    [(60, 64, "height", 64), (64, 33, "width", 32), (0, 64, "height", 8), (64, -8, "width", 8), (3, 64, "height", 8)],
+    ("size", "unit", "nearest"),
+    [
+        ((64, 60), 8, "64x64"),
+        ((33, 64), 8, "32x64"),
+        ((64, 3), 8, "64x8"),
+        ((500, 700), 32, "512x704"),
+        # The preview of a longer image would have no cell.
+        ((8 * 40, 8), 8, "128x8"),
+        # No image of more pixels could be read again.
+        ((10_033, 10_033), 32, "8192x8192"),
+        ((16_384, 8192), 32, "11584x5792"),
+    ],
 )
-def test_a_side_that_is_no_multiple_is_refused_with_the_nearest(
-    height: int, width: int, side: str, nearest: int
+def test_a_size_that_cannot_be_generated_is_refused_with_the_nearest(
+    size: tuple[int, int], unit: int, nearest: str
 ) -> None:
-    with pytest.raises(InputError, match=f"units of 8 pixels; the nearest is {nearest}") as caught:
-        token_grids(height, width, 8)
-    assert caught.value.place == f"rollout.{side}"
+    with pytest.raises(InputError, match=f"the nearest size is {nearest}"):
+        token_grids(ImageSize(*size), unit)
 
 
-def test_a_image_too_thin_for_a_preview_is_refused() -> None:
-    with pytest.raises(InputError, match="less extreme aspect ratio"):
-        token_grids(8, 8 * 40, 8)
+@given(st.integers(-9, 40_000), st.integers(-9, 40_000), st.sampled_from([8, 32]))
+def test_the_nearest_size_can_be_generated(width: int, height: int, unit: int) -> None:
+    nearest = nearest_size(ImageSize(width, height), unit)
+    assert nearest_size(nearest, unit) == nearest
+    assert token_grids(nearest, unit).preview.tokens
+    assert nearest.pixels <= MAX_PIXELS
+    assert not any(side % unit for side in nearest)
 
 
 STATE = ("rope_deltas", "_cached_decode_position_ids", "_prefill_len")
 
 
-def encoded(pipeline: GlmImagePipeline, *prompts: str, height: int = 32, width: int = 64) -> EncodedPrompts:
-    return encode_prompts(pipeline.vision_language_encoder.model, pipeline.processor, prompts, height, width)
+def encoded(pipeline: GlmImagePipeline, *prompts: str) -> EncodedPrompts:
+    return encode_prompts(pipeline.vision_language_encoder.model, pipeline.processor, prompts, ImageSize(64, 32))
 
 
 def test_ids_end_with_the_tags_of_both_grids(shipped_pipeline: GlmImagePipeline) -> None:

@@ -9,12 +9,15 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
+from grpo_core.collect import GroupRequest, collect_rollouts
+from grpo_core.image_size import ImageSize
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained import LoraSettings
-from grpo_core.records import SampledTokens, TokenBatch
+from grpo_core.records import SampledTokens, TokenBatch, pad_to_longest
 from grpo_core.sampling import Truncation
+from tests.grpo_core.policies.glm_image.test_decoding import farthest
 from tests.tiny_policy import LORA, PROMPTS, build_policy
 
 SIZES = [(32, 32), (32, 64), (64, 40)]
@@ -126,7 +129,7 @@ class Wrapped(nn.Module):
 def test_a_wrapper_sees_the_forward_pass(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, sampled = warm
     wrapped = Wrapped(policy.trained.model)
-    encoded = policy._encode_rows(sampled.tokens.prompts)
+    encoded = policy._encode_rows(sampled.tokens)
     with torch.no_grad():
         scored_through = score_tokens(
             wrapped, encoded, sampled.tokens.token_ids, sampled.tokens.loss_mask, vocabulary=CODES, temperature=0.9
@@ -176,7 +179,7 @@ def test_half_precision_over_fp32_weights_agrees_in_half_precision(
 
 def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
     """Arguments of one forward pass over prompt and tokens, as they should be."""
-    encoded = policy._encode_rows(tokens.prompts)
+    encoded = policy._encode_rows(tokens)
     ids = torch.cat([encoded.input_ids, tokens.token_ids[:, :-1]], 1)
     sampled = torch.ones_like(tokens.token_ids[:, :-1])
     return {
@@ -288,6 +291,59 @@ def test_log_probs_are_those_of_the_models_own_prefill_and_decode(shipped_pipeli
     torch.testing.assert_close(torch.stack(expected), policy.logprobs(sampled.tokens).logprobs[0], rtol=0, atol=1e-4)
 
 
+# --- images of several sizes
+
+WIDE, TALL, SMALL = ImageSize(64, 32), ImageSize(40, 64), ImageSize(32, 32)
+
+
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_p=0.75)], ids=["none", "top_p"])
+def test_rows_of_several_sizes_are_scored_trained_and_drawn_as_each_alone(
+    shipped_pipeline: GlmImagePipeline, truncation: Truncation
+) -> None:
+    """Whatever the size in the policy's settings is, and with prompts of different lengths, in any order."""
+    policy = build_policy(shipped_pipeline, truncation=truncation, temperature=0.9, disturbed=0.05)
+    parts = [
+        policy.sample(PROMPTS[first : first + 2], group_size=2, seeds=range(4), size=size)
+        for first, size in enumerate((SMALL, TALL, WIDE))
+    ]
+    order = [5, 0, 11, 3, 8, 7, 2, 10, 1, 4, 9, 6]
+    tokens = TokenBatch.join([part.tokens for part in parts]).select(order)
+    stored = pad_to_longest([part.rollout_logprobs for part in parts])[order]
+    policy.sample_with(replace(policy.settings, width=96))
+    policy.prepare_for_update()
+    parameters = list(policy.trainable_parameters().values())
+    together = policy.logprobs(tokens)
+    gradient = torch.autograd.grad(together.logprobs.sum(), parameters)
+    torch.testing.assert_close(together.logprobs.detach(), stored, rtol=0, atol=1e-5)
+    scored = [policy.logprobs(part.tokens) for part in parts]
+    expected = torch.autograd.grad(sum(part.logprobs.sum() for part in scored), parameters)
+    for found, wanted in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    entropies = pad_to_longest([part.entropy for part in scored])[order]
+    torch.testing.assert_close(together.entropy, entropies, rtol=0, atol=1e-5)
+    images = policy.render(tokens, noise_seeds=[1] * 12)
+    assert [image.size for image in images] == list(tokens.sizes or ())
+    for index, row in enumerate(order):
+        (alone,) = policy.render(tokens.select([index]).trimmed(), noise_seeds=[1])
+        assert farthest(alone, images[index]) <= 1, row
+
+
+def test_a_group_is_sampled_alike_whatever_sizes_the_others_have(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = build_policy(shipped_pipeline, disturbed=0.05)
+    sizes = [WIDE, WIDE, TALL, WIDE, None]
+    requests = [
+        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size)
+        for place, size in enumerate(sizes)
+    ]
+    for request, group in zip(requests, collect_rollouts(policy, requests, prompts_per_batch=4), strict=True):
+        (alone,) = collect_rollouts(policy, [request], prompts_per_batch=1)
+        assert group.request == request
+        assert torch.equal(group.tokens.token_ids, alone.tokens.token_ids)
+        assert group.tokens.sizes == (request.size or SMALL,) * 2
+        assert [image.size for image in group.outputs] == list(group.tokens.sizes)
+        assert group.max_length == policy.grids.tokens
+
+
 # --- groups, seeds, ids
 
 
@@ -304,7 +360,7 @@ def test_a_shared_prefill_equals_one_a_sibling(warm: tuple[GlmImagePolicy, Sampl
     policy, shared = warm
     ids, logprobs, support = sample_tokens(
         policy.trained.model,
-        policy._encode(PROMPTS).repeat(2),
+        policy._encode(PROMPTS, policy.settings.size).repeat(2),
         group_size=1,
         tokens=policy.grids.tokens,
         seeds=range(8),
