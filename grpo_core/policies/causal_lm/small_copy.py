@@ -17,7 +17,7 @@ IDS = 64
 MAX_PARAMETERS = 400_000_000
 _WINDOW = 4
 _EXPERTS = 8
-_STANDARD_DEVIATION = 0.06
+_STANDARD_DEVIATION = 0.04
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 _WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_dim")
@@ -29,30 +29,35 @@ _DIVIDED = re.compile(
 )
 _VOCABULARY = re.compile(r"(\w+_)?vocab_size\w*|(\w+_)?vocab")
 _SPECIAL_ID = re.compile(r"\w+_(token_id|token_index|token_ids)")
+_TEXT_IDS = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
 _LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), _EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 2),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "local_attention"), _WINDOW),
-    **{"n_group": 2, "topk_group": 1},
+    **{"n_group": 2, "num_expert_group": 2, "topk_group": 1},
 }
 
 
-def small_copy(config: Any) -> Any | None:
+def small_copy(config: Any, seed: int) -> Any | None:
     """Build the copy, in evaluation mode, in fp32 on the CPU.
+
+    Args:
+        config: of the model.
+        seed: of the random weights.
 
     Returns:
         None if there is no small copy of this configuration that can be built and run.
     """
     try:
         small = type(config).from_dict(_small(config.to_dict()))
-        small.dtype = torch.float32
         with torch.device("meta"):
             parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(small).parameters())
         if parameters > MAX_PARAMETERS:
             return None
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(small).eval()
+            torch.manual_seed(seed)
+            # A part may have a dtype of its own.
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).float().eval()
             model(input_ids=torch.arange(5, 10).unsqueeze(0))
     except Exception:
         # Whatever a configuration of other widths, or a model without its defaults, trips over.
@@ -69,8 +74,10 @@ def _divisor(values: Mapping[str, Any]) -> int:
     """Return the number that heads and widths are divided by: two heads are left, or few, as wide as they are."""
     heads = next((values[name] for name in _HEADS if values.get(name)), None)
     width = next((values[name] for name in _WIDTH if values.get(name)), None)
-    if not isinstance(heads, int) or not isinstance(width, int):
+    if not isinstance(width, int):
         return 1
+    if not isinstance(heads, int):
+        return max(1, width // 64)
     common = math.gcd(heads, width)
     divisors = [number for number in range(1, common + 1) if common % number == 0]
     best = max((number for number in divisors if heads // number >= 2), default=1)
@@ -86,17 +93,17 @@ def _smaller(name: str, value: Any, divisor: int) -> Any:
         # As large as keeps activations of these widths, so that logits depend on what is read.
         return _STANDARD_DEVIATION
     if isinstance(value, list) and value and all(type(each) is int for each in value):
-        return [_smaller(name.removesuffix("s"), each, divisor) for each in value]
+        return [_smaller(name, each, divisor) for each in value]
     if not isinstance(value, int):
         return value
     if _VOCABULARY.fullmatch(name):
         return min(value, IDS)
     if _SPECIAL_ID.fullmatch(name):
-        return min(value, IDS - 1)
+        return min(value, IDS - 1) if name in _TEXT_IDS else IDS - 1
     if name in _LIMITS:
         return min(value, _LIMITS[name])
     if _DIVIDED.fullmatch(name):
         divided = max(1, value // divisor)
         # Kernels want rows of whole 16 bytes.
-        return divided // 8 * 8 if value % 8 == 0 and divided > 8 and not name.endswith("heads") else divided
+        return divided if divided < 8 or name.endswith("heads") else divided // 8 * 8
     return value
