@@ -80,18 +80,24 @@ class CausalLMFamily:
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
     def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
-        """Return what adapters leave out; the model is built on the meta device.
+        """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
 
         Raises:
             InputError: the choice matches nothing in the model.
         """
         from grpo_core.policies.causal_lm.adapters import build_on_meta, describe_left_out
+        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import read_config
 
-        trained = build_on_meta(model, read_config(model), choice)
-        if choice.lora is None or choice.lora.targets is not None:
-            return ()
-        return tuple(filter(None, [describe_left_out(trained)]))
+        config = read_config(model)
+        trained, notes = build_on_meta(model, config, choice), []
+        if not refuse_incompatible(model, config):
+            notes.append(
+                "the model has no small copy to be tried on; a run tries it with its weights before it samples"
+            )
+        if choice.lora is not None and choice.lora.targets is None:
+            notes += filter(None, [describe_left_out(trained)])
+        return tuple(notes)
 
 
 FAMILY: PolicyFamily = CausalLMFamily()

@@ -95,12 +95,14 @@ def page(table: Mapping[str, Mapping[str, Any]]) -> str:
             left_out.setdefault(", ".join(f"`{name}`" for name in table[each]["left_out"]), []).append(each)
     return f"""# Language models that run
 
-A model is tried before any weights are read: a copy of it with random weights and narrow layers samples and scores a few tokens, and its
-log-probs are compared with those of a plain forward pass over each row. It needs a cache that the samples of a prompt can share, positions
-that can be given for padded prompts, and logits of every position. `grpo doctor` and the start of a run refuse a model that lacks one of these.
+A model is tried before any weights are read: a copy of it with random weights and narrow layers samples and scores
+a few tokens, and its log-probs are compared with those of a plain forward pass over each row. It needs a cache that
+the samples of a prompt can share, positions that can be given for padded prompts, and logits of every position.
+`grpo doctor` and the start of a run refuse a model that lacks one of these.
 
-The lists are those of transformers {transformers.__version__}, each type with its default configuration and fewer layers. A model of the same
-type with other layers can differ: the check asks the model's own configuration, not this list.
+The lists are those of transformers {transformers.__version__}, each type with its default configuration and fewer
+layers. A model of the same type with other layers can differ: the check asks the model's own configuration, not
+this list.
 
 ## Runs ({len(runs)})
 
@@ -112,20 +114,22 @@ type with other layers can differ: the check asks the model's own configuration,
 |---|---|
 {_rows(refused)}
 
-Decoders of encoder-decoder models take no explicit positions, and those of RoBERTa count theirs from another number: both would be trained on
-log-probs of another text.
+Decoders of encoder-decoder models take no explicit positions, and those of RoBERTa count theirs from another
+number: both would be trained on log-probs of another text.
 
 ## Tried when loaded ({len(untried)})
 
-No small copy of their default configuration can be built. A run tries such a model with its own weights before it samples anything.
+No small copy of their default configuration can be built. A run tries such a model with its own weights before it
+samples anything.
 
 {", ".join(untried)}
 
 ## What adapters leave out
 
-`policy.lora` without `targets` means peft's `all-linear`. In these types some matrices get no adapter; `grpo doctor` and the start of a run say
-how many parameters they have. Experts that are one parameter instead of linear layers, routers, and layers that peft takes for experts because
-they share a name with them are the usual cases. Name what you want in `policy.lora.targets`, or train without adapters.
+`policy.lora` without `targets` means peft's `all-linear`. In these types some matrices get no adapter; `grpo
+doctor` and the start of a run say how many parameters they have. Experts that are one parameter instead of linear
+layers, routers, and layers that peft takes for experts because they share a name with them are the usual cases.
+`policy.lora.targets` cannot add them: they are trained by full training (`policy.lora: null`) alone.
 
 | without an adapter | types |
 |---|---|

@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel, Qwen3NextConfig
 
 from grpo_core.errors import InputError
