@@ -60,7 +60,9 @@ def matrices_without_adapter(model: Any) -> dict[str, int]:
     adapted |= {id(module.weight) for module in (*tables, model.get_output_embeddings()) if module is not None}
     found: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and not parameter.requires_grad and id(parameter) not in adapted:
+        # Experts have their biases in one matrix.
+        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
+        if is_matrix and not parameter.requires_grad and id(parameter) not in adapted:
             found[re.sub(r"\.\d+(?=\.)", ".*", name.replace(".base_layer", ""))] += parameter.numel()
     return dict(found.most_common())
 

@@ -231,6 +231,8 @@ def _with_adapters(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft reads an attribute of transformers by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        # peft looks among modules for its own pattern of experts, which are parameters.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         torch.manual_seed(seed)
         try:
             return get_peft_model(base, config)

@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "models.md"
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 UNTRIED = "untried"
 
-# What the defaults of transformers lack, and the layers of a hybrid of few layers.
+# What the defaults of transformers lack, and layers of each kind that published hybrids have.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [3, 7], "num_hidden_layers": 8},
     "blenderbot": {"encoder_layers": 4, "decoder_layers": 4},
@@ -34,6 +34,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64, "num_experts": 4, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 8},
@@ -114,8 +115,8 @@ this list.
 |---|---|
 {_rows(refused)}
 
-Decoders of encoder-decoder models take no explicit positions, and those of RoBERTa count theirs from another
-number: both would be trained on log-probs of another text.
+Most decoders of encoder-decoder models take no explicit positions, and those of RoBERTa's kind count theirs from
+another number: they would be trained on log-probs of another text.
 
 ## Tried when loaded ({len(untried)})
 

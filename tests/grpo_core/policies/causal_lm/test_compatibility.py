@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,20 +83,17 @@ def test_wrong_log_probs_are_seen(mistake: str) -> None:
     assert "differ" in str(why_incompatible(model))
 
 
-def test_layers_of_a_small_copy_stay() -> None:
-    config = Qwen3NextConfig(num_hidden_layers=48)
+def test_a_small_copy_has_the_layers_of_its_model() -> None:
+    config = Qwen3NextConfig(num_hidden_layers=12, num_experts=512)
     small: Any = small_copy(config, 0)
     assert small.config.layer_types == config.layer_types
-    assert sum(parameter.numel() for parameter in small.parameters()) < 40e6
-    assert small_copy(config, 0).lm_head.weight.equal(small.lm_head.weight)
+    assert sum(parameter.numel() for parameter in small.parameters()) < 20e6
+    assert small.config.vocab_size < config.vocab_size == Qwen3NextConfig().vocab_size
 
 
 def test_a_configuration_may_have_no_end_token() -> None:
-    model = make_model("llama")
-    del model.config.eos_token_id
-    model.generation_config.eos_token_id = None
     tokenizer = make_tokenizer()
-    assert end_tokens(model, tokenizer) == (tokenizer.eos_token_id,)
+    assert end_tokens(SimpleNamespace(config=SimpleNamespace()), tokenizer) == (tokenizer.eos_token_id,)
 
 
 # --- adapters
