@@ -62,23 +62,23 @@ def examine(config: RunConfig) -> Diagnosis:
     findings += [Finding("prompts", True, note) for note in prompts.notes]
     memory: MemoryEstimate | None = None
     checkpoint = 0
-    # Sizes that the model cannot generate have been reported.
-    usable = all(finding.healthy for finding in findings if finding.subject == "model")
-    sizes = _prompts_by_size(prompts) if usable else Counter()
-    try:
-        choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
-        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        estimate = estimate_model(config, choice, tuple(sizes))
-        memory, checkpoint = estimate.memory, estimate.checkpoint
-        weights = _weights(config, estimate.counted)
-        findings += [weights, _memory(config, memory)]
-        if estimate.tokens:
-            findings.append(_sizes(sizes, estimate.tokens))
-        if weights.healthy:
-            refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
-    except InputError as error:
-        (finding,) = _problems("model", [error])
-        findings += [finding] if finding not in findings else []
+    sizes: Counter[ImageSize] = Counter()
+    # What is wrong with the model, or with the sizes that it is to generate, has been reported.
+    if all(finding.healthy for finding in findings if finding.subject == "model"):
+        sizes = _prompts_by_size(prompts)
+        try:
+            choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
+            notes = policy_family(config.policy.kind).check_choice(config.policy.model, choice)
+            estimate = estimate_model(config, choice, tuple(sizes))
+            memory, checkpoint = estimate.memory, estimate.checkpoint
+            weights = _weights(config, estimate.counted)
+            findings += [*(Finding("model", True, note) for note in notes), weights, _memory(config, memory)]
+            if estimate.tokens:
+                findings.append(_sizes(sizes, estimate.tokens))
+            if weights.healthy:
+                refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
+        except InputError as error:
+            findings += _problems("model", [error])
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint, sizes))
     findings += [_fonts(), *_server(config)]

@@ -42,7 +42,7 @@ SECTIONS = ("data", "evaluate")
 class RunInputs:
     """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts.
 
-    `notes` are those of the prompt files.
+    `notes` say what a person should know about inputs that can be used.
     """
 
     store: ArtifactStore
@@ -106,7 +106,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
             raise InputErrors(problems)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
         choice = config.policy.training_choice(reference="none", seed=0)
-        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
+        notes = policy_family(config.policy.kind).check_choice(config.policy.model, choice)
         store = open_store(config.storage, config.run.name)
         store.require_writable()
         if config.storage.cache_dir is not None and store.files.cache is not None:
@@ -115,7 +115,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         require_server()
     except InputError as error:
         raise InputErrors([error]) from error
-    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"), prompts.notes)
+    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"), (*prompts.notes, *notes))
 
 
 def run_checks(config: RunConfig) -> PromptFiles:

@@ -37,6 +37,7 @@ def draw_baseline_task(baseline: Baseline, plan: RolloutPlan, placement: Placeme
     columns = {
         "sample_id": [f"{group.group_id}.{baseline}" for group in groups],
         **{name: [getattr(group, name) for group in groups] for name in ("group_id", "prompt_id", "dataset", "prompt")},
+        "iteration": [plan.iteration] * len(groups),
         "columns": [json.dumps(group.columns, ensure_ascii=False, sort_keys=True) for group in groups],
         "target_uri": [group.target_uri for group in groups],
         "target_sha256": [group.target_sha256 for group in groups],
