@@ -101,7 +101,7 @@ VERSION = 5
 DIGESTS: dict[str, str] = {
     "IMAGE_ROLLOUTS": "b8bd8ea0f01f5e9e",
     "TEXT_ROLLOUTS": "6618eb3b940d7a35",
-    "BASELINES": "7083ccb089d3f3e0",
+    "BASELINES": "d94a7397f13a24ee",
     "REWARDS": "3d7b8780ed64efae",
     "ADVANTAGES": "7907f71a464cd2b7",
     "METRICS": "731d5254988a9344",
