@@ -63,8 +63,8 @@ def match_ned(texts: Sequence[str], lines: Sequence[str]) -> TextMatch:
     """
     spelt = all(letters_and_digits(text) for text in texts)
     wanted = [letters_and_digits(text) if spelt else _without_space(text) for text in texts]
-    chunks = [_fold(chunk) for line in lines for chunk in line.split()]
-    words = [word for chunk in chunks if (word := _spelt(chunk) if spelt else chunk)]
+    chunks = [_without_space(chunk) for line in lines for chunk in line.split()]
+    words = [word for chunk in chunks if (word := _letters_and_unread(chunk) if spelt else chunk)]
     surplus = _count_marks(lines) - _count_marks(texts) if spelt else 0
     words += [UNREAD * surplus] if surplus > 0 else []
     read = "".join(words)
@@ -111,7 +111,7 @@ def letters_and_digits(text: str) -> str:
     return "".join(character for character in _fold(text) if character.isalnum())
 
 
-def _spelt(folded: str) -> str:
+def _letters_and_unread(folded: str) -> str:
     return "".join(character for character in folded if character.isalnum() or character == UNREAD)
 
 

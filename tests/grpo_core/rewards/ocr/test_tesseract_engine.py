@@ -8,7 +8,7 @@ from PIL import Image
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.ocr import tesseract_engine
-from grpo_core.rewards.ocr.protocol import ReadingError
+from grpo_core.rewards.ocr.protocol import ReadingError, unread
 from grpo_core.rewards.ocr.tesseract_engine import TesseractEngine
 from tests.grpo_core.rewards.conftest import flat
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, draw
@@ -34,6 +34,16 @@ def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     return program
+
+
+def test_words_of_low_confidence_are_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytesseract = pytest.importorskip("pytesseract")
+    # A row of the layout, and two words of a line.
+    places = {name: [0, 1, 1] for name in ("block_num", "par_num", "line_num")}
+    boxes = {"left": [0, 4, 40], "top": [0, 4, 4], "height": [64, 9, 9]}
+    table = {"text": ["", "SALE", "d1vs"], "conf": [-1, 50.0, 49.9], **places, **boxes}
+    monkeypatch.setattr(pytesseract, "image_to_data", lambda *_, **__: table)
+    assert ENGLISH.read(flat(255)) == (f"SALE {unread('d1vs')}",)
 
 
 @installed
