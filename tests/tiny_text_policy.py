@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import data
-from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, train_causal_lm
+from grpo_core.policies.causal_lm.adapters import train_causal_lm
+from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained import LoraSettings, TrainingChoice

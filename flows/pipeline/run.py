@@ -151,6 +151,8 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         require_schema(store)
         run = Run(config, store, lock, model, inputs.training, inputs.heldout)
         store.clear_abandoned()
+        for note in inputs.notes:
+            log(note)
         previous = read_valid_description(store)
         accepted = settle_code(stage_code(config, model), previous or {}, accept=accept_code)
         identity = identify(config, model, inputs.training)

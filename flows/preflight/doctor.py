@@ -55,15 +55,16 @@ def examine(config: RunConfig) -> Diagnosis:
         ]
     memory: MemoryEstimate | None = None
     checkpoint = 0
-    try:
-        choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
-        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
-        estimate = estimate_model(config, choice)
-        memory, checkpoint = estimate.memory, estimate.checkpoint
-        findings += [_weights(config, estimate.counted), _memory(config, memory)]
-    except InputError as error:
-        (finding,) = _problems("model", [error])
-        findings += [finding] if finding not in findings else []
+    if all(finding.healthy for finding in findings if finding.subject == "model"):
+        try:
+            choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
+            notes = policy_family(config.policy.kind).check_choice(config.policy.model, choice)
+            estimate = estimate_model(config, choice)
+            memory, checkpoint = estimate.memory, estimate.checkpoint
+            findings += [Finding("model", True, note) for note in notes]
+            findings += [_weights(config, estimate.counted), _memory(config, memory)]
+        except InputError as error:
+            findings += _problems("model", [error])
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(_disk(config, checkpoint))
     findings += [_fonts(), *_server(config)]

@@ -39,12 +39,16 @@ SECTIONS = ("data", "evaluate")
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts."""
+    """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts.
+
+    `notes` say what a person should know about inputs that can be used.
+    """
 
     store: ArtifactStore
     model_digest: str
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         _require_usable_settings(config)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
         choice = config.policy.training_choice(reference="none", seed=0)
-        policy_family(config.policy.kind).refuse_choice(config.policy.model, choice)
+        notes = policy_family(config.policy.kind).check_choice(config.policy.model, choice)
         store = open_store(config.storage, config.run.name)
         store.require_writable()
         if config.storage.cache_dir is not None and store.files.cache is not None:
@@ -107,7 +111,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         require_server()
     except InputError as error:
         raise InputErrors([error]) from error
-    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"))
+    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"), notes)
 
 
 def run_checks(config: RunConfig) -> PromptFiles:

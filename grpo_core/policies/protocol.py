@@ -99,13 +99,17 @@ class PolicyFamily(Protocol):
         """Raise InputError if a given folder is missing or contains no model of this kind."""
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
-        """Raise InputError if the model cannot sample with these settings, as far as its local files show."""
+        """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
 
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
 
-    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
+    def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
+        """Return what a person should know about the choice; the model is built on the meta device.
+
+        Raises:
+            InputError: the choice matches nothing in the model.
+        """
 
 
 def family_module(kind: str) -> str:

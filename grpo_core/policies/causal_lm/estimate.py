@@ -1,6 +1,6 @@
 """The GPU memory and disk space of a causal language model; no stage of a run computes it."""
 
-from grpo_core.policies.causal_lm.family import build_on_meta
+from grpo_core.policies.causal_lm.adapters import build_on_meta
 from grpo_core.policies.causal_lm.loading import read_config
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.estimate import MemoryEstimate, MemoryPart, ModelEstimate, TransformerEstimate, Workload

@@ -10,7 +10,7 @@ import torch
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.policies.trained import TrainedModel, TrainingChoice
+from grpo_core.policies.trained import TrainingChoice
 from grpo_core.records import Modality
 
 if TYPE_CHECKING:
@@ -54,14 +54,17 @@ class CausalLMFamily:
             read_config(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
-        """Raise InputError if the model cannot sample with these settings, as far as its local files show."""
+        """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
+        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import context_length, has_local_config, load_tokenizer, read_config
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
         if not has_local_config(model):
             return
-        context = context_length(read_config(model))
+        config = read_config(model)
+        refuse_incompatible(model, config)
+        context = context_length(config)
         uses_template(load_tokenizer(model), settings)
         if context is not None and settings.max_completion_length >= context:
             hint = f"The model reads {context} ids, prompt and completion together; set it lower."
@@ -76,22 +79,25 @@ class CausalLMFamily:
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
-    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
-        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
+    def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
+        """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
+
+        Raises:
+            InputError: the choice matches nothing in the model.
+        """
+        from grpo_core.policies.causal_lm.adapters import build_on_meta, describe_left_out
+        from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import read_config
 
-        build_on_meta(model, read_config(model), choice)
-
-
-def build_on_meta(model: str, config: Any, choice: TrainingChoice) -> TrainedModel:
-    """Build the model on the meta device and apply the choice."""
-    from transformers import AutoModelForCausalLM
-
-    from grpo_core.policies.causal_lm.loading import train_causal_lm
-
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
-    return train_causal_lm(base, choice, base_name=model, initial_state=dict)
+        config = read_config(model)
+        trained, notes = build_on_meta(model, config, choice), []
+        if not refuse_incompatible(model, config):
+            notes.append(
+                "the model has no small copy to be tried on; a run tries it with its weights before it samples"
+            )
+        if choice.lora is not None and choice.lora.targets is None:
+            notes += filter(None, [describe_left_out(trained)])
+        return tuple(notes)
 
 
 FAMILY: PolicyFamily = CausalLMFamily()

@@ -1,9 +1,6 @@
-"""Load a causal language model by folder or hub name, refuse unusable ones, and choose what is trained."""
+"""Load a causal language model by folder or hub name, and refuse what is none."""
 
-import inspect
 import pickle
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
-from grpo_core.policies.trained import TrainedModel, TrainingChoice, train_model
 
 CONFIG_FILE = "config.json"
-# Their attention counts distances off the attention mask.
-_WITHOUT_POSITIONS = ("bloom", "mpt")
 _UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
 
 
@@ -111,9 +105,9 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         model: a folder written by `save_pretrained`, or a hub name.
 
     Raises:
-        InputError: it does not exist, is another kind of model, lacks weights, or takes no position_ids.
+        InputError: it does not exist, is another kind of model, or lacks weights.
     """
-    config = read_config(model)
+    read_config(model)
     # Its progress bars would break ours.
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -125,10 +119,6 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         hint = f"Its files lack weights, or have them in another shape: {', '.join(missing[:3])}. Save it again."
-        raise InputError("policy.model", model, hint)
-    reads_positions = "position_ids" in inspect.signature(loaded.forward).parameters
-    if not reads_positions and config.model_type not in _WITHOUT_POSITIONS:
-        hint = f"A {config.model_type} model takes no position_ids, so padded prompts would get wrong positions."
         raise InputError("policy.model", model, hint)
     return loaded.to(device).eval()
 
@@ -155,25 +145,3 @@ def vocabulary_size(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
         hint = f"Its tokenizer has ids up to {highest}, its embedding {rows} rows: they do not belong together."
         raise InputError("policy.model", model.config.name_or_path, hint)
     return int(highest) + 1
-
-
-# In peft's sense: every linear layer but the output head, whatever the architecture calls them.
-ALL_LINEAR = "all-linear"
-
-
-def train_causal_lm(
-    base: Any,
-    choice: TrainingChoice,
-    *,
-    base_name: str,
-    initial_state: Callable[[], dict[str, Tensor]] | None = None,
-) -> TrainedModel:
-    """Call `train_model`; by default every linear layer but the head gets an adapter.
-
-    Raises:
-        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
-    """
-    with warnings.catch_warnings():
-        # peft transposes the matrices of GPT-2's layers, with a warning for each.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-        return train_model(base, choice, base_name=base_name, default_targets=ALL_LINEAR, initial_state=initial_state)

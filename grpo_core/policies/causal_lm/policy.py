@@ -8,12 +8,14 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_core.policies.causal_lm.adapters import train_causal_lm
+from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
 from grpo_core.policies.causal_lm.loading import (
     context_length,
     load_model,
     load_tokenizer,
+    read_config,
     read_initial_state,
-    train_causal_lm,
     vocabulary_size,
 )
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts, uses_template
@@ -64,11 +66,15 @@ class CausalLMPolicy(TrainedPolicy):
         """Load by folder or hub name.
 
         Raises:
-            InputError: no such model, one of another kind, no tokenizer, or adapter targets that match nothing.
+            InputError: no such model, one that cannot be sampled and scored here, no tokenizer, or adapter targets that
+                match nothing.
         """
         refuse_unscaled_float16(dtype, autocast)
         tokenizer = load_tokenizer(model)
+        tried = refuse_incompatible(model, read_config(model))
         base = load_model(model, dtype=dtype, device=device)
+        if not tried:
+            refuse_incompatible_model(model, base)
         trained = train_causal_lm(base, choice, base_name=model, initial_state=lambda: read_initial_state(model, dtype))
         return cls(trained, tokenizer, settings, autocast=autocast)
 

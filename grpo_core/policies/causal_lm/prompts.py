@@ -176,6 +176,11 @@ def encode_prompts(
     rows = [prompt_ids(tokenizer, settings, prompt) for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         require_room(prompt, len(row), settings, context)
+    return pad_left(rows, device)
+
+
+def pad_left(rows: Sequence[list[int]], device: torch.device) -> EncodedPrompts:
+    """Pad the ids of prompts on the left to the longest."""
     length = max(len(row) for row in rows)
     ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_core.errors import InputError
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.records import SampledTokens, TokenBatch
@@ -24,7 +23,11 @@ from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncat
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return every id that ends a text, from the generation configuration and the tokenizer, in ascending order."""
     generation = getattr(model, "generation_config", None)
-    listed = [getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
+    listed = [
+        getattr(generation, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ]
     ids = [ids if isinstance(ids, list) else [ids] for ids in listed]
     return tuple(sorted({int(token) for some in ids for token in some if token is not None}))
 
@@ -82,7 +85,7 @@ class SamplingRule:
         temperature: divides the logits.
         truncation: which of these ids can be sampled.
         ends: ids that end a row; they are sampled and trained as any other.
-        stops: texts that end a row.
+        stops: texts that end a row; None: there are none.
         max_tokens: of a row.
     """
 
@@ -90,7 +93,7 @@ class SamplingRule:
     temperature: float
     truncation: Truncation
     ends: tuple[int, ...]
-    stops: StopTexts
+    stops: StopTexts | None
     max_tokens: int
 
 
@@ -117,7 +120,9 @@ def sample_completions(
         use_cache=True,
         logits_to_keep=1,
     )
-    cache, logits = _shared_cache(step.past_key_values, rows), step.logits[rows, -1]
+    cache, logits = step.past_key_values, step.logits[rows, -1]
+    # The samples of a prompt share its prefill.
+    cache.batch_select_indices(rows)
     lengths, attention = encoded.lengths[rows], encoded.attention_mask[rows]
     attention = torch.cat([attention, attention.new_ones(len(rows), rule.max_tokens)], 1)
     written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
@@ -134,15 +139,6 @@ def sample_completions(
             logits_to_keep=1,
         ).logits[:, -1]
     return written.sampled(prompts, index + 1)
-
-
-def _shared_cache(cache: Any, rows: Int[Tensor, " rows"]) -> Any:
-    """Repeat the cache of each prompt for its samples."""
-    if not all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
-        hint = "Its layers keep a state that siblings cannot share; give a model whose layers keep keys and values."
-        raise InputError("policy.model", type(cache).__name__, hint)
-    cache.batch_select_indices(rows)
-    return cache
 
 
 class _Written:
@@ -172,15 +168,15 @@ class _Written:
         self.mask[:, index] = self.active
         ended = torch.isin(sampled, self.ends)
         if rule.stops:
-            ended |= self._stopped(sampled)
+            ended |= self._stopped(rule.stops, sampled)
         self.active = self.active & ~ended
 
-    def _stopped(self, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+    def _stopped(self, stops: StopTexts, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
         stopped = [False] * len(sampled)
         tokens = sampled.tolist()
         for row in self.active.nonzero()[:, 0].tolist():
             self.written[row].append(tokens[row])
-            stopped[row] = self.rule.stops.completed(self.written[row])
+            stopped[row] = stops.completed(self.written[row])
         return torch.tensor(stopped, device=sampled.device)
 
     def sampled(self, prompts: tuple[str, ...], time: int) -> SampledTokens:

@@ -79,8 +79,9 @@ def head_gives_logits(model: Any) -> bool:
     come from the model itself. Small logits would hide a cap, so the head's input is scaled up to logits of about 100
     for this one comparison.
     """
-    head = model.get_output_embeddings()
-    if head is None:
+    head, body = model.get_output_embeddings(), model.base_model
+    # A model without a body of its own returns no hidden states.
+    if head is None or body is model:
         return False
     seen: dict[str, Tensor] = {}
 
@@ -103,5 +104,7 @@ def head_gives_logits(model: Any) -> bool:
             hook.remove()
     if "output" not in seen:
         return False
-    hidden = model.base_model(**inputs).last_hidden_state
-    return torch.allclose(seen["input"], hidden) and torch.allclose(returned.float(), seen["output"].float())
+    hidden = body(**inputs).last_hidden_state
+    # A head of several layers has another input.
+    same_input = hidden.shape == seen["input"].shape and torch.allclose(seen["input"], hidden)
+    return same_input and torch.allclose(returned.float(), seen["output"].float())

@@ -56,12 +56,13 @@ class GlmImageFamily:
 
         refuse_unusable_prompts(model, prompts)
 
-    def refuse_choice(self, model: str, choice: TrainingChoice) -> None:
+    def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
         """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model
 
         train_token_model(build_on_meta(find_configs(model)).autoregressive, choice, model, initial_state=dict)
+        return ()
 
 
 FAMILY: PolicyFamily = GlmImageFamily()

@@ -142,7 +142,10 @@ class LoraModel(TrainedModel):
         targets = default_targets if settings.targets is None else settings.targets
         if targets is None:
             raise ValueError("neither the settings nor default_targets say which layers get an adapter")
-        adapted = _with_adapters(base, settings, targets, choice.seed)
+        left_out = _other_linear_layers(base)
+        if settings.targets is not None:
+            _refuse_matches(settings.targets, left_out)
+        adapted = _with_adapters(base, settings, targets, left_out, choice.seed)
         adapted.peft_config["default"].base_model_name_or_path = base_name
         # The model card says nothing about this policy, and its template is compiled at every save.
         adapted.create_or_update_model_card = lambda output_dir: None
@@ -189,16 +192,47 @@ class LoraModel(TrainedModel):
             super().load_reference(folder)
 
 
-def _with_adapters(base: nn.Module, settings: LoraSettings, targets: str, seed: int) -> "PeftModel":
+def _other_linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of layers that are linear by class and return something else, as some routers of experts do."""
+    subclasses = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    return [name for name, each in subclasses if type(each).forward is not nn.Linear.forward and not _is_linear(each)]
+
+
+@torch.no_grad()
+def _is_linear(layer: nn.Linear) -> bool:
+    try:
+        returned = layer(layer.weight.new_zeros(1, layer.in_features))
+    except (RuntimeError, ValueError, TypeError, AttributeError):
+        return False
+    return isinstance(returned, Tensor) and returned.shape == (1, layer.out_features)
+
+
+def _refuse_matches(targets: str, names: list[str]) -> None:
+    matched = [name for name in names if re.fullmatch(targets, name)]
+    if matched:
+        hint = f"{matched[0]} returns more than a product and takes no adapter; narrow the regular expression."
+        raise InputError("policy.lora.targets", targets, hint)
+
+
+def _with_adapters(
+    base: nn.Module, settings: LoraSettings, targets: str, excluded: list[str], seed: int
+) -> "PeftModel":
     # Importing peft takes seconds, and most of what imports this package builds no adapters.
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=targets,
+        exclude_modules=excluded or None,
+        lora_dropout=0.0,
+        bias="none",
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft reads an attribute of transformers by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        # peft looks among modules for its own pattern of experts, which are parameters.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         torch.manual_seed(seed)
         try:
             return get_peft_model(base, config)

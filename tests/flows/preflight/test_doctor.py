@@ -1,17 +1,20 @@
 """`grpo doctor`: what it finds, the memory it estimates for shipped files, and that it changes nothing."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import MambaConfig, PhimoeConfig, PreTrainedConfig
 from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.preflight.doctor import Diagnosis, examine
-from flows.preflight.inputs import CHECKS
-from tests.flows.conftest import REPOSITORY, TINY
+from flows.preflight.inputs import CHECKS, check_inputs
+from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, refused
+from tests.tiny_text_policy import MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +71,27 @@ def test_each_problem_has_a_subject_and_a_hint(tmp_path: Path) -> None:
     findings = [each for each in json.loads(result.stdout.splitlines()[-1])["findings"] if not each["healthy"]]
     assert {each["subject"] for each in findings} == {"prompts", "device", "storage", "memory"}
     assert all(each["hint"] in " ".join(result.stderr.split()) for each in findings)
+
+
+def text_model(folder: Path, config: PreTrainedConfig) -> tuple[str, ...]:
+    """Overrides for a run of this model with adapters; its weights are never opened."""
+    shutil.copytree(MODEL, folder / "model")
+    config.save_pretrained(folder / "model")
+    return (f"policy.model={folder}/model", f"storage.root={folder}/runs", "policy.lora={rank: 2}")
+
+
+def test_doctor_and_train_refuse_a_model_alike(tmp_path: Path) -> None:
+    overrides = text_model(tmp_path, MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=288))
+    diagnosis, hints = examined(TINY_TEXT, *overrides)
+    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
+    assert [each.hint for each in diagnosis.findings if each.subject == "model"] == [error.hint] == [hints["model"]]
+    assert "A mamba model cannot be trained here: it gives no cache" in error.hint
+
+
+def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 288}
+    overrides = text_model(tmp_path, PhimoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    diagnosis, _ = examined(TINY_TEXT, *overrides)
+    notes = check_inputs(read_config(TINY_TEXT, overrides)).notes
+    assert [each.message for each in diagnosis.findings if each.message in notes] == list(notes)
+    assert "model.layers.*.mlp.router.weight" in notes[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, LlamaModel, MambaConfig, MambaForCausalLM, T5Config
+from transformers import BertConfig, LlamaConfig, LlamaModel, T5Config
 
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY
@@ -84,14 +84,6 @@ def test_weights_that_are_missing_or_damaged(folder: Path, content: bytes | None
         (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(InputError, match="weights"):
         load_model(str(folder), dtype=torch.float32, device=CPU)
-
-
-def test_a_model_that_reads_no_positions(tmp_path: Path) -> None:
-    MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, state_size=2)).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(InputError, match="position_ids"):
-        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
 def test_settings_that_the_model_cannot_follow(folder: Path) -> None:

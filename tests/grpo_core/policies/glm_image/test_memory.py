@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GlmImageForConditionalGeneration
 
-from grpo_core.policies.causal_lm.loading import train_causal_lm
+from grpo_core.policies.causal_lm.adapters import train_causal_lm
 from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Workload
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.estimate import decoding_part, estimate
