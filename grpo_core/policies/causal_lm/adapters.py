@@ -86,7 +86,6 @@ def describe_left_out(trained: TrainedModel) -> str | None:
     if not left_out:
         return None
     total = sum(parameter.numel() for parameter in base.parameters() if not parameter.requires_grad)
-    names = ", ".join(list(left_out)[:_NAMED]) + (
-        f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
-    )
-    return f"adapters leave out {sum(left_out.values()) / total:.2%} of the parameters: {names}"
+    more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+    share = sum(left_out.values()) / total
+    return f"adapters leave out {share:.2%} of the parameters: {', '.join(list(left_out)[:_NAMED])}{more}"

@@ -16,7 +16,7 @@ from grpo_core.sampling import Truncation
 TOLERANCE = 1e-3
 """In nats. Rounding is a few millionths in fp32, another position or another mask tenths."""
 
-_PROMPTS = ([7, 11, 5], [9, 6, 13, 8, 12, 10, 14])
+_PROMPTS = ([7, 11, 5], [9, 6, 13, 8, 12, 10, 14], [15, 6, 7, 5, 11])
 _GROUP = 2
 _TRIES = 3
 _TRIED: dict[str, tuple[bool, str | None]] = {}
@@ -74,7 +74,7 @@ def try_copy(config: Any) -> tuple[bool, str | None]:
 def why_incompatible(model: Any) -> str | None:
     """Return why a model cannot be sampled and scored here; None if it can.
 
-    Two prompts of different lengths are sampled and scored together, twice each, and compared with a plain forward pass
+    Prompts of different lengths are sampled and scored together, twice each, and compared with a plain forward pass
     over each row. Numbers are compared in fp32 and above: in 16 bits rounding is as large as some faults.
     """
     try:
@@ -94,17 +94,32 @@ def _unusable_cache(model: Any) -> str | None:
         use_cache=True,
         logits_to_keep=1,
     )
-    layers = getattr(getattr(step, "past_key_values", None), "layers", None)
+    cache: Any = getattr(step, "past_key_values", None)
+    layers = getattr(cache, "layers", None)
     if not layers:
         return "it gives no cache of keys and values"
-    lacking = sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "batch_select_indices")})
+    lacking = {type(layer).__name__ for layer in layers if not hasattr(layer, "batch_select_indices")}
+    if not lacking:
+        cache.batch_select_indices(_rows(model.device))
+        lacking = {type(layer).__name__ for layer in layers if _stays_behind(layer)}
     if lacking:
-        return f"layers keep a state that the samples of a prompt cannot share ({', '.join(lacking)})"
+        return f"layers keep a state that the samples of a prompt cannot share ({', '.join(sorted(lacking))})"
     return None
 
 
+def _stays_behind(layer: Any) -> bool:
+    """Return whether a layer's cache holds something for each prompt after the rows of samples were selected."""
+    held = [each for value in vars(layer).values() for each in (value.values() if isinstance(value, dict) else [value])]
+    return any(isinstance(each, Tensor) and each.shape[:1] == (len(_PROMPTS),) for each in held)
+
+
+def _rows(device: torch.device) -> Tensor:
+    """Return which prompt each sample has."""
+    return torch.arange(len(_PROMPTS), device=device).repeat_interleave(_GROUP)
+
+
 def _wrong_logprobs(model: Any) -> str | None:
-    rows = torch.arange(len(_PROMPTS), device=model.device).repeat_interleave(_GROUP)
+    rows = _rows(model.device)
     names = tuple(str(row) for row in rows.tolist())
     rule = SamplingRule(_IDS, temperature=1.0, truncation=Truncation(), ends=(), stops=None, max_tokens=_TOKENS)
     prompts = pad_left(_PROMPTS, model.device)

@@ -150,7 +150,8 @@ def main() -> None:
     for each in sorted(TYPES):
         table[each] = outcome(each)
         print(each, table[each], flush=True)
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(each)}: {json.dumps(found)}" for each, found in table.items())
+    TABLE.write_text(f"{{\n{lines}\n}}\n")
     PAGE.write_text(page(table))
 
 
