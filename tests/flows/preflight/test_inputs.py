@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.preflight.inputs import check_inputs
+from flows.preflight.inputs import check_inputs, read_prompt_files
 from grpo_core.errors import InputError
 from tests.flows import conftest
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
@@ -100,6 +100,13 @@ class TestSizes:
         *errors, last = refused(tmp_path, f"data.prompts={path}", *NO_TARGETS)
         assert [error.value for error in (*errors, last)] == [f"{side}x64" for side in range(97, 102)]
         assert last.hint.endswith("2 more sizes are refused.")
+
+    def test_the_columns_are_ordinary_ones_of_a_text_model(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, '{"prompt": "sort the letters of it", "answer": "it", "size": "large"}', "p.jsonl")
+        config = read_config(TINY_TEXT, [f"data.prompts={path}"])
+        (known,) = read_prompt_files(config).usable("data")
+        assert known.drawn(0).size is None
+        assert known.prompts[0].columns["size"] == "large"
 
     @pytest.mark.parametrize("section", ["data", "evaluate"])
     def test_what_a_reward_cannot_score(self, tmp_path: Path, section: str) -> None:
