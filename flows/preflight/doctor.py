@@ -70,7 +70,7 @@ def examine(config: RunConfig) -> Diagnosis:
         estimate = estimate_model(config, choice, tuple(sizes))
         memory, checkpoint = estimate.memory, estimate.checkpoint
         findings += [_weights(config, estimate.counted), _memory(config, memory)]
-        if estimate.tokens:
+        if sizes:
             findings.append(_sizes(sizes, estimate.tokens))
     except InputError as error:
         (finding,) = _problems("model", [error])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.preflight.inputs import check_inputs, read_prompt_files
+from flows.preflight.inputs import check_inputs, read_prompt_files, run_checks
 from grpo_core.errors import InputError
 from tests.flows import conftest
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
@@ -115,6 +115,12 @@ class TestSizes:
         errors = refused(tmp_path, f"{section}.prompts={path}", 'rewards=[{"reward": "ssim"}]')
         only(errors, "rewards.0.reward", "ssim of 8x8 pixels", "at least 11 pixels per side")
         assert errors[0].hint.endswith(f"the size of {section}.prompts: {path}, row 2.")
+        path.write_text(json.dumps([{**row, "kind": "large"}, {**row, "size": "8x8", "kind": "small"}]))
+        meant = {"reward": "ssim", "where": {"kind": ["large"]}}
+        (tmp_path / "all.json").write_text(json.dumps([{**row, "kind": "large"}]))
+        both = {"data": tmp_path / "all.json", "evaluate": tmp_path / "all.json", section: path}
+        files = [f"{part}.prompts={file}" for part, file in both.items()]
+        run_checks(read_config(TINY, [*files, f"rewards={json.dumps([meant])}"]))
 
 
 class TestTargets:
