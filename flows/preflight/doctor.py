@@ -73,7 +73,7 @@ def examine(config: RunConfig) -> Diagnosis:
             memory, checkpoint = estimate.memory, estimate.checkpoint
             weights = _weights(config, estimate.counted)
             findings += [*(Finding("model", True, note) for note in notes), weights, _memory(config, memory)]
-            if estimate.tokens:
+            if sizes:
                 findings.append(_sizes(sizes, estimate.tokens))
             if weights.healthy:
                 refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))

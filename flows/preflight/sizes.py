@@ -1,6 +1,6 @@
 """Sizes of images that the model cannot generate, or that a reward cannot score."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
@@ -11,6 +11,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
 from tasks.prompts.curriculum import PromptSet
+from tasks.prompts.read import Prompt
 from tasks.prompts.sizes import size_place
 
 Sets = Mapping[str, tuple[PromptSet | None, ...]]
@@ -33,7 +34,7 @@ def generation_problems(config: RunConfig, sets: Sets) -> list[InputError]:
     """Return an error for each size that the model cannot generate, with the nearest that it can."""
     refuse = policy_family(config.policy.kind).refuse_unusable
     problems = []
-    for size, where, _ in _sizes(config, sets, sets):
+    for size, where in _sizes(config, sets, sets):
         try:
             refuse(config.policy.model, config.rollout.model_copy(update=size._asdict()))
         except InputError as error:
@@ -47,8 +48,12 @@ def scoring_problems(
     """Return an error for each size of images that a reward is meant for and cannot score."""
     reward = build_reward(section.reward, section.settings)
     problems = []
-    for size, where, dataset in _sizes(config, sets, parts):
-        if section.scores(dataset.name) and not fits_reward(size, reward.min_side, reward.max_aspect):
+
+    def meant(dataset: str, prompt: Prompt) -> bool:
+        return section.scores_prompt(dataset, prompt.columns)
+
+    for size, where in _sizes(config, sets, parts, meant):
+        if not fits_reward(size, reward.min_side, reward.max_aspect):
             hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; this is the size of {where}."
             problems.append(InputError(f"{place}.reward", f"{section.reward} of {size} pixels", hint))
     return _first(problems)
@@ -63,16 +68,24 @@ def _first(problems: list[InputError]) -> list[InputError]:
     return [*shown, InputError(last.place, last.value, f"{last.hint} {more} more sizes are refused.")]
 
 
-def _sizes(config: RunConfig, sets: Sets, parts: Collection[str]) -> Iterator[tuple[ImageSize, str, DatasetSection]]:
-    """Yield each size of each dataset once, with the place that gives it: its first row, or a section."""
+def _sizes(
+    config: RunConfig, sets: Sets, parts: Collection[str], meant: Callable[[str, Prompt], bool] = lambda *_: True
+) -> Iterator[tuple[ImageSize, str]]:
+    """Yield each size of each dataset once, with the place that gives it: its first row, or a section.
+
+    Args:
+        meant: says of a dataset's name and a prompt whether it counts.
+    """
     for part in parts:
         section: PromptsSection = getattr(config, part)
         for index, (dataset, known) in enumerate(zip(section.sets, sets[part], strict=True)):
             own = f"{part}.datasets.{index}" if section.datasets else part
             default = "rollout" if dataset.width is None else own
-            for size in dict.fromkeys(known.sizes if known else ()):
-                if size == default_size(config, dataset):
-                    yield size, f"{default}.width and height", dataset
-                else:
-                    row = size_place(dataset.prompts, known.sizes.index(size) + 1) if known else ""
-                    yield size, row.replace("data.", f"{own}.", 1), dataset
+            rows: dict[ImageSize, int] = {}
+            # Texts have no sizes.
+            for row, (prompt, size) in enumerate(zip(known.prompts, known.sizes, strict=False), 1) if known else ():
+                if size not in rows and meant(dataset.name, prompt):
+                    rows[size] = row
+            for size, row in rows.items():
+                by_row = size_place(dataset.prompts, row).replace("data.", f"{own}.", 1)
+                yield size, f"{default}.width and height" if size == default_size(config, dataset) else by_row

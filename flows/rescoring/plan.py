@@ -175,10 +175,14 @@ def _size_problems(
     """Report stored images that the reward is meant for and that are too small or too long for it."""
     if "width" not in prompts.columns:
         return
-    for dataset, *size in prompts.select("dataset", "width", "height").unique(maintain_order=True).iter_rows():
-        if section.scores(dataset) and not fits_reward(ImageSize(*size), reward.min_side, reward.max_aspect):
-            hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; {dataset} has images of this size."
-            yield InputError(place, f"{section.reward} of {ImageSize(*size)} pixels", hint)
+    refused: dict[ImageSize, str] = {}
+    for row in prompts.unique(("dataset", "columns", "width", "height"), maintain_order=True).iter_rows(named=True):
+        size, meant = ImageSize(row["width"], row["height"]), (row["dataset"], json.loads(row["columns"]))
+        if not fits_reward(size, reward.min_side, reward.max_aspect) and section.scores_prompt(*meant):
+            refused.setdefault(size, row["dataset"])
+    for size, dataset in refused.items():
+        hint = f"It needs {shown_bounds(reward.min_side, reward.max_aspect)}; {dataset} has images of this size."
+        yield InputError(place, f"{section.reward} of {size} pixels", hint)
 
 
 def _pruned_problems(run: RescoredRun, section: RewardSection, place: str) -> Iterator[InputError]:

@@ -16,7 +16,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from flows.command_line.main import application
 from flows.preflight.doctor import examine
-from flows.preflight.inputs import check_inputs
+from flows.preflight.inputs import check_inputs, read_prompt_files, run_checks
 from grpo_core.errors import InputError
 from tests.flows import conftest
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
@@ -129,6 +129,13 @@ class TestSizes:
         assert [error.value for error in (*errors, last)] == [f"{side}x64" for side in range(97, 102)]
         assert last.hint.endswith("2 more sizes are refused.")
 
+    def test_the_columns_are_ordinary_ones_of_a_text_model(self, tmp_path: Path) -> None:
+        path = prompt_file(tmp_path, '{"prompt": "sort the letters of it", "answer": "it", "size": "large"}', "p.jsonl")
+        config = read_config(TINY_TEXT, [f"data.prompts={path}"])
+        (known,) = read_prompt_files(config).usable("data")
+        assert known.drawn(0).size is None
+        assert known.prompts[0].columns["size"] == "large"
+
     @pytest.mark.parametrize("section", ["data", "evaluate"])
     def test_what_a_reward_cannot_score(self, tmp_path: Path, section: str) -> None:
         row = {"prompt": "a heart", "target": "blue-heart-center-white.png"}
@@ -136,6 +143,12 @@ class TestSizes:
         errors = refused(tmp_path, f"{section}.prompts={path}", 'rewards=[{"reward": "ssim"}]')
         only(errors, "rewards.0.reward", "ssim of 8x8 pixels", "at least 11 pixels per side")
         assert errors[0].hint.endswith(f"the size of {section}.prompts: {path}, row 2.")
+        path.write_text(json.dumps([{**row, "kind": "large"}, {**row, "size": "8x8", "kind": "small"}]))
+        meant = {"reward": "ssim", "where": {"kind": ["large"]}}
+        (tmp_path / "all.json").write_text(json.dumps([{**row, "kind": "large"}]))
+        both = {"data": tmp_path / "all.json", "evaluate": tmp_path / "all.json", section: path}
+        files = [f"{part}.prompts={file}" for part, file in both.items()]
+        run_checks(read_config(TINY, [*files, f"rewards={json.dumps([meant])}"]))
 
 
 class TestTargets:
