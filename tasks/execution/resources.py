@@ -4,6 +4,7 @@
 Stop signals end the threads that wait for stages on pools, which no signal of the operating system reaches.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -116,18 +117,19 @@ def stages_cancelled_on_signal() -> Iterator[None]:
     every other thread would wait for it for ever.
 
     Raises:
-        KeyboardInterrupt: SIGINT came, and then something failed: a terminal sends it to the whole group of processes,
-            so the temporary server or a child may have ended first.
+        KeyboardInterrupt: SIGINT came, and then the run was cancelled or something failed: a terminal sends it to the
+            whole group of processes, so the temporary server or a child may have ended first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    stop = resource(StopSignals)
+    stop, interrupts = resource(StopSignals), list[int]()
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             stop.cancelled.set()
+            interrupts.append(number)
         if _holds_import_lock(frame):
             threading.Timer(_AFTER_IMPORT, os.kill, (os.getpid(), number)).start()
         elif callable(handler := previous[signal.Signals(number)]):
@@ -138,8 +140,8 @@ def stages_cancelled_on_signal() -> Iterator[None]:
         signal.signal(number, handle)
     try:
         yield
-    except Exception as error:
-        if stop.cancelled.is_set():
+    except (Exception, asyncio.CancelledError) as error:
+        if interrupts:
             raise KeyboardInterrupt from error
         raise
     finally:

@@ -57,7 +57,7 @@ def test_the_shipped_mix_weighs_what_applies(empty: Runs, weights: dict[str, dic
             expected = 0.3 * values["text_accuracy"] + 0.1 * values["aesthetic"]
         assert row["reward"] == pytest.approx(expected)
     provenance = pl.read_parquet(empty.path("iteration_000001", "rewards", "*", "scores.parquet"))["provenance"]
-    named = {each["reward"]: each for each in map(json.loads, provenance)}
+    named = {each["reward"]: each for each in map(json.loads, provenance.drop_nulls())}
     assert set(named["aesthetic"]["weights"]) == {"clip", "head"}
     assert all(len(digest) == 64 for each in named.values() for digest in each["weights"].values())
     assert "+rapidocr-" in named["text_accuracy"]["version"]

@@ -188,7 +188,7 @@ def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:
         "poems: reward",
         "answer 0 of group 0",  # held-out, before
         "(empty)",  # and after
-        "tokens sampled",
+        "tokens so far",
     ):
         assert said in text
     assert "image" not in text.replace(str(tmp_path), "")

@@ -1,6 +1,7 @@
 """What a run keeps between stages: one object per kind and run, closed at the end, seen by the run's threads."""
 
 import _imp
+import asyncio
 import contextvars
 import importlib
 import os
@@ -90,16 +91,17 @@ def _answer(number: int, frame: object) -> None:
     """As asyncio at the first SIGINT: nothing is raised."""
 
 
-def _signal_and_fail(number: int) -> None:
+def _signal_and_fail(number: int, error: type[BaseException]) -> None:
     os.kill(os.getpid(), number)
-    raise ConnectionError
+    raise error
 
 
-def test_what_fails_after_an_interrupt_is_the_interrupt() -> None:
+@pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
+def test_what_fails_after_an_interrupt_is_the_interrupt(error: type[BaseException]) -> None:
     previous = signal.signal(signal.SIGINT, _answer)
     try:
-        for number, error in ((0, ConnectionError), (signal.SIGINT, KeyboardInterrupt)):
-            with run_resources(), pytest.raises(error), stages_cancelled_on_signal():
-                _signal_and_fail(number)
+        for number, seen in ((0, error), (signal.SIGINT, KeyboardInterrupt)):
+            with run_resources(), pytest.raises(seen), stages_cancelled_on_signal():
+                _signal_and_fail(number, error)
     finally:
         signal.signal(signal.SIGINT, previous)
