@@ -161,7 +161,9 @@ class TestReuse:
             evaluate__samples_per_prompt=2,
             placement__device="cpu",
         )
-        assert changed.stages == tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
+        baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
+        evaluations = tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
+        assert changed.stages == baselines + evaluations
         assert changed.summary.policy_digest == finished.start().summary.policy_digest
         assert finished.reasons() == []
 

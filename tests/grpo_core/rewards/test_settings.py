@@ -141,7 +141,7 @@ def test_a_secret_is_refused_without_repeating_it(setting: str, value: str) -> N
     [
         ("sim", {}, r"rewards: got 'sim'. There is no such reward. Did you mean ssim\? Known: .*jpeg"),
         ("clip", {}, r"rewards: got 'clip'. There is no such reward. Did you mean .*clip_score.*\? Known: "),
-        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, mse, lpips, .*, remote\."),
+        ("zzz", {}, r"rewards: got 'zzz'. There is no such reward. Known: ssim, psnr, r2, mse, lpips, .*, remote\."),
         ("jpeg", {"qualty": 3}, r"rewards.jpeg: got 'qualty'.*Did you mean quality\?"),
         ("lpips", {"weight": "x"}, r"rewards.lpips: got 'weight'.*Did you mean weights or weights_sha256\?"),
         ("ssim", {"window": 7}, r"rewards.ssim: got 'window'.*It takes no settings"),

@@ -45,7 +45,8 @@ def test_adapters_are_on_the_language_model_and_change_nothing_yet(shipped_pipel
     assert len(parameters) == 2 * 6 * layers
     assert all("language_model.layers" in name and "lora_" in name for name in parameters)
     sampled = drawn(policy)
-    assert sampled.prompt_lengths.tolist() == [policy._encode([prompt]).length for prompt in sampled.tokens.prompts]
+    rows = zip(sampled.tokens.prompts, sampled.tokens.sizes, strict=True)
+    assert sampled.prompt_lengths.tolist() == [policy._encode([prompt], size).length for prompt, size in rows]
     untouched = score_tokens(
         shipped_pipeline.vision_language_encoder,
         policy._encode_rows(sampled.tokens),
