@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import string
 from collections.abc import Mapping, Sequence
 
 Cells = dict[str, str]
@@ -12,7 +11,7 @@ Cells = dict[str, str]
 MAX_LINES = 12
 SPARK_WIDTH = 32
 UNICODE_BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
-_MARKUP = frozenset(string.punctuation)
+_MARKUP = re.compile(r"[|*_~`<>\[\]\\&@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 _BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
@@ -31,8 +30,11 @@ def one_line(text: str, letters: int) -> str:
 
 
 def in_cell(text: str) -> str:
-    """Escape a line for a cell of a Markdown table: no markup, no link, no column, nothing invisible."""
-    return "".join(f"&#{ord(letter)};" if letter in _MARKUP else letter for letter in printable(text))
+    """Escape a line for a cell of a Markdown table: no markup, no link, no column, nothing invisible.
+
+    Nothing else is escaped, because Prefect's UI shows the escapes as they are written.
+    """
+    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(text))
 
 
 def fenced(text: str) -> str:

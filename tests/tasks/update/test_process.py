@@ -168,7 +168,7 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
     modality, log = MEDIA[name], ProgressLog()
     two = run_task(modality, log=log, processes=2, sharding=sharding)
     # Only the first process's passes are told, two for every sample.
-    assert (log.done[0], log.done[-1], log.done) == (0, 7, sorted(log.done))
+    assert (log.done[0], log.done[-1], log.done) == (0, len(ADVANTAGE_OF), sorted(log.done))
     drawn = modality.collect(two)
     kept = ArtifactStore(store.root, "alone")
     use_store(kept)
