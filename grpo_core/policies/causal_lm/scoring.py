@@ -42,6 +42,9 @@ def score_completions(
     else:
         states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
         head = model.get_output_embeddings()
+    if states.ndim != 3 or states.shape[:2] != token_ids.shape:
+        # Of a model that predicts several tokens at each place.
+        raise ValueError(f"the model returned {list(states.shape)} for {list(token_ids.shape)} tokens")
     return score_hidden(
         states,
         head,
