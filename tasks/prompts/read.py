@@ -3,7 +3,6 @@
 import hashlib
 import json
 import posixpath
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from grpo_core.visible_text import has_visible_text
 from tasks.prompts.delimited import convert_numbers
 from tasks.prompts.files import file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, PromptTable, open_table
@@ -27,8 +27,6 @@ it has, such as a caption and a text or a prompt and a Prompt, does not say whic
 LONG_PROMPT = 4000
 """Characters from which on a prompt is reported: about a thousand tokens of English."""
 
-_INVISIBLE = frozenset({"Cc", "Cf", "Mn", "Zl", "Zp", "Zs"})
-_FILLERS = "\u115f\u1160\u2800\u3164\uffa0"
 _LISTED = 20
 
 
@@ -170,7 +168,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _prompt_text(row: PromptRow, column: str) -> str:
     value = row.values.get(column)
-    if isinstance(value, str) and _is_visible(value):
+    if isinstance(value, str) and has_visible_text(value):
         return value.strip()
     wanted = "Write the prompt there, or remove the row."
     if value is not None and not isinstance(value, str):
@@ -178,8 +176,3 @@ def _prompt_text(row: PromptRow, column: str) -> str:
     elif value and value.strip():
         wanted = f"It has only characters that are not seen, such as zero-width ones. {wanted}"
     raise InputError(f"{row.place}, column {column}", value, wanted)
-
-
-def _is_visible(text: str) -> bool:
-    """Return whether a text has any character that is more than space, format, control, or a mark on another."""
-    return any(unicodedata.category(letter) not in _INVISIBLE and letter not in _FILLERS for letter in text)

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.records import Modality
 from grpo_core.rewards.reward import STRICT, Reward, Score, ScoringBatch, Text
+from grpo_core.visible_text import has_visible_text
 
 FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType({"think_answer": ("think", "answer")})
 """Elements of each named format, in order."""
@@ -24,8 +25,6 @@ DEFAULT_FORMAT = "think_answer"
 
 MAX_SECONDS = 1.0
 """How long one completion may be matched; some patterns take ages over some texts."""
-
-_VISIBLE = regex.compile(r"[^\p{White_Space}\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\N{BRAILLE PATTERN BLANK}]")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -108,7 +107,7 @@ def has_elements(text: str, elements: Sequence[str]) -> bool:
         parts.append(before)
     parts.append(rest)
     # Alternately outside an element and inside one.
-    return not any(part.strip() for part in parts[::2]) and all(map(_VISIBLE.search, parts[1::2]))
+    return not any(part.strip() for part in parts[::2]) and all(map(has_visible_text, parts[1::2]))
 
 
 def _tags(elements: Sequence[str]) -> list[str]:
