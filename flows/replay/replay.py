@@ -52,6 +52,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
         async with recording(run.store, run.lock):
             evaluate(run, policy, history)
             trackers.log(history)
+            history.lap()
             for stored in plan.iterations:
                 update = corrected_update(run, plan, policy, stored)
                 advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)

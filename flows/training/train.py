@@ -42,6 +42,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
             with prefetching(config.run, policy, partial(sample_rollouts, run, history)) as prefetcher:
                 evaluate(run, policy, history)
                 trackers.log(history)
+                history.lap()
                 for iteration in range(1, config.run.iterations + 1):
                     batch = prefetcher.next_batch(iteration)
                     policy = train_policy(run, policy, batch, iteration)
