@@ -62,7 +62,7 @@ def test_tensorboard_has_metrics_images_rewards_and_settings(run: TrackedRun) ->
     histogram = read.Histograms("reward_histogram")[0].histogram_value
     assert (histogram.num, histogram.min, histogram.max) == (6, 0.1, 0.9)
     page = read.Tensors("heldout/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "| a red square | 0.900 |" in page
+    assert "| a red square | 0.400, 0.100, 0.900, none |" in page
     settings = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"update.learning_rate" in settings
     assert str(run.folder).encode() in settings
