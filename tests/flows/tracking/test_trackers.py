@@ -205,10 +205,11 @@ def test_a_finished_training_is_logged_as_it_was_stored(finished: Runs, undistur
 
 def test_unknown_and_missing_trackers_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking._available_trackers", ["tensorboard"])
-    problems = list(tracker_problems(["tensorboard", "swanlab", "tensorbord"]))
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Leaving.name, Leaving)
+    problems = list(tracker_problems(["tensorboard", "swanlab", "tensorbord", "leaving"]))
     assert [(each.place, each.value) for each in problems] == [
         ("run.trackers.1", "swanlab"),
         ("run.trackers.2", "tensorbord"),
     ]
     assert "uv pip install swanlab" in problems[0].hint
-    assert all("Installed here: tensorboard." in each.hint for each in problems)
+    assert all("Installed here: leaving, tensorboard." in each.hint for each in problems)
