@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageProcessor, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.autoregressive import UnitProcessor, refuse_reserved_tokens
+from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
+from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.settings import refuse_missing_folder
 
 RELEASED_MODEL = "zai-org/GLM-Image"
@@ -212,14 +213,18 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     try:
-        pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        # A processor for another unit than 32 is code in the folder; ours reads its settings, and that code never runs.
+        pipeline = GlmImagePipeline.from_pretrained(
+            model, processor=None, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+        pipeline.register_modules(processor=UnitProcessor.from_pretrained(model, subfolder="processor"))
     except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, hint) from error
-    stock = pipeline.processor
-    pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
-    pipeline.processor.unit = pixel_unit(pipeline)
+    if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
+        hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
+        raise InputError("policy.model", model, hint)
     pipeline.set_progress_bar_config(disable=True)
     # Its tensors are the largest of all; with one image at a time their size does not depend on the batch.
     pipeline.vae.enable_slicing()
