@@ -5,6 +5,8 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,8 @@ from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmIm
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import refuse_missing_folder
+from grpo_core.policies.glm_image.settings import INDEX_FILE, refuse_missing_folder
+from grpo_core.policies.trained import save_whole
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
@@ -234,13 +237,33 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     return pipeline.to(device)
 
 
-def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load the published weights of the autoregressive model."""
-    loaded = GlmImageForConditionalGeneration.from_pretrained(
+def _load_autoregressive(model: str, dtype: torch.dtype) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return GlmImageForConditionalGeneration.from_pretrained(
         model, subfolder=AUTOREGRESSIVE, dtype=dtype, use_safetensors=True
     )
-    state: dict[str, Tensor] = loaded.state_dict()
+
+
+def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the published weights of the autoregressive model."""
+    state: dict[str, Tensor] = _load_autoregressive(model, dtype).state_dict()
     return state
+
+
+def save_pipeline(base: Path, weights: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write a pipeline whose token model has the trained weights of a stored policy; all other files are copied.
+
+    Args:
+        base: folder of the pipeline that was trained.
+        weights: folder with an adapter, or with full weights.
+        folder: empty.
+        dtype: of the merged weights.
+    """
+    index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
+    for part in (name for name, place in index.items() if isinstance(place, list) and place[0] is not None):
+        if part != AUTOREGRESSIVE:
+            shutil.copytree(base / part, folder / part)
+    save_whole(weights, folder / AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype))
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:
