@@ -71,7 +71,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise InputErrors([error]) from error
     # The file is translated first: an option may override a key that the file sets under its other name.
     errors = translate(values)
-    errors += _apply_overrides(values, overrides)
+    errors += apply_overrides(values, overrides)
     try:
         config = check_config(values)
     except InputErrors as error:
@@ -136,8 +136,8 @@ def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
     return RUN_CONFIGS[kind if isinstance(kind, str) and kind in RUN_CONFIGS else default]
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
-    """Change values in place; return the errors of the overrides."""
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
+    """Change plain values in place by `section.key=value`; return the errors of the overrides."""
     errors: list[InputError] = []
     names: dict[str, str] = {}
     for override in overrides:

@@ -16,8 +16,10 @@ import typer
 
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
 from flows.command_line.rewards import commands as reward_commands
+from flows.export.request import ExportRequest
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.pruning.request import PruneRequest, check_request
+from flows.sampling.request import SampleRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
 
@@ -207,6 +209,47 @@ def inspect(
         report(inspection, html, to_stderr=as_json)
         if as_json:
             typer.echo(inspection.summary(html).model_dump_json())
+
+
+@application.command()
+@takes_request(ExportRequest)
+def export(request: ExportRequest, as_json: Json = False) -> None:
+    """Write a policy version as a folder that diffusers, transformers and peft load: adapter or whole model."""
+    from flows.export.plan import plan_export
+
+    plan = plan_export(request)
+    for note in plan.notes:
+        typer.echo(note, err=True)
+    from flows.export.export import export as write_export
+    from flows.export.usage import usage
+    from flows.terminal.summaries import show_export
+
+    summary = write_export(plan)
+    show_export(summary, usage(plan.config, request.push_to_hub or request.folder, whole=summary.kind == "model"))
+    if as_json:
+        typer.echo(summary.model_dump_json())
+
+
+@application.command()
+@takes_request(SampleRequest)
+def sample(request: SampleRequest, as_json: Json = False) -> None:
+    """Draw or answer prompts at once, with a run's policy, an exported folder or any model."""
+    from flows.sampling.source import open_source
+
+    source = open_source(request)
+    from rich.console import Console
+
+    from flows.sampling.sample import sample as draw_samples
+    from flows.terminal.samples import show_sample
+
+    for note in source.notes:
+        typer.echo(note, err=True)
+    samples, console = [], Console(stderr=as_json)
+    for each in draw_samples(request, source):
+        show_sample(each, console)
+        samples.append(each.model_dump())
+    if as_json:
+        typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))
 
 
 @application.command()

@@ -15,9 +15,9 @@ from flows.server.reachable import require_server, server_url
 from flows.training.history import is_evaluated
 from grpo_core.errors import InputError, InputErrors
 from tasks.checkout import CHECKOUT
-from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, evaluation_folder
+from tasks.runs.layout import POLICIES, evaluation_folder
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import find_evaluation, read_range
+from tasks.runs.stored import find_evaluation, heldout_rewards, read_range
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import is_local
@@ -63,7 +63,7 @@ def find_needs(
 ) -> Needs:
     """Find what of a run is needed, apart from its last versions; `versions` are those that have their files."""
     needs = Needs()
-    rewards = rewards_of(store, EVALUATIONS)
+    rewards = heldout_rewards(store)
     if trained := [version for version in versions if version in rewards]:
         needs.policies[max(trained, key=rewards.__getitem__)].append(BEST)
     _add_training(needs, store, config, config, versions, "the next start of the run")
@@ -134,17 +134,6 @@ def _root(given: Mapping[str, Any]) -> str:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def rewards_of(store: ArtifactStore, folder: str) -> dict[int, float]:
-    """Return the mean held-out reward of the evaluations in a folder of the run, by policy version."""
-    rewards: dict[int, float] = {}
-    for version in RunReader(store).evaluations(folder):
-        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/{ADVANTAGES}"))
-        reward = _mapping(manifest.described.get("metrics") if manifest else None).get("reward")
-        if isinstance(reward, float):
-            rewards[version] = reward
-    return rewards
 
 
 def _unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:

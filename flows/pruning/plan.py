@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
-from flows.pruning.needs import BEST, Needs, ScheduledFlow, find_needs, rewards_of
+from flows.pruning.needs import BEST, Needs, ScheduledFlow, find_needs
 from flows.pruning.request import PruneRequest, read_age
 from tasks.pruning import (
     Prunable,
@@ -32,6 +32,7 @@ from tasks.runs.layout import (
     stage_folder,
 )
 from tasks.runs.reader import RunReader
+from tasks.runs.stored import heldout_rewards
 from tasks.storage.artifacts.store import ArtifactStore, lineage_of
 from tasks.storage.artifacts.tombstones import LINEAGE, replace_artifact
 
@@ -184,7 +185,7 @@ def _plan_evaluations(plan: RunPlan, folder: str, needed: Mapping[int, list[str]
         for version in RunReader(plan.store).evaluations(folder)
         if (prunable := find_prunable(plan.store, f"{folder}/{version:06d}/{ROLLOUTS}")) is not None
     }
-    rewards = rewards_of(plan.store, folder)
+    rewards = heldout_rewards(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
     for version, prunable in rollouts.items():
         if not plan.images_are_due(prunable, age, version, last):

@@ -101,7 +101,7 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
     assert heldout is not None
     seeds = "same seeds" if heldout.same_seeds else "other seeds"
     title = f"Held-out prompts, policy {heldout.first} and policy {heldout.last}, {seeds}"
-    texts, images = inspection.run.noun == "completion", _has_colours(console)
+    texts, images = inspection.run.noun == "completion", has_colours(console)
     table = table_of(title, ("prompt", "reward", *(("before", "after") if texts or images else ())), ())
     table.show_lines = images
     table.columns[0].ratio, table.columns[1].no_wrap = 1, True
@@ -152,7 +152,7 @@ def _cell(sample: Row | None, console: Console) -> RenderableType:
     lines.append(Text(f"log-prob {sample['logprob']:.1f} over {sample['length']} tokens{cut}", style="dim"))
     if isinstance(sample["output"], str):
         return Lines(_output(sample), *lines)
-    return Lines(*lines, *((_output(sample),) if _has_colours(console) else ()))
+    return Lines(*lines, *((_output(sample),) if has_colours(console) else ()))
 
 
 def _output(sample: Row) -> Text:
@@ -169,7 +169,8 @@ def _left_out(read: int, total: int) -> str | None:
     return f"{shown} of {total} prompts; --html FILE shows more" if shown < total else None
 
 
-def _has_colours(console: Console) -> bool:
+def has_colours(console: Console) -> bool:
+    """Return whether a console shows images."""
     return console.is_terminal and console.color_system in ("256", "truecolor")
 
 

@@ -11,6 +11,7 @@ from tasks.reports.text import baseline_rows, change, counted, number
 if TYPE_CHECKING:
     from flows.deployment.deploy import DeployedRun
     from flows.evaluation.evaluate import EvaluateSummary
+    from flows.export.export import ExportSummary
     from flows.preflight.doctor import Diagnosis
     from flows.pruning.prune import PruneSummary
     from flows.training.summary import TrainSummary
@@ -117,6 +118,19 @@ def show_deployed(deployed: "DeployedRun") -> None:
     say(f"  prefect deployment run '{deployed.deployments[0].name}'")
     if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):
         say(f"Runs are kept in {deployed.root}/ of the worker's checkout.")
+
+
+def show_export(summary: "ExportSummary", usage: str, console: Console | None = None) -> None:
+    """Print what was written, where it is, and the lines of Python that use it."""
+    console = console or stderr()
+    rows = [
+        ("written", "a whole model" if summary.kind == "model" else "an adapter, in peft's format"),
+        ("policy digest", summary.policy_digest[:16]),
+        ("folder", relative(summary.folder)),
+        *([("hub", summary.url)] if summary.url else []),
+    ]
+    console.print(key_values(f"{summary.run}, policy {summary.policy}", rows))
+    console.print(plain(usage), soft_wrap=True)
 
 
 def size(count: int) -> str:

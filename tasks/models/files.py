@@ -18,9 +18,9 @@ def model_digest(model: str) -> str:
     Raises:
         InputError: the hub's files are not on this machine and cannot be downloaded.
     """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return _snapshot(model).name
+    folder = model_folder(model)
+    if not Path(model).expanduser().is_dir():
+        return folder.name
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _DETERMINING:
@@ -28,7 +28,17 @@ def model_digest(model: str) -> str:
     return digest.hexdigest()
 
 
-def _snapshot(model: str) -> Path:
+def model_folder(model: str) -> Path:
+    """Return a model's folder on this machine: the one that is named, or the snapshot of a hub name.
+
+    A hub name whose files are not on this machine is downloaded, unless the hub is switched off.
+
+    Raises:
+        InputError: the hub's files are not on this machine and cannot be downloaded.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -92,8 +92,8 @@ class ResidentPolicy:
         if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
             self._loaded = None  # frees its memory for the next one
             begun = time.perf_counter()
-            _require_same_model(spec)
-            self._loaded = _Loaded(spec, device, _load(spec, settings, device), spec.digest, None)
+            require_same_model(spec)
+            self._loaded = _Loaded(spec, device, load_policy(spec, settings, device), spec.digest, None)
             log(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
         _load_changes(self._loaded, reference)
         self._loaded.policy.sample_with(settings)
@@ -122,7 +122,7 @@ class ResidentPolicy:
             torch.cuda.empty_cache()
 
 
-def _require_same_model(spec: ModelSpec) -> None:
+def require_same_model(spec: ModelSpec) -> None:
     """Refuse a folder or cache of this machine that has another model under the same name."""
     found = model_digest(spec.section.model)
     if found != spec.digest:
@@ -133,7 +133,8 @@ def _require_same_model(spec: ModelSpec) -> None:
         raise InputError("policy.model", spec.section.model, hint)
 
 
-def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
+def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
+    """Load a policy with its initial weights; settings are those of the family's sampler."""
     section = spec.section
     return spec.family.load(
         section.model,

@@ -16,6 +16,7 @@ from tasks.models.files import REFERENCE_FOLDER, weights_digest
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
+    EVALUATIONS,
     GUARDRAILS,
     RESCORED,
     REWARDS,
@@ -31,6 +32,9 @@ from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import SCHEMA_VERSION
+
+BEST = "best"
+"""In place of a number: the policy version with the highest held-out reward."""
 
 STORED, RECOMPUTED = "stored", "recomputed"
 """Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
@@ -192,6 +196,38 @@ def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
     """Return who removed the files of a version and when; None for a version that has them."""
     manifest = store.manifest_at(store.path(policy_folder(version)))
     return manifest.pruned if manifest is not None and not manifest.files else None
+
+
+def heldout_rewards(store: ArtifactStore, folder: str = EVALUATIONS) -> dict[int, float]:
+    """Return the mean held-out reward of the evaluations in a folder of the run, by policy version."""
+    rewards: dict[int, float] = {}
+    for version in RunReader(store).evaluations(folder):
+        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/{ADVANTAGES}"))
+        metrics = manifest.described.get("metrics") if manifest else None
+        reward = metrics.get("reward") if isinstance(metrics, Mapping) else None
+        if isinstance(reward, float):
+            rewards[version] = reward
+    return rewards
+
+
+def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
+    """Return the policy version that a person chose: a number as text, `best`, or None for the last valid one.
+
+    The best is the version with the highest mean held-out reward among those that are stored, the initial model
+    included; of equal ones the earliest.
+
+    Raises:
+        InputErrors: the best one is asked for, and no stored version was evaluated.
+    """
+    if chosen != BEST:
+        return None if chosen is None else int(chosen)
+    stored = {0, *stored_versions(store)}
+    rewards = {version: reward for version, reward in heldout_rewards(store).items() if version in stored}
+    if not rewards:
+        numbers = spans(sorted(stored - {0}))
+        hint = f"No stored version of {store.run} was evaluated; run `grpo evaluate`, or give a version: {numbers}."
+        raise InputErrors([InputError("--policy", chosen, hint)])
+    return max(rewards, key=rewards.__getitem__)
 
 
 def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,12 @@ class GlmImageFamily:
         from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
 
         refuse_unusable_prompts(model, prompts)
+
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+        """Write the pipeline with trained weights in its token model, and its other parts as they are."""
+        from grpo_core.policies.glm_image.loading import save_pipeline
+
+        save_pipeline(base, weights, folder, dtype)
 
     def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
         """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""

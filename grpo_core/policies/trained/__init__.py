@@ -3,6 +3,7 @@
 choice         the settings that select what is trained
 model          the interface of a trained model, its reference and its moving average, gradient checkpointing
 lora_and_full  adapters and full weights
+whole          a model with trained weights, as transformers loads it
 policy         the half of a policy that its trained model implements; 16-bit arithmetic over the weights
 """
 
@@ -10,6 +11,7 @@ from grpo_core.policies.trained.choice import LoraSettings, Reference, TrainingC
 from grpo_core.policies.trained.lora_and_full import ADAPTER_FILE, WEIGHTS_FILE, FullModel, LoraModel, train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.policy import TrainedPolicy, autocast, refuse_unscaled_float16
+from grpo_core.policies.trained.whole import save_whole
 
 __all__ = [
     "ADAPTER_FILE",
@@ -23,5 +25,6 @@ __all__ = [
     "TrainingChoice",
     "autocast",
     "refuse_unscaled_float16",
+    "save_whole",
     "train_model",
 ]
