@@ -98,6 +98,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
         "device": f"{config.placement.device}, optimizer {config.update.optimizer}",
         "storage": config.storage.root,
+        "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",
     }[subject]
 
 

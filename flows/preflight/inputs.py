@@ -18,6 +18,7 @@ from configs.scoring import RewardSection
 from configs.sections import DatasetSection, PromptsSection
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
 from flows.server.reachable import require_pools, require_server
+from flows.tracking.available import tracker_problems
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.protocol import policy_family
@@ -265,6 +266,10 @@ def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[Input
         yield error
 
 
+def _tracker_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    yield from tracker_problems(config.run.trackers)
+
+
 Check = Callable[[RunConfig, PromptFiles], Iterator[InputError]]
 
 CHECKS: Mapping[str, Check] = MappingProxyType(
@@ -274,6 +279,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "rewards": _reward_problems,
         "device": _device_problems,
         "storage": _storage_problems,
+        "trackers": _tracker_problems,
     }
 )
 """Checks by subject that load no model, write no file and do not import Prefect."""

@@ -10,6 +10,7 @@ from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
 from flows.replay.plan import ReplayPlan, plan_replay
+from flows.tracking.log import tracking
 from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError
@@ -45,11 +46,13 @@ async def replay(request: ReplayForm) -> ReplaySummary:
     """Train a policy from another run's stored rollouts, one update per iteration, in their order."""
     started = time.perf_counter()
     plan = plan_replay(request)
-    with open_run(plan.config) as run:
+    with open_run(plan.config) as run, tracking(run.config, run.store) as trackers:
         history, policy = TrainingHistory(), plan.start or run.base_policy
         log(introduction(plan))
         async with recording(run.store, run.lock):
             evaluate(run, policy, history)
+            trackers.log(history)
+            history.lap()
             for stored in plan.iterations:
                 update = corrected_update(run, plan, policy, stored)
                 advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
@@ -59,6 +62,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 if is_evaluated(run.config, policy.version):
                     evaluate(run, policy, history)
                 await report_iteration(run, history, policy, stored.rounds, advantages, replayed=True)
+                trackers.log(history)
                 if history.stopped_by(plan.config, policy.version):
                     log(f"stopped after iteration {policy.version}, because watch.stop is set")
                     break

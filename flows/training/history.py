@@ -4,6 +4,7 @@ The evaluations watch for reward hacking: a guardrail that falls while the rewar
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT, Baseline
-from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
+from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -40,6 +41,7 @@ class TrainingHistory:
         baselines: advantages of the images that no policy made.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
+        since: when the current iteration began, on the clock of this process.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -48,11 +50,17 @@ class TrainingHistory:
     baselines: Mapping[Baseline, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
         """Advantages of the iteration that was sampled last; None before the first."""
         return self.sampled[-1] if self.sampled else None
+
+    def lap(self) -> float:
+        """Return the seconds since the current iteration began, and begin the next one."""
+        before, self.since = self.since, time.perf_counter()
+        return self.since - before
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
         """Whether the watch ends the run at this policy version, before its last iteration."""
@@ -135,7 +143,9 @@ async def report_iteration(
     iteration, iterations = policy.version, run.config.run.iterations
     heldout, guardrails = history.heldout.get(iteration), history.guardrails.get(iteration)
     previous = history.iterations[-1].metrics if history.iterations else None
-    metrics = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails, previous)
+    earlier = read_metrics(run.store, iteration)
+    gathered = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails, previous)
+    metrics = with_earlier(gathered, earlier, history.lap())
     record = IterationRecord(
         iteration=iteration,
         rounds=rounds,
@@ -146,7 +156,7 @@ async def report_iteration(
     history.iterations.append(record)
     log(format_progress_line(record, iterations))
     # A run that resumes passes its previous iterations, which have been reported.
-    if not has_metrics(run.store, iteration) or iteration == iterations:
+    if not earlier or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
 

@@ -21,6 +21,7 @@ from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
 from grpo_core.seeds import derive_seed
 from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
+from tasks.execution.peak_memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
@@ -90,6 +91,7 @@ class UpdateOutcome(BaseModel):
         checkpoint_digest: of everything that the next update reads.
         rows: how many it trained on.
         metrics: by name.
+        peak_memory: most bytes allocated on the GPU of the first process; None without a GPU.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,6 +101,7 @@ class UpdateOutcome(BaseModel):
     checkpoint_digest: str
     rows: int
     metrics: dict[str, float]
+    peak_memory: int | None = None
 
 
 def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection) -> None:
@@ -140,6 +143,7 @@ def carry_out(
     Raises:
         InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the functions that it calls.
     """
+    reset_peak_memory()
     with tempfile.TemporaryDirectory() as fetched:
         stored = read_training_rows(
             current_store(),
@@ -180,6 +184,7 @@ def carry_out(
         checkpoint_digest=_checkpoint_digest(staged, reference_digest),
         rows=len(stored.rows),
         metrics={**result.metrics(), **stored.metrics()},
+        peak_memory=peak_memory(),
     )
 
 

@@ -100,6 +100,7 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             rows=outcome.rows,
             seconds=time.perf_counter() - started,
             metrics=outcome.metrics,
+            peak_memory=outcome.peak_memory,
         )
     return PolicyRef(
         version=job.version,

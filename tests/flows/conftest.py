@@ -26,6 +26,7 @@ from prefect.testing.utilities import prefect_test_harness
 from configs.loader import read_config
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError, InputErrors
+from tasks.metrics.names import is_measured
 from tasks.progress import listen
 
 R = TypeVar("R")
@@ -204,7 +205,7 @@ class Runs:
 
 def _unmeasured(table: pl.DataFrame) -> list[dict[str, Any]]:
     if "metric" in table.columns:
-        table = table.filter(~pl.col("metric").str.contains("^seconds/|^step_time$"))
+        table = table.filter([not is_measured(name) for name in table["metric"]])
     return table.drop("seconds", strict=False).to_dicts()
 
 

@@ -30,6 +30,8 @@ class ArtifactRef(BaseModel):
         rows: number of samples.
         seconds: time that the stage took when it ran.
         metrics: the stage's metrics.
+        peak_memory: most bytes that PyTorch had allocated on the GPU while the stage ran; None without a GPU, and for
+            stages that use none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,6 +43,7 @@ class ArtifactRef(BaseModel):
     rows: int
     seconds: float
     metrics: dict[str, float]
+    peak_memory: int | None = None
 
     @field_validator("uri")
     @classmethod
