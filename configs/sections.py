@@ -23,6 +23,17 @@ class RunSection(Section):
     staleness: NonNegativeInt = Field(
         0, description="rollouts are sampled by a policy this many versions older, during updates; 0: in turn"
     )
+    continue_from: str | None = Field(
+        None,
+        min_length=1,
+        description="start from the weights of a policy of another run of storage.root, as RUN or RUN@N, with a new "
+        "optimizer; null: from the model",
+    )
+    on_change: Literal["refuse", "restart"] = Field(
+        "refuse",
+        description="what a start does whose settings, code or prompts are not those of the stored policies; restart: "
+        "begin at iteration 1 and move the results to previous/",
+    )
 
 
 class LoraSection(Section, LoraSettings):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from flows.command_line.changes import RESTART, is_terminal, settle_change
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
 from flows.command_line.rewards import commands as reward_commands
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
@@ -49,13 +50,13 @@ def program() -> None:
     """Train image generators and language models with rewards."""
 
 
-def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "RunConfig":
-    """Read the configuration with its overrides."""
+def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> "RunConfig":
+    """Read the configuration with its overrides, those of other options and answers last."""
     # Checking rewards imports torch, which a command without a configuration does not need.
     from configs.loader import read_config
 
     named = [f"run.name={json.dumps(run)}"] if run is not None else []
-    return read_config(config, [*(overrides or []), *named])
+    return read_config(config, [*(overrides or []), *named, *chosen])
 
 
 def _require_runs(*sources: str, root: str) -> None:
@@ -82,17 +83,28 @@ def train(
     accept_code: Annotated[
         bool, typer.Option("--accept-code", help="resume with stored results that other code made, and record it")
     ] = False,
+    continue_from: Annotated[
+        str | None,
+        typer.Option(metavar="RUN[@N]", help="train a new run from the weights of another, by default its last version"),
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="with other settings, begin anew; earlier results move to previous/")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start or resume a training run."""
     with handle_errors(as_json):
-        checked = resolved(config, run, overrides)
+        chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
+        chosen += [RESTART] if restart else []
+        checked = resolved(config, run, overrides, *chosen)
         from flows.preflight.inputs import check_inputs
 
         check_inputs(checked)
         from flows.terminal.summaries import show_training
         from flows.training.train import train as train_flow
 
+        if answer := settle_change(checked, accept_code=accept_code, ask=is_terminal()):
+            checked = resolved(config, run, overrides, *chosen, *answer)
         summary = _followed(train_flow(checked, accept_code=accept_code))
         show_training(summary)
         if as_json:
