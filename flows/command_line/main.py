@@ -5,6 +5,7 @@ reported before Prefect and the models' libraries are imported, which takes many
 """
 
 import asyncio
+import importlib.metadata
 import json
 import os
 from collections.abc import Coroutine
@@ -32,7 +33,6 @@ application = typer.Typer(
     help="Train image generators and language models with rewards.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 application.add_typer(reward_commands)
@@ -45,8 +45,18 @@ def main() -> None:
     application()
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"grpo {importlib.metadata.version('grpo-staged')}")
+        raise typer.Exit
+
+
 @application.callback()
-def program() -> None:
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and stop")
+    ] = False,
+) -> None:
     """Train image generators and language models with rewards."""
 
 
@@ -85,7 +95,7 @@ def train(
     ] = False,
     continue_from: Annotated[
         str | None,
-        typer.Option(metavar="RUN[@N]", help="train a new run from the weights of another, by default its last version"),
+        typer.Option(metavar="RUN[@N]", help="train a new run from another's weights, by default the last"),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="with other settings, begin anew; earlier results move to previous/")
@@ -208,22 +218,52 @@ def inspect(
     root: Annotated[
         str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
     ] = "runs",
+    everything: Annotated[bool, typer.Option("--all", help="show every curve and metric, and more prompts")] = False,
+    config: Annotated[bool, typer.Option("--config", help="show the configuration with all defaults")] = False,
     as_json: Json = False,
 ) -> None:
     """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
     with handle_errors(as_json):
         from flows.inspection.inspect_run import inspect_run
-        from flows.terminal.inspection import report
 
         inspection = inspect_run(run, root=root, iteration=iteration, html=html)
-        report(inspection, html, to_stderr=as_json)
         if as_json:
             typer.echo(inspection.summary(html).model_dump_json())
+            return
+        from rich.console import Console
+
+        from flows.terminal.inspection import report
+
+        report(inspection, html, Console(), everything=everything, config=config)
+
+
+@application.command("list")
+def list_runs(
+    root: Annotated[str, typer.Argument(metavar="[ROOT]", help="a folder or any fsspec URL")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List the runs below a folder: state, iterations, rewards, when they last made progress."""
+    with handle_errors(as_json):
+        from flows.inspection.list_runs import list_runs as listed
+
+        runs = listed(root)
+        if as_json:
+            typer.echo(json.dumps({"root": root, "runs": [each.model_dump(mode="json") for each in runs]}))
+            return
+        from rich.console import Console
+
+        from flows.terminal.summaries import show_runs
+
+        show_runs(root, runs, Console())
 
 
 @application.command()
 @takes_request(PruneRequest)
-def prune(request: PruneRequest, as_json: Json = False) -> None:
+def prune(
+    request: PruneRequest,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="delete without asking")] = False,
+    as_json: Json = False,
+) -> None:
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
     _require_runs(*request.sources, root=request.root)
@@ -232,6 +272,14 @@ def prune(request: PruneRequest, as_json: Json = False) -> None:
     from flows.pruning.prune import prune as prune_runs
     from flows.terminal.summaries import show_pruned
 
+    if not (yes or request.dry_run):
+        if not is_terminal():
+            hint = "Add --yes to delete without a question, or --dry-run to see what would be deleted."
+            raise InputError("grpo prune", "no terminal to ask in", hint)
+        planned = prune_runs(request.model_copy(update={"dry_run": True}))
+        show_pruned(planned, Console(stderr=True))
+        if planned.bytes:
+            typer.confirm("Delete this?", abort=True, err=True)
     summary = prune_runs(request)
     show_pruned(summary, Console(stderr=as_json))
     if as_json:

@@ -19,8 +19,8 @@ from tasks.execution.stages import STAGES, stage_named
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet
-from tasks.rewards.stored import scores_key
 from tasks.reports.text import counted
+from tasks.rewards.stored import scores_key
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader

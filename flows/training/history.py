@@ -13,11 +13,13 @@ from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import artifact_key
+from flows.training.pace import Pace, find_reused, name_reused
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
-from tasks.progress import log
+from tasks.progress import advance_run, log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT, Baseline
+from tasks.reports.text import duration
+from tasks.runs.layout import SIGNS_FILE, UPDATE, WATCH_PLOT, Baseline
 from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -40,6 +42,7 @@ class TrainingHistory:
         baselines: advantages of the images that no policy made.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
+        pace: how fast this start trains.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -48,6 +51,7 @@ class TrainingHistory:
     baselines: Mapping[Baseline, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -142,19 +146,30 @@ async def report_iteration(
         advantages=advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
+        reused=find_reused(run.store, () if replayed else rounds, advantages, policy.checkpoint),
     )
     history.iterations.append(record)
-    log(format_progress_line(record, iterations))
+    pace = history.pace.add(trained=UPDATE not in record.reused and not has_metrics(run.store, iteration))
+    advance_run(iteration, iterations, pace)
+    log(format_progress_line(record, iterations, pace))
     # A run that resumes passes its previous iterations, which have been reported.
     if not has_metrics(run.store, iteration) or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
 
 
-def format_progress_line(record: IterationRecord, iterations: int) -> str:
-    """Format an iteration as one line of the log."""
+def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+    """Format an iteration as one line of the log.
+
+    Args:
+        pace: seconds per iteration, for the time that is left; None if it is not known.
+    """
     parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
-    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
+    parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
+    parts += [name_reused(record.reused)] if record.reused else []
+    left = iterations - record.iteration
+    parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
 
 
 async def publish(run: Run, history: TrainingHistory) -> None:

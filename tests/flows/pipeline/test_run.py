@@ -70,8 +70,9 @@ OTHER = "update.kl_coef=0.02"
 
 def test_policies_of_other_settings_stay_until_someone_chooses(prompts: Path, trained: Path) -> None:
     before = sha256_of(trained)
+    choices = r"update.kl_coef 0.01 -> 0.02.* --run .* --continue-from .*--restart"
     for accept_code in (False, True):
-        with pytest.raises(ChangedRunError, match=r"update.kl_coef 0.01 -> 0.02.* --run .* --continue-from .*--restart"):
+        with pytest.raises(ChangedRunError, match=choices):
             reasons(prompts, OTHER, accept_code=accept_code)
     assert sha256_of(trained) == before
     assert reasons(prompts, "run.iterations=100", "placement.torch_threads=2") == []
