@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flows.command_line.changes import RESTART, is_terminal, settle_change
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
+from flows.command_line.questions import RESTART, ask_for_init, is_terminal, settle_change
 from flows.command_line.rewards import commands as reward_commands
+from flows.init.write import InitRequest, write_folder
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.pruning.request import PruneRequest, check_request
 from flows.server.start import ServerRequest, serve
@@ -208,6 +209,18 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
             typer.echo(json.dumps({"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}))
     if not diagnosis.healthy:
         raise typer.Exit(2)
+
+
+@application.command()
+@takes_request(InitRequest)
+def init(request: InitRequest, as_json: Json = False) -> None:
+    """Write a folder with a commented configuration for your own prompts, reward and model; asks without options."""
+    files = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
+    for path in files:
+        typer.echo(f"wrote {path}", err=True)
+    typer.echo(f"next: grpo doctor {files[0]}, then grpo train {files[0]}", err=True)
+    if as_json:
+        typer.echo(json.dumps({"files": [str(path) for path in files]}))
 
 
 @application.command()

@@ -10,7 +10,7 @@ import pytest
 
 from configs.loader import read_config
 from configs.schema import RunConfig
-from flows.command_line.changes import RESTART, settle_change
+from flows.command_line.questions import RESTART, settle_change
 from flows.pipeline import lineage
 from flows.pipeline.lineage import ChangedRunError
 from flows.pipeline.run import open_run

@@ -1,4 +1,4 @@
-"""What a command does before it changes what people may want to keep: ask in a terminal, refuse elsewhere."""
+"""What commands ask in a terminal: how a run with other settings goes on, and what `grpo init` writes."""
 
 import itertools
 import json
@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
+    from flows.init.write import InitRequest
 
 RESTART = "run.on_change=restart"
 
@@ -59,6 +60,25 @@ def settle_change(config: "RunConfig", *, accept_code: bool, ask: bool) -> list[
     if chosen == len(lines) - 1:
         raise typer.Exit(1)
     return (named, [*named, f"run.continue_from={json.dumps(name)}"], [RESTART])[chosen - 1]
+
+
+def ask_for_init(request: "InitRequest") -> "InitRequest":
+    """Ask for what `grpo init` can be given as options; an empty answer keeps the default."""
+    from rich.prompt import Prompt
+
+    from configs.validation import validated
+    from flows.init.write import InitRequest
+    from flows.terminal.tables import stderr
+
+    console = stderr()
+    answers = {
+        "kind": Prompt.ask("What the model generates", choices=["image", "text"], default="image", console=console),
+        "model": Prompt.ask("Model, a folder or hub name (empty: the shipped tiny model)", default="", console=console),
+        "prompts": Prompt.ask("Prompt file (empty: examples)", default="", console=console),
+        "reward": Prompt.ask("Reward, of `grpo rewards list`, or own for a function", default="own", console=console),
+    }
+    given = {name: answer for name, answer in answers.items() if answer}
+    return validated(InitRequest, {"folder": request.folder, **given})
 
 
 def _free_name(config: "RunConfig") -> str:
