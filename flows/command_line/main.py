@@ -63,7 +63,11 @@ def program(
 
 def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> "RunConfig":
     """Read the configuration with its overrides, those of other options and answers last."""
-    # Checking rewards imports torch, which a command without a configuration does not need.
+    from configs.yaml_files import read_mapping
+
+    # A file that cannot be read is reported before torch is imported, which checking needs and which takes seconds.
+    read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
+    typer.echo(f"reading {config} ...", err=True)
     from configs.loader import read_config
 
     named = [f"run.name={json.dumps(run)}"] if run is not None else []

@@ -48,7 +48,7 @@ HELDOUT: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
 
 REWARD: Mapping[Modality, str] = MappingProxyType(
     {
-        "image": '''"""The reward: one number per image, higher is better; samples of a prompt are compared with each other."""
+        "image": '''"""One number per image, higher is better; only images of the same prompt are compared."""
 
 
 def reward(prompts, images, **columns):
@@ -59,7 +59,7 @@ def reward(prompts, images, **columns):
         scores.append((red - (green + blue) / 2) / 255)
     return scores
 ''',
-        "text": '''"""The reward: one number per text, higher is better; samples of a prompt are compared with each other."""
+        "text": '''"""One number per text, higher is better; only texts of the same prompt are compared."""
 
 
 def reward(prompts, completions, **columns):
@@ -73,7 +73,9 @@ def reward(prompts, completions, **columns):
 )
 
 CONFIG = """\
-# Written by `grpo init`. Check it with `grpo doctor {file}`, start it with `grpo train {file}`.
+# Written by `grpo init`. To check it, and to start it:
+#     grpo doctor {file}
+#     grpo train {file}
 # Change one value for one start with --set, as in --set update.learning_rate=1e-4.
 run:
   name: {name}

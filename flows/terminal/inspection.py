@@ -34,19 +34,26 @@ LETTERS = 400
 
 
 def report(inspection: Inspection, html: Path | None, console: Console, *, everything: bool, config: bool) -> None:
-    """Show a run; if it was written as a page, only the summary and the path of the page.
-
-    Args:
-        everything: show what does not fit on a screen too: every curve and metric, more prompts, what was moved away.
-        config: show the configuration with all defaults.
-    """
+    """Show a run on the console; if it was written as a page, only the summary and the path of the page."""
+    if html is None:
+        show_inspection(inspection, console, everything=everything, config=config)
+        return
     show_warnings(inspection.warnings, console)
     show_heading(inspection, console)
-    if html is not None:
-        console.print(plain(f"page written to {html}"), soft_wrap=True)
-        return
-    run = inspection.run
-    rows = MAX_ROWS if everything else 1 if _has_colours(console) and run.noun == "image" else SCREEN_ROWS
+    console.print(plain(f"page written to {html}"), soft_wrap=True)
+
+
+def show_inspection(inspection: Inspection, console: Console, *, everything: bool, config: bool) -> None:
+    """Print the summary, the main curves and some samples, which fit on a screen.
+
+    Args:
+        everything: print every curve and metric, more samples, and what was moved away.
+        config: print the configuration with all defaults.
+    """
+    run, images = inspection.run, _has_colours(console) and inspection.run.noun == "image"
+    rows = MAX_ROWS if everything else 1 if images else SCREEN_ROWS
+    show_warnings(inspection.warnings, console)
+    show_heading(inspection, console)
     console.print(_curves(inspection, console, None if everything else SCREEN_CURVES))
     if inspection.heldout is not None and inspection.heldout.pairs:
         console.print(_heldout(inspection, console, rows))
@@ -56,7 +63,7 @@ def report(inspection: Inspection, html: Path | None, console: Console, *, every
         _show_rest(run, console)
     if config and run.config_text is not None:
         console.print(Panel(plain(run.config_text.rstrip()), title="config.yaml", title_align="left"))
-    elif not everything:
+    if not everything:
         hint = "--all shows every curve, metric and prompt, --config the configuration, --html FILE writes a page"
         console.print(Text(hint, style="dim"), soft_wrap=True)
 

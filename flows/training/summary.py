@@ -48,7 +48,7 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, elapsed: fl
     title, texts = f"{run.config.run.name}: held-out prompts", isinstance(run.config.rollout, TextRolloutSection)
     return TrainSummary(
         run=run.config.run.name,
-        iterations=policy.version,
+        iterations=len(iterations),
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         heldout_before=heldout[versions[0]].metrics.get("reward") if versions else None,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from configs.loader import read_config, read_mapping
+from configs.loader import read_config
 from configs.schema import RunConfig
+from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
 from tasks.prompts.files import nearest_names
