@@ -49,14 +49,10 @@ UPDATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        ("images", "ddp"),
-        ("texts, adapters", "fsdp2"),
-        pytest.param("texts", "ddp", marks=pytest.mark.slow),
-        *(pytest.param(name, "fsdp2", marks=pytest.mark.slow) for name in UPDATES if name != "texts, adapters"),
-    ],
+    [("images", "ddp"), ("texts", "ddp"), *((name, "fsdp2") for name in UPDATES)],
 )
 def test_two_processes_compute_the_weights_of_one(
     store: ArtifactStore, tmp_path: Path, name: str, sharding: str
