@@ -27,6 +27,17 @@ class RunSection(Section):
         (), description="where metrics and samples are logged: tensorboard, wandb, mlflow, trackio, swanlab"
     )
     project: str = Field("grpo", min_length=1, description="project of the trackers; mlflow calls it an experiment")
+    continue_from: str | None = Field(
+        None,
+        min_length=1,
+        description="start from the weights of a policy of another run of storage.root, as RUN or RUN@N, with a new "
+        "optimizer; null: from the model",
+    )
+    on_change: Literal["refuse", "restart"] = Field(
+        "refuse",
+        description="what a start does whose settings, code or prompts are not those of the stored policies; restart: "
+        "begin at iteration 1 and move the results to previous/",
+    )
 
 
 class LoraSection(Section, LoraSettings):

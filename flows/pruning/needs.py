@@ -67,8 +67,8 @@ def find_needs(
     if trained := [version for version in versions if version in rewards]:
         needs.policies[max(trained, key=rewards.__getitem__)].append(BEST)
     _add_training(needs, store, config, config, versions, "the next start of the run")
-    for replay, start in _unfinished_replays(store):
-        needs.policies[start].append(f"the replay {replay} starts from it and is not finished")
+    for other, start in _unfinished_successors(store):
+        needs.policies[start].append(f"{other} starts from it and is not finished")
     for each in scheduled:
         given, request = _mapping(each.parameters.get("config")), _mapping(each.parameters.get("request"))
         if each.flow == TRAIN and (planned := _scheduled_config(store, given)) is not None:
@@ -136,8 +136,8 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
-    """Yield the name and the first policy version of each replay of a run that is stored next to it and unfinished."""
+def _unfinished_successors(store: ArtifactStore) -> Iterator[tuple[str, int]]:
+    """Yield each unfinished run next to this one that starts from one of its policies, and the policy's version."""
     entries = store.filesystem.ls(store.root, detail=True)
     folders = sorted(str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
     for name in (folder.rsplit("/", 1)[-1] for folder in folders):
@@ -145,15 +145,22 @@ def _unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
             continue
         try:
             values = yaml.safe_load(store.read_shared(f"{name}/config.yaml") or b"")
-            replay, end = values["replay"], int(values["run"]["iterations"])
-            start = int(replay["policy"]) if replay["source"] == store.run else 0
+            start, end = _start(values, store.run), int(values["run"]["iterations"])
         except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-            # It is no replay, or one that cannot be continued.
+            # It is no run, or one that cannot be continued.
             continue
         found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
         numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
         if start and max((int(number) for number in numbers if number.isdigit()), default=0) < end:
             yield name, start
+
+
+def _start(values: Mapping[str, Any], run: str) -> int:
+    """Return the policy version of a run that a run or a replay with this configuration starts from; 0 for none."""
+    if "replay" in values:
+        return int(values["replay"]["policy"]) if values["replay"]["source"] == run else 0
+    source, _, version = str(values["run"]["continue_from"]).partition("@")
+    return int(version) if source == run else 0
 
 
 def read_scheduled() -> tuple[ScheduledFlow, ...] | None:

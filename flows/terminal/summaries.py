@@ -1,5 +1,6 @@
 """What commands print at their end: the summary of a training, an evaluation, a pruning, a deployment; findings."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from flows.deployment.deploy import DeployedRun
     from flows.evaluation.evaluate import EvaluateSummary
     from flows.export.export import ExportSummary
+    from flows.inspection.list_runs import ListedRun
     from flows.preflight.doctor import Diagnosis
     from flows.pruning.prune import PruneSummary
     from flows.training.summary import TrainSummary
@@ -26,6 +28,7 @@ def show_training(summary: "TrainSummary", console: Console | None = None) -> No
         ("held-out reward, before → after", change(summary.heldout_before, summary.heldout_after)),
         *baseline_rows(summary.heldout_baselines),
         *_seconds(summary.seconds),
+        *((f"reused from run {name}", counted(count, "iteration")) for name, count in summary.reused.items()),
         ("policy digest", (summary.policy_digest or "none")[:16]),
         ("stored in", relative(summary.folder)),
     ]
@@ -78,6 +81,26 @@ def show_diagnosis(diagnosis: "Diagnosis", console: Console | None = None) -> No
     if diagnosis.memory is not None:
         rows = [(part, f"{gib:.2f}" if gib >= 0.01 else f"{gib:.2g}", by) for part, gib, by in diagnosis.memory.rows()]
         console.print(table_of("GPU memory, estimated", ("part", "GiB", "from"), rows, right=(1,)))
+
+
+def show_runs(root: str, runs: "Sequence[ListedRun]", console: Console) -> None:
+    """Print a table of runs, the one that made progress last at the end."""
+    if not runs:
+        console.print(plain(f"no runs in {root}; `grpo train CONFIG` starts one"), soft_wrap=True)
+        return
+    rows = [
+        (
+            each.run,
+            each.state,
+            f"{each.iterations:,} of {'?' if each.planned is None else f'{each.planned:,}'}",
+            "" if each.reward is None else number(each.reward),
+            "" if each.heldout is None else number(each.heldout),
+            "" if each.progress is None else f"{each.progress:%Y-%m-%d %H:%M}",
+        )
+        for each in runs
+    ]
+    headings = ("run", "state", "iterations", "reward", "held-out", "last progress")
+    console.print(table_of(root, headings, rows, right=(2, 3, 4)))
 
 
 def show_pruned(summary: "PruneSummary", console: Console) -> None:

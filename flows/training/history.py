@@ -14,11 +14,13 @@ from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import artifact_key
+from flows.training.pace import Pace, find_reused, name_reused
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
-from tasks.progress import log
+from tasks.progress import advance_run, log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT, Baseline
+from tasks.reports.text import duration
+from tasks.runs.layout import SIGNS_FILE, UPDATE, WATCH_PLOT, Baseline
 from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -42,6 +44,7 @@ class TrainingHistory:
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
         since: when the current iteration began, on the clock of this process.
+        pace: how fast this start trains.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -51,6 +54,7 @@ class TrainingHistory:
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -152,19 +156,30 @@ async def report_iteration(
         advantages=advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
+        reused=find_reused(run.store, () if replayed else rounds, advantages, policy.checkpoint),
     )
     history.iterations.append(record)
-    log(format_progress_line(record, iterations))
+    pace = history.pace.add(trained=UPDATE not in record.reused and not earlier)
+    advance_run(iteration, iterations, pace)
+    log(format_progress_line(record, iterations, pace))
     # A run that resumes passes its previous iterations, which have been reported.
     if not earlier or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
 
 
-def format_progress_line(record: IterationRecord, iterations: int) -> str:
-    """Format an iteration as one line of the log."""
+def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+    """Format an iteration as one line of the log.
+
+    Args:
+        pace: seconds per iteration, for the time that is left; None if it is not known.
+    """
     parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
-    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
+    parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
+    parts += [name_reused(record.reused)] if record.reused else []
+    left = iterations - record.iteration
+    parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
 
 
 async def publish(run: Run, history: TrainingHistory) -> None:

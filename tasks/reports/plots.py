@@ -136,7 +136,7 @@ def _value_ticks(values: Sequence[float]) -> Sequence[float]:
     """Choose about three round steps from below the least to above the largest value."""
     low, high = min(values), max(values)
     if low == high:
-        margin = abs(low) * 0.1 or 1.0
+        margin = abs(low) * 0.1 or 0.1
         low, high = low - margin, high + margin
     return [float(tick) for tick in MaxNLocator(nbins=3, steps=[1, 2, 5, 10]).tick_values(low, high)]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from configs.loader import read_config, read_mapping
+from configs.loader import read_config
 from configs.schema import RunConfig
+from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
 from tasks.models.files import REFERENCE_FOLDER, weights_digest
 from tasks.prompts.files import nearest_names
@@ -26,7 +27,7 @@ from tasks.runs.layout import (
     policy_folder,
     rescoring_folder,
 )
-from tasks.runs.lookup import read_config_file, spans
+from tasks.runs.lookup import read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -35,6 +36,8 @@ from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 BEST = "best"
 """In place of a number: the policy version with the highest held-out reward."""
+START = "start"
+"""Entry of run.json of a run that started from another run's policy: `from`, as RUN@N, and `policy`, the reference."""
 
 STORED, RECOMPUTED = "stored", "recomputed"
 """Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
@@ -248,7 +251,7 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
         if isinstance(found, PolicyRef):
             return found, tuple(notes)
         notes.append(f"{store.run}: version {each} is skipped: {found}")
-    return PolicyRef(version=0, digest=model_digest), tuple(notes)
+    return stored_start(read_description(store)) or PolicyRef(version=0, digest=model_digest), tuple(notes)
 
 
 def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
@@ -268,6 +271,16 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
         gone = f"Its files were removed by `{pruned.get('by', 'grpo prune')}`; " if pruned is not None else ""
         hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
     raise InputErrors([InputError("--policy", version, hint)])
+
+
+def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
+    """Return version 0 of a run that started from another run's policy; None if it started from its model.
+
+    Args:
+        described: the content of run.json.
+    """
+    start = described.get(START)
+    return PolicyRef.model_validate(start["policy"]) if start is not None else None
 
 
 def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:

@@ -191,7 +191,8 @@ def carry_out(
 def _optimizer(job: UpdateJob, learner: Policy, process_group: ProcessGroup, fetched: Path) -> PolicyOptimizer:
     checkpoint = job.policy.checkpoint
     parameters = learner.trainable_parameters()
-    if checkpoint is None:
+    if checkpoint is None or job.policy.version == 0:
+        # A run that starts from the weights of another begins with its own schedule and without moments.
         return PolicyOptimizer(parameters, job.update)
     folder = current_store().local_files(checkpoint, fetched / "policy")
     state = json.loads((folder / STATE_FILE).read_text())
