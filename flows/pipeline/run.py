@@ -23,7 +23,6 @@ from flows.pipeline.lineage import (
     stage_code,
 )
 from flows.preflight.inputs import check_inputs
-from grpo_core.seeds import derive_seed
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -120,16 +119,6 @@ def _shares_noise(config: RunConfig) -> bool:
     return isinstance(config.rollout, ImageRolloutSection) and config.rollout.shared_noise
 
 
-def trained_model(config: RunConfig, digest: str) -> ModelSpec:
-    """Describe the model that a run trains, whose files have this sha256."""
-    return ModelSpec(
-        section=config.policy,
-        digest=digest,
-        adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
-    )
-
-
 @contextmanager
 def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     """Check the inputs, then lock and open the run's folder; files of another configuration move to `previous/`.
@@ -141,8 +130,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         InputError: another process writes the run.
     """
     inputs = check_inputs(config)
-    store = inputs.store
-    model = trained_model(config, inputs.model_digest)
+    store, model = inputs.store, inputs.model
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
         run = Run(config, store, lock, model, inputs.training, inputs.heldout)

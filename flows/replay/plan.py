@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from flows.pipeline.requests import ReplayRequest
-from flows.preflight.inputs import check_inputs, checked_once
+from flows.preflight.inputs import check_inputs, checked_once, trained_model
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import model_digest
 from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import (
@@ -154,7 +153,7 @@ def _policy_problems(
                 hint = f"Version {start.version} was trained with {was[key]}; start from the model with --policy 0."
                 yield InputError(f"policy.{key}", now[key], hint)
     try:
-        known, current = read_description(store).get("model_digest"), model_digest(config.policy.model)
+        known, current = read_description(store).get("model_digest"), trained_model(config).digest
     except InputError as error:
         yield error
         return
