@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.sections import PolicySection
 from grpo_core.errors import InputError
-from grpo_core.policies.trained import Reference, TrainingChoice
+from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
 from grpo_core.policies.trained.stored_adapter import (
     PLACE,
     adapter_settings,
@@ -65,7 +65,7 @@ def training_choice(
         InputError: there is no such adapter, it was trained over another model, or contradicts policy.lora.
     """
     with fetched_adapter(policy, store, version) as folder:
-        settings = policy.lora
+        settings: LoraSettings | None = policy.lora
         if folder is not None and policy.adapter is not None:
             config = read_adapter_config(folder, policy.adapter)
             stored = adapter_settings(config)

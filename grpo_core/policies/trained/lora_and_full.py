@@ -261,6 +261,8 @@ def _stored_config(folder: Path, settings: LoraSettings) -> "LoraConfig":
 
     config: LoraConfig = LoraConfig.from_pretrained(str(folder))
     config.inference_mode, config.init_lora_weights = False, settings.init_lora_weights
+    # The base has been compared; peft would warn of each other spelling of its name.
+    config.base_model_name_or_path = None
     return config
 
 
