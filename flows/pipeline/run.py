@@ -26,7 +26,6 @@ from flows.pipeline.lineage import (
 )
 from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import check_inputs
-from grpo_core.seeds import derive_seed
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -129,16 +128,6 @@ def _shares_noise(config: RunConfig) -> bool:
     return isinstance(config.rollout, ImageRolloutSection) and config.rollout.shared_noise
 
 
-def trained_model(config: RunConfig, digest: str) -> ModelSpec:
-    """Describe the model that a run trains, whose files have this sha256."""
-    return ModelSpec(
-        section=config.policy,
-        digest=digest,
-        adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
-    )
-
-
 def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunError | None:
     """Return what `open_run` would refuse; None if this start can go on with what is stored.
 
@@ -149,10 +138,9 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
     require_schema(inputs.store)
     if (described := read_valid_description(inputs.store)) is None:
         return None
-    model = trained_model(config, inputs.model_digest)
     _, start = settle_start(config, described)
-    settle_code(stage_code(config, model), described, accept=accept_code)
-    return find_change(inputs.store, described, identify(config, model, inputs.training, start))
+    settle_code(stage_code(config, inputs.model), described, accept=accept_code)
+    return find_change(inputs.store, described, identify(config, inputs.model, inputs.training, start))
 
 
 @contextmanager
@@ -167,8 +155,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         ChangedRunError: its policies were made with something else, and `run.on_change` is refuse.
     """
     inputs = check_inputs(config)
-    store = inputs.store
-    model = trained_model(config, inputs.model_digest)
+    store, model = inputs.store, inputs.model
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
         previous = read_valid_description(store)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from configs.schema import RunConfig
+from flows.preflight.inputs import trained_model
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import model_digest
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import START, choose_policy, stored_config, stored_start
 from tasks.storage.artifacts.reference import PolicyRef
@@ -74,7 +74,7 @@ def model_problems(
                 hint = f"Version {version} of {store.run} was trained with {was[key]}; set that, or {otherwise}."
                 yield InputError(f"policy.{key}", now[key], hint)
     try:
-        known, current = read_description(store).get("model_digest"), model_digest(config.policy.model)
+        known, current = read_description(store).get("model_digest"), trained_model(config).digest
     except InputError as error:
         yield error
         return

@@ -9,6 +9,7 @@ from configs.training import UpdateSection
 from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
+from flows.pruning.keep import PolicyKeeper
 from flows.replay.plan import ReplayPlan, plan_replay
 from flows.tracking.log import tracking
 from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
@@ -47,7 +48,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
     started = time.perf_counter()
     plan = plan_replay(request)
     with open_run(plan.config) as run, tracking(run.config, run.store) as trackers:
-        history, policy = TrainingHistory(), plan.start or run.base_policy
+        history, policy, keeper = TrainingHistory(), plan.start or run.base_policy, PolicyKeeper(run)
         log(introduction(plan))
         async with recording(run.store, run.lock):
             evaluate(run, policy, history)
@@ -63,6 +64,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                     evaluate(run, policy, history)
                 await report_iteration(run, history, policy, stored.rounds, advantages, replayed=True)
                 trackers.log(history)
+                keeper.delete_unneeded(policy.version, history.heldout)
                 if history.stopped_by(plan.config, policy.version):
                     log(f"stopped after iteration {policy.version}, because watch.stop is set")
                     break

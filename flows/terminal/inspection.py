@@ -50,7 +50,7 @@ def show_inspection(inspection: Inspection, console: Console, *, everything: boo
         everything: print every curve and metric, more samples, and what was moved away.
         config: print the configuration with all defaults.
     """
-    run, images = inspection.run, _has_colours(console) and inspection.run.noun == "image"
+    run, images = inspection.run, has_colours(console) and inspection.run.noun == "image"
     rows = MAX_ROWS if everything else 1 if images else SCREEN_ROWS
     show_warnings(inspection.warnings, console)
     show_heading(inspection, console)

@@ -20,7 +20,8 @@ from tasks.progress import advance_run, log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.reports.text import duration
-from tasks.runs.layout import SIGNS_FILE, UPDATE, WATCH_PLOT, Baseline
+from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import ROLLOUTS, SIGNS_FILE, UPDATE, WATCH_PLOT, Baseline
 from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -89,14 +90,24 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     plan = plan_heldout(run.config, run.heldout, policy.version)
     if plan is None:
         return
+    if _is_lost(run, policy, plan):
+        log(f"policy {policy.version} is not evaluated, because its files were deleted")
+        return
     if policy.version == 0:
         history.baselines = evaluate_baselines(run, plan)
-    done, section = evaluate_policy(run, policy, plan), run.config.watch
+    done, section = evaluate_policy(run, policy.averaged, plan), run.config.watch
     history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
     if section.guardrails:
         history.signs = list(hacking_signs(*held_out_series(history.heldout, history.guardrails), section))
         stop = history.stopped_by(run.config, policy.version)
         report_hacking_signs(run.store, policy.version, history.signs, stop=stop)
+
+
+def _is_lost(run: Run, policy: PolicyRef, plan: RolloutPlan) -> bool:
+    """Whether held-out samples are missing whose policy was deleted, since they were not due or others were."""
+    if policy.checkpoint is None or run.store.pruned_reason(policy.checkpoint) is None:
+        return False
+    return run.store.find(f"{plan.folder}/{ROLLOUTS}") is None
 
 
 def held_out_series(

@@ -21,6 +21,7 @@ from configs.schema import CORRECTION, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
+from flows.pruning.keep import PolicyKeeper
 from flows.tracking.log import tracking
 from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
 from flows.training.prefetch import ScoredRollouts, prefetching
@@ -37,7 +38,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
     """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
     started = time.perf_counter()
     with open_run(config, accept_code=accept_code) as run, tracking(run.config, run.store) as trackers:
-        history, policy = TrainingHistory(), run.base_policy
+        history, policy, keeper = TrainingHistory(), run.base_policy, PolicyKeeper(run)
         async with recording(run.store, run.lock):
             with prefetching(config.run, policy, partial(sample_rollouts, run, history)) as prefetcher:
                 evaluate(run, policy, history)
@@ -51,6 +52,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
                         evaluate(run, policy, history)
                     await report_iteration(run, history, policy, batch.rounds, batch.advantages)
                     trackers.log(history)
+                    keeper.delete_unneeded(policy.version, history.heldout)
                     if history.stopped_by(config, policy.version):
                         log(f"stopped after iteration {iteration}, because watch.stop is set")
                         break

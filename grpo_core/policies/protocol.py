@@ -92,8 +92,12 @@ class PolicyFamily(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         autocast: torch.dtype | None,
+        attn_implementation: str | None = None,
     ) -> Policy:
         """Load a model by folder or hub name.
+
+        Args:
+            attn_implementation: of the trained model, as in transformers; None: transformers' default.
 
         Raises:
             InputError: no such model, settings that it cannot sample with, or no parameter to train.

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
-from grpo_core.policies.trained import Reference, TrainingChoice
-from tasks.models.files import REFERENCE_FOLDER, model_digest
+from grpo_core.policies.trained import Reference
+from tasks.models.files import REFERENCE_FOLDER, local_source, weights_folder
+from tasks.models.initial import initial_digest, training_choice
 from tasks.progress import log
-from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 
 
@@ -24,9 +25,10 @@ class ModelSpec(BaseModel):
     """Which model is trained, and how.
 
     Attributes:
-        digest: digest of the model's files.
+        digest: digest of the model's files, and of the adapter that training starts from.
         adapter_seed: seed of the adapters' random initialisation.
         reference: where the reference is kept when every weight is trained; `none` if it is not needed.
+        adapter: checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,15 +37,12 @@ class ModelSpec(BaseModel):
     digest: str
     adapter_seed: int
     reference: Reference
+    adapter: ArtifactRef | None = None
 
     @property
     def family(self) -> PolicyFamily:
         """The kind of policy."""
         return policy_family(self.section.kind)
-
-    def choice(self) -> TrainingChoice:
-        """Return which of the model's weights are trained."""
-        return self.section.training_choice(reference=self.reference, seed=self.adapter_seed)
 
 
 def configure_torch(placement: PlacementSection) -> torch.device:
@@ -123,8 +122,8 @@ class ResidentPolicy:
 
 
 def require_same_model(spec: ModelSpec) -> None:
-    """Refuse a folder or cache of this machine that has another model under the same name."""
-    found = model_digest(spec.section.model)
+    """Refuse a folder or cache of this machine that has another model or adapter under the same name."""
+    found = initial_digest(spec.section, current_store(), spec.adapter)
     if found != spec.digest:
         hint = (
             f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
@@ -135,15 +134,17 @@ def require_same_model(spec: ModelSpec) -> None:
 
 def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     """Load a policy with its initial weights; settings are those of the family's sampler."""
-    section = spec.section
-    return spec.family.load(
-        section.model,
-        settings,
-        spec.choice(),
-        dtype=getattr(torch, section.dtype),
-        device=device,
-        autocast=None if section.autocast is None else getattr(torch, section.autocast),
-    )
+    section, seed = spec.section, spec.adapter_seed
+    with training_choice(section, current_store(), spec.adapter, reference=spec.reference, seed=seed) as choice:
+        return spec.family.load(
+            local_source(section.model, section.revision),
+            settings,
+            choice,
+            dtype=getattr(torch, section.dtype),
+            device=device,
+            autocast=None if section.autocast is None else getattr(torch, section.autocast),
+            attn_implementation=section.attn_implementation,
+        )
 
 
 def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
@@ -160,7 +161,7 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     with tempfile.TemporaryDirectory() as fetched:
         folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
         if new_weights:
-            loaded.policy.load_weights(folder)
+            loaded.policy.load_weights(None if folder is None else weights_folder(folder, version))
         if new_reference:
             refreshed = folder is not None and version.reference_digest is not None
             loaded.policy.trained.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)

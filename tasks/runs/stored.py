@@ -13,7 +13,7 @@ from configs.loader import read_config
 from configs.schema import RunConfig
 from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import REFERENCE_FOLDER, weights_digest
+from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, model_digest, weights_digest
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -27,7 +27,7 @@ from tasks.runs.layout import (
     policy_folder,
     rescoring_folder,
 )
-from tasks.runs.lookup import read_config_file, read_description, spans
+from tasks.runs.lookup import find_run, read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -283,6 +283,36 @@ def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
     return PolicyRef.model_validate(start["policy"]) if start is not None else None
 
 
+def adapter_version(config: RunConfig) -> ArtifactRef | None:
+    """Return the checkpoint that `policy.adapter: RUN@VERSION` means; None without one, for a folder and a hub name.
+
+    Raises:
+        InputError: the storage root has no such run, or the run has no such version, perhaps because it was pruned.
+    """
+    name = config.policy.adapter or ""
+    found = None if Path(name).expanduser().is_dir() else re.fullmatch(r"([^/@]+)@([0-9]+)", name)
+    if found is None:
+        return None
+    try:
+        store = find_run(found[1], config.storage.root)
+        checkpoint = read_policy(store, int(found[2])).checkpoint if int(found[2]) else None
+    except (InputError, InputErrors) as error:
+        first = error.errors[0] if isinstance(error, InputErrors) else error
+        raise InputError("policy.adapter", name, first.hint) from error
+    if checkpoint is None:
+        raise InputError("policy.adapter", name, "Version 0 is the model as it was given; leave policy.adapter out.")
+    source, known = stored_config(store).policy, read_description(store).get("model_digest")
+    digest = model_digest(config.policy.model, config.policy.revision)
+    # That of a run that started from an adapter covers the adapter too.
+    if source.adapter is None and known not in (None, digest):
+        hint = (
+            f"It was trained over {source.model} ({known[:12]}), and policy.model is {config.policy.model} "
+            f"({digest[:12]}); set policy.model to that one, with the same files."
+        )
+        raise InputError("policy.adapter", name, hint)
+    return checkpoint
+
+
 def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
     """Return the version, or what is wrong with its files."""
     reader = RunReader(store)
@@ -292,6 +322,10 @@ def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
     with tempfile.TemporaryDirectory() as fetched:
         folder = reader.local_folder(found.reference, Path(fetched))
         digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
-        reference = folder / REFERENCE_FOLDER
-        reference_digest = weights_digest(reference) if reference.is_dir() else None
-    return PolicyRef(version=version, digest=digest, checkpoint=found.reference, reference_digest=reference_digest)
+        reference, average = (
+            weights_digest(folder / name) if (folder / name).is_dir() else None
+            for name in (REFERENCE_FOLDER, EMA_FOLDER)
+        )
+    return PolicyRef(
+        version=version, digest=digest, checkpoint=found.reference, reference_digest=reference, ema_digest=average
+    )

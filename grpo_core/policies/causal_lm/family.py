@@ -40,11 +40,20 @@ class CausalLMFamily:
         dtype: torch.dtype,
         device: torch.device,
         autocast: torch.dtype | None,
+        attn_implementation: str | None = None,
     ) -> "CausalLMPolicy":
         """Load a model by folder or hub name."""
         from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 
-        return CausalLMPolicy.load(model, settings, choice, dtype=dtype, device=device, autocast=autocast)
+        return CausalLMPolicy.load(
+            model,
+            settings,
+            choice,
+            dtype=dtype,
+            device=device,
+            autocast=autocast,
+            attn_implementation=attn_implementation,
+        )
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""

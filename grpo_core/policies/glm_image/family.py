@@ -35,11 +35,20 @@ class GlmImageFamily:
         dtype: torch.dtype,
         device: torch.device,
         autocast: torch.dtype | None,
+        attn_implementation: str | None = None,
     ) -> "GlmImagePolicy":
         """Load a model by folder or hub name."""
         from grpo_core.policies.glm_image.policy import GlmImagePolicy
 
-        return GlmImagePolicy.load(model, settings, choice, dtype=dtype, device=device, autocast=autocast)
+        return GlmImagePolicy.load(
+            model,
+            settings,
+            choice,
+            dtype=dtype,
+            device=device,
+            autocast=autocast,
+            attn_implementation=attn_implementation,
+        )
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
