@@ -7,13 +7,13 @@ reported before Prefect and the models' libraries are imported, which takes many
 import asyncio
 import json
 import os
-from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows import functions
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
 from flows.command_line.rewards import commands as reward_commands
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
@@ -23,8 +23,6 @@ from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
-
-R = TypeVar("R")
 
 application = typer.Typer(
     name="grpo",
@@ -54,24 +52,11 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "Run
     # Checking rewards imports torch, which a command without a configuration does not need.
     from configs.loader import read_config
 
-    named = [f"run.name={json.dumps(run)}"] if run is not None else []
-    return read_config(config, [*(overrides or []), *named])
+    return read_config(config, _with_name(run, overrides))
 
 
-def _require_runs(*sources: str, root: str) -> None:
-    """Refuse names of runs that do not exist before the models' libraries are imported."""
-    from tasks.runs.lookup import find_run
-
-    for source in sources:
-        find_run(source, root)
-
-
-def _followed(work: Coroutine[Any, Any, R]) -> R:
-    """Run a flow and show its progress."""
-    from flows.terminal.progress import training_progress
-
-    with training_progress():
-        return asyncio.run(work)
+def _with_name(run: str | None, overrides: list[str] | None) -> list[str]:
+    return [*(overrides or []), *([f"run.name={json.dumps(run)}"] if run is not None else [])]
 
 
 @application.command()
@@ -86,14 +71,9 @@ def train(
 ) -> None:
     """Start or resume a training run."""
     with handle_errors(as_json):
-        checked = resolved(config, run, overrides)
-        from flows.preflight.inputs import check_inputs
-
-        check_inputs(checked)
+        summary = functions.train(config, overrides=_with_name(run, overrides), accept_code=accept_code)
         from flows.terminal.summaries import show_training
-        from flows.training.train import train as train_flow
 
-        summary = _followed(train_flow(checked, accept_code=accept_code))
         show_training(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
@@ -103,14 +83,9 @@ def train(
 @takes_request(ReplayRequest)
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
-    _require_runs(request.source, root=request.root)
-    from flows.replay.plan import plan_replay
-
-    plan_replay(request)
-    from flows.replay.replay import replay as replay_flow
+    summary = functions.replay(request)
     from flows.terminal.summaries import show_training
 
-    summary = _followed(replay_flow(request))
     show_training(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
@@ -120,14 +95,9 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 @takes_request(RescoreRequest)
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
-    _require_runs(*request.sources, root=request.root)
-    from flows.rescoring.plan import plan_rescore
-
-    plan_rescore(request)
-    from flows.rescoring.rescore import rescore as rescore_flow
+    done = functions.rescore(request)
     from flows.terminal.rewards import show_rescoring
 
-    done = _followed(rescore_flow(request))
     show_rescoring(done)
     if as_json:
         typer.echo(done.summary.model_dump_json())
@@ -137,14 +107,9 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 @takes_request(EvaluateRequest)
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
-    _require_runs(request.run, root=request.root)
-    from flows.evaluation.plan import plan_evaluate
-
-    plan_evaluate(request)
-    from flows.evaluation.evaluate import evaluate as evaluate_flow
+    summary = functions.evaluate(request)
     from flows.terminal.summaries import show_evaluation
 
-    summary = _followed(evaluate_flow(request))
     show_evaluation(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
@@ -214,7 +179,7 @@ def inspect(
 def prune(request: PruneRequest, as_json: Json = False) -> None:
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
-    _require_runs(*request.sources, root=request.root)
+    functions.require_runs(request.sources, request.root)
     from rich.console import Console
 
     from flows.pruning.prune import prune as prune_runs
@@ -251,9 +216,11 @@ def worker(
             typer.secho(
                 "the server keeps its records in SQLite, which stalls with workers: see docs/operations.md", err=True
             )
+        from flows.terminal.progress import training_progress
         from flows.workers.worker import serve as serve_pool
 
-        _followed(serve_pool(pool))
+        with training_progress():
+            asyncio.run(serve_pool(pool))
 
 
 if __name__ == "__main__":

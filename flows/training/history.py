@@ -13,6 +13,7 @@ from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import artifact_key
+from flows.training.hooks import call_hook
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
@@ -40,6 +41,7 @@ class TrainingHistory:
         baselines: advantages of the images that no policy made.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
+        stop_reason: why the hook of `on_iteration` ends the run; None while it does not.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -48,6 +50,7 @@ class TrainingHistory:
     baselines: Mapping[Baseline, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
+    stop_reason: str | None = None
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -109,6 +112,18 @@ def report_hacking_signs(store: ArtifactStore, version: int, signs: Sequence[Hac
     store.write_file(SIGNS_FILE, json.dumps(content, indent=1).encode())
 
 
+def ends_early(run: Run, policy: PolicyRef, history: TrainingHistory) -> bool:
+    """Whether the watch or the hook ends the run at this version, which is logged; the last policy is evaluated."""
+    watched = history.stopped_by(run.config, policy.version)
+    reason = "watch.stop is set" if watched else history.stop_reason
+    if reason is None or policy.version == run.config.run.iterations:
+        return False
+    if policy.version not in history.heldout:
+        evaluate(run, policy, history)
+    log(f"stopped after iteration {policy.version}: {reason}")
+    return True
+
+
 def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
     """Plot the held-out reward above the guardrails and return the path of the image."""
     # The plotting library takes a second to import, which a run without guardrails does not need.
@@ -142,13 +157,16 @@ async def report_iteration(
         advantages=advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
+        stored=has_metrics(run.store, iteration),
     )
     history.iterations.append(record)
     log(format_progress_line(record, iterations))
     # A run that resumes passes its previous iterations, which have been reported.
-    if not has_metrics(run.store, iteration) or iteration == iterations:
+    if not record.stored or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
+    # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
+    history.stop_reason = await call_hook(record)
 
 
 def format_progress_line(record: IterationRecord, iterations: int) -> str:

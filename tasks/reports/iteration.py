@@ -33,6 +33,7 @@ class IterationRecord:
         advantages: rewards and advantages of the samples of all rounds.
         metrics: metrics of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
+        stored: whether an earlier start of the run has reported it already.
     """
 
     iteration: int
@@ -40,6 +41,7 @@ class IterationRecord:
     advantages: ArtifactRef
     metrics: Mapping[str, float]
     heldout: float | None = None
+    stored: bool = False
 
 
 def iteration_table(record: IterationRecord) -> list[dict[str, object]]:

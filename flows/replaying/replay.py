@@ -9,8 +9,8 @@ from configs.training import UpdateSection
 from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
-from flows.replay.plan import ReplayPlan, plan_replay
-from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
+from flows.replaying.plan import ReplayPlan, plan_replay
+from flows.training.history import TrainingHistory, ends_early, evaluate, is_evaluated, report_iteration
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
@@ -59,8 +59,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 if is_evaluated(run.config, policy.version):
                     evaluate(run, policy, history)
                 await report_iteration(run, history, policy, stored.rounds, advantages, replayed=True)
-                if history.stopped_by(plan.config, policy.version):
-                    log(f"stopped after iteration {policy.version}, because watch.stop is set")
+                if ends_early(run, policy, history):
                     break
         summary = summarize(run, policy, history, time.perf_counter() - started)
     section, metrics = plan.config.replay, [record.metrics for record in history.iterations]
