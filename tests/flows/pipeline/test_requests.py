@@ -64,6 +64,7 @@ def test_commands_name_the_option_and_end_with_2(
 def test_options_and_their_mistakes_import_no_heavy_library() -> None:
     program = """
 import sys
+from flows import train, evaluate, replay, rescore
 from typer.testing import CliRunner
 from flows.command_line.main import application
 for command in (["evaluate", "absent"], ["replay", "absent"], ["prune", "absent", "--policies-last", "1"],
