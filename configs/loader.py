@@ -1,6 +1,7 @@
 """Read a YAML file and `--set key=value` overrides into a checked configuration, or report every error at once."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,28 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
     except InputError as error:
         raise InputErrors([error]) from error
+    return _overridden(values, overrides)
+
+
+def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a checked configuration from a file, plain values, or a configuration that was built in Python.
+
+    Args:
+        given: the path of a YAML file, a mapping with the same sections, or a RunConfig.
+        overrides: as for :func:`read_config`.
+
+    Raises:
+        InputErrors: as read_config.
+    """
+    if isinstance(given, str | Path):
+        return read_config(given, overrides)
+    # A RunConfig that was built directly has not been checked for contradictions between its sections.
+    return _overridden(
+        given.model_dump(mode="json") if isinstance(given, RunConfig) else deepcopy(dict(given)), overrides
+    )
+
+
+def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     # The file is translated first: an option may override a key that the file sets under its other name.
     errors = translate(values)
     errors += apply_overrides(values, overrides)

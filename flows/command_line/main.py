@@ -8,13 +8,13 @@ import asyncio
 import importlib.metadata
 import json
 import os
-from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows import functions
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
 from flows.command_line.questions import RESTART, ask_for_init, is_terminal, settle_change
 from flows.command_line.rewards import commands as reward_commands
@@ -28,8 +28,6 @@ from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
-
-R = TypeVar("R")
 
 application = typer.Typer(
     name="grpo",
@@ -76,22 +74,6 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen
     return read_config(config, [*(overrides or []), *named, *chosen])
 
 
-def _require_runs(*sources: str, root: str) -> None:
-    """Refuse names of runs that do not exist before the models' libraries are imported."""
-    from tasks.runs.lookup import find_run
-
-    for source in sources:
-        find_run(source, root)
-
-
-def _followed(work: Coroutine[Any, Any, R]) -> R:
-    """Run a flow and show its progress."""
-    from flows.terminal.progress import training_progress
-
-    with training_progress():
-        return asyncio.run(work)
-
-
 @application.command()
 def train(
     config: Config,
@@ -118,11 +100,10 @@ def train(
 
         check_inputs(checked)
         from flows.terminal.summaries import show_training
-        from flows.training.train import train as train_flow
 
         if answer := settle_change(checked, accept_code=accept_code, ask=is_terminal()):
             checked = resolved(config, run, overrides, *chosen, *answer)
-        summary = _followed(train_flow(checked, accept_code=accept_code))
+        summary = functions.train_checked(checked, accept_code=accept_code)
         show_training(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
@@ -132,14 +113,9 @@ def train(
 @takes_request(ReplayRequest)
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
-    _require_runs(request.source, root=request.root)
-    from flows.replay.plan import plan_replay
-
-    plan_replay(request)
-    from flows.replay.replay import replay as replay_flow
+    summary = functions.replay(request)
     from flows.terminal.summaries import show_training
 
-    summary = _followed(replay_flow(request))
     show_training(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
@@ -149,14 +125,9 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 @takes_request(RescoreRequest)
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
-    _require_runs(*request.sources, root=request.root)
-    from flows.rescoring.plan import plan_rescore
-
-    plan_rescore(request)
-    from flows.rescoring.rescore import rescore as rescore_flow
+    done = functions.rescore(request)
     from flows.terminal.rewards import show_rescoring
 
-    done = _followed(rescore_flow(request))
     show_rescoring(done)
     if as_json:
         typer.echo(done.summary.model_dump_json())
@@ -166,14 +137,9 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 @takes_request(EvaluateRequest)
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
-    _require_runs(request.run, root=request.root)
-    from flows.evaluation.plan import plan_evaluate
-
-    plan_evaluate(request)
-    from flows.evaluation.evaluate import evaluate as evaluate_flow
+    summary = functions.evaluate(request)
     from flows.terminal.summaries import show_evaluation
 
-    summary = _followed(evaluate_flow(request))
     show_evaluation(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
@@ -326,7 +292,7 @@ def prune(
 ) -> None:
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
-    _require_runs(*request.sources, root=request.root)
+    functions.require_runs(request.sources, request.root)
     from rich.console import Console
 
     from flows.pruning.prune import prune as prune_runs
@@ -371,9 +337,11 @@ def worker(
             typer.secho(
                 "the server keeps its records in SQLite, which stalls with workers: see docs/operations.md", err=True
             )
+        from flows.terminal.progress import training_progress
         from flows.workers.worker import serve as serve_pool
 
-        _followed(serve_pool(pool))
+        with training_progress():
+            asyncio.run(serve_pool(pool))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 train        the loop and its four stages; start reading here
 prefetch     rollouts that are sampled ahead of the updates
+hooks        the function that is called after every iteration, and may end the run
 history      held-out evaluations while training, guardrails, reward hacking; the report of an iteration
 pace         how fast a run trains, and which of its results come from another run
 summary      the summary at the end

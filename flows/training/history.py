@@ -14,6 +14,7 @@ from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
 from flows.pipeline.stages import artifact_key
+from flows.training.hooks import call_hook
 from flows.training.pace import Pace, find_reused, name_reused
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import advance_run, log
@@ -46,6 +47,7 @@ class TrainingHistory:
         signs: guardrails that had fallen at the last evaluation while the reward rose.
         since: when the current iteration began, on the clock of this process.
         pace: how fast this start trains.
+        stop_reason: why the hook of `on_iteration` ends the run; None while it does not.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -56,6 +58,7 @@ class TrainingHistory:
     signs: list[HackingSign] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
     pace: Pace = field(default_factory=Pace)
+    stop_reason: str | None = None
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -132,6 +135,18 @@ def report_hacking_signs(store: ArtifactStore, version: int, signs: Sequence[Hac
     store.write_file(SIGNS_FILE, json.dumps(content, indent=1).encode())
 
 
+def ends_early(run: Run, policy: PolicyRef, history: TrainingHistory) -> bool:
+    """Whether the watch or the hook ends the run at this version, which is logged; the last policy is evaluated."""
+    watched = history.stopped_by(run.config, policy.version)
+    reason = "watch.stop is set" if watched else history.stop_reason
+    if reason is None or policy.version == run.config.run.iterations:
+        return False
+    if policy.version not in history.heldout:
+        evaluate(run, policy, history)
+    log(f"stopped after iteration {policy.version}: {reason}")
+    return True
+
+
 def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
     """Plot the held-out reward above the guardrails and return the path of the image."""
     # The plotting library takes a second to import, which a run without guardrails does not need.
@@ -168,15 +183,18 @@ async def report_iteration(
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
         reused=find_reused(run.store, () if replayed else rounds, advantages, policy.checkpoint),
+        stored=bool(earlier),
     )
     history.iterations.append(record)
-    pace = history.pace.add(trained=UPDATE not in record.reused and not earlier)
+    pace = history.pace.add(trained=UPDATE not in record.reused and not record.stored)
     advance_run(iteration, iterations, pace)
     log(format_progress_line(record, iterations, pace))
     # A run that resumes passes its previous iterations, which have been reported.
-    if not earlier or iteration == iterations:
+    if not record.stored or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
+    # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
+    history.stop_reason = await call_hook(record)
 
 
 def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:

@@ -19,7 +19,7 @@ class TrainSummary(RunSummary):
         heldout_texts: page of the held-out completions before and after; None for images.
         watch: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
-        stopped_early: whether the watch ended the run.
+        stopped_early: whether the watch, or a hook, ended the run before its last iteration.
         quarantined: damaged files that this start moved to `quarantine/`, and why.
         reused: number of iterations with results of another run, by its name; their seconds are not counted.
         previous: what this start moved to `previous/`, made by an older configuration, and why.
@@ -63,7 +63,7 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, elapsed: fl
         heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
         watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
         hacking=[str(sign) for sign in history.signs],
-        stopped_early=history.stopped_by(run.config, policy.version),
+        stopped_early=policy.version < run.config.run.iterations,
         quarantined=[reason for reason in run.store.reasons if reason.startswith(QUARANTINE)],
         previous=[reason for reason in run.store.reasons if reason.startswith(PREVIOUS)],
         reused=Counter(name for record in iterations for name in dict.fromkeys(record.reused.values())),

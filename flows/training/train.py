@@ -23,10 +23,9 @@ from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.pruning.keep import PolicyKeeper
 from flows.tracking.log import tracking
-from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
+from flows.training.history import TrainingHistory, ends_early, evaluate, is_evaluated, report_iteration
 from flows.training.prefetch import ScoredRollouts, prefetching
 from flows.training.summary import TrainSummary, summarize
-from tasks.progress import log
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import REWARDS
 from tasks.runs.records import SamplingRound
@@ -53,8 +52,7 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
                     await report_iteration(run, history, policy, batch.rounds, batch.advantages)
                     trackers.log(history)
                     keeper.delete_unneeded(policy.version, history.heldout)
-                    if history.stopped_by(config, policy.version):
-                        log(f"stopped after iteration {iteration}, because watch.stop is set")
+                    if ends_early(run, policy, history):
                         break
         return summarize(run, policy, history, time.perf_counter() - started)
 

@@ -35,6 +35,7 @@ class IterationRecord:
         metrics: metrics of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
         reused: name of the run that a stage's results were copied from, by stage; own results are left out.
+        stored: whether an earlier start of the run has reported it already.
     """
 
     iteration: int
@@ -43,6 +44,7 @@ class IterationRecord:
     metrics: Mapping[str, float]
     heldout: float | None = None
     reused: Mapping[str, str] = field(default_factory=dict)
+    stored: bool = False
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from configs.loader import check_config
+from configs.scoring import RewardSection
 from grpo_core.errors import InputErrors
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
@@ -169,3 +170,14 @@ def test_a_reward_that_compares_needs_targets_in_both_sections(targets: dict[str
     assert found(rewards=[SSIM], data=data, evaluate=evaluate) == [missing, missing]
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate) == [missing]
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate | targets) == []
+
+
+def test_a_function_gives_its_name_to_its_metrics() -> None:
+    def function(reference: str, **fields: Any) -> dict[str, Any]:
+        return {"reward": "function", "settings": {"function": reference}, **fields}
+
+    references = ["mine.py:is_short", "pack.mod:Judge.score", "m:_private", "m:größe"]
+    labels = [RewardSection(**function(each)).label for each in references]
+    assert labels == ["is_short", "Judge.score", "private", "function"]
+    assert RewardSection(**function("m:f", name="own")).label == "own"
+    assert found(rewards=[function("a.py:f"), function("b.py:f")]) == [("rewards", "f")]

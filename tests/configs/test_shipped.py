@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 import configs
-from configs.loader import read_config, read_rewards_file
+from configs.loader import as_config, read_config, read_rewards_file
 from configs.schema import RunConfig
 from flows.preflight import doctor
 from grpo_core.policies.estimate import MemoryEstimate
@@ -26,6 +27,8 @@ MIX = {"lpips": 0.4, "ssim": 0.2, "text_accuracy": 0.3, "aesthetic": 0.1}
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_is_whole(path: Path) -> None:
     config = read_config(path)
+    # As a script passes it on: built in Python, it is the same configuration.
+    assert as_config(config) == as_config(yaml.safe_load(path.read_text())) == config
     for dataset in (*config.data.sets, *config.evaluate.sets):
         assert (ROOT / dataset.prompts).is_file()
     rows, minibatch = config.rows_per_iteration, config.update.minibatch_size or config.rows_per_iteration

@@ -10,9 +10,9 @@ from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
 from flows.pruning.keep import PolicyKeeper
-from flows.replay.plan import ReplayPlan, plan_replay
+from flows.replaying.plan import ReplayPlan, plan_replay
 from flows.tracking.log import tracking
-from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
+from flows.training.history import TrainingHistory, ends_early, evaluate, is_evaluated, report_iteration
 from flows.training.summary import TrainSummary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
@@ -65,8 +65,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 await report_iteration(run, history, policy, stored.rounds, advantages, replayed=True)
                 trackers.log(history)
                 keeper.delete_unneeded(policy.version, history.heldout)
-                if history.stopped_by(plan.config, policy.version):
-                    log(f"stopped after iteration {policy.version}, because watch.stop is set")
+                if ends_early(run, policy, history):
                     break
         summary = summarize(run, policy, history, time.perf_counter() - started)
     section, metrics = plan.config.replay, [record.metrics for record in history.iterations]
