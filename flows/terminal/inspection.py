@@ -100,7 +100,7 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
     heldout = inspection.heldout
     assert heldout is not None
     seeds = "same seeds" if heldout.same_seeds else "other seeds"
-    title = f"Held-out prompts, policy {heldout.first} and policy {heldout.last}, {seeds}"
+    title = f"Held-out prompts, policy {heldout.versions[0]} and policy {heldout.versions[-1]}, {seeds}"
     texts, images = inspection.run.noun == "completion", _has_colours(console)
     table = table_of(title, ("prompt", "reward", *(("before", "after") if texts or images else ())), ())
     table.show_lines = images

@@ -28,6 +28,7 @@ from tasks.runs.layout import (
 )
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
 from tasks.runs.reader import RunReader, StoredArtifact
+from tasks.runs.starts import read_starts
 from tasks.runs.run_view import EvaluationView, IterationView, MovedFiles, RunView, Stages
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
@@ -78,6 +79,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     return RunView(
         name=reader.store.run,
         folder=reader.store.path(),
+        starts=read_starts(reader),
         config_text=config_text,
         config=config,
         iterations=tuple(views),
