@@ -16,7 +16,7 @@ from tasks.runs.layout import ROLLOUTS
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import RunSummary, RunView
+from tasks.runs.run_view import RunSummary, RunView, summary_of
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 MAX_GROUPS = 60
@@ -70,18 +70,9 @@ class Inspection:
 
     def summary(self, html: Path | None) -> InspectSummary:
         """Return what `--json` prints, with the path of the page."""
-        run, rewards, evaluated = self.run, self.run.series("reward"), self.run.evaluated
+        run = self.run
         return InspectSummary(
-            run=run.name,
-            iterations=run.policy_version,
-            reward_first=rewards[0][1] if rewards else None,
-            reward_last=rewards[-1][1] if rewards else None,
-            heldout_before=evaluated[0].reward if evaluated else None,
-            heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
-            heldout_baselines=dict(run.baselines),
-            policy_digest=run.policy_digest,
-            seconds=run.seconds,
-            folder=run.folder,
+            **summary_of(run).model_dump(),
             iteration=run.shown.iteration if run.shown else None,
             iterations_planned=run.planned,
             finished=run.finished,

@@ -86,7 +86,7 @@ def _curves(inspection: Inspection, console: Console) -> Table:
     by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
     plotted = {name: run.series(name) for name in plotted_metrics(run)}
     shown = {"reward": run.series("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **plotted}
-    blocks = UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
+    blocks = curve_blocks(console)
     for name, points in shown.items():
         values = [value for _, value in points]
         if values:
@@ -109,7 +109,7 @@ def _heldout(inspection: Inspection, console: Console) -> Table:
         column.no_wrap, column.ratio = not texts, 1 if texts else None
     for before, after in heldout.pairs[:MAX_ROWS]:
         samples = (before.samples[0], after.samples[0])
-        cells: list[RenderableType] = [_prompt(before), change(before.reward, after.reward)]
+        cells: list[RenderableType] = [prompt_text(before), change(before.reward, after.reward)]
         table.add_row(*cells, *(_output(sample) for sample in samples if texts or images))
     table.caption = _left_out(len(heldout.pairs), heldout.total)
     return table
@@ -125,7 +125,7 @@ def _groups(inspection: Inspection, console: Console) -> Table:
         column.ratio = ratio
     for group in groups.shown[:MAX_ROWS]:
         first = group.samples[0]
-        about = _prompt(group)
+        about = prompt_text(group)
         for name in groups.varying:
             about.append_text(Text("\n")).append_text(plain(first[name]))
         about.append("\nmean " + number(group.reward), "dim")
@@ -137,7 +137,13 @@ def _groups(inspection: Inspection, console: Console) -> Table:
     return table
 
 
-def _prompt(group: Group) -> Text:
+def curve_blocks(console: Console) -> str:
+    """Return the characters of sparklines that the console can show."""
+    return UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
+
+
+def prompt_text(group: Group) -> Text:
+    """Return a prompt, shortened where its samples are texts."""
     first = group.samples[0]
     return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
 

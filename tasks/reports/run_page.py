@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
@@ -11,6 +12,15 @@ from tasks.reports.pages import render
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
+
+
+class Curve(NamedTuple):
+    """A plot over iterations: title, meaning, points by series, and whether its lines need a legend."""
+
+    title: str
+    meaning: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    legend: bool = True
 
 
 MAX_VERSIONS = 8
@@ -95,7 +105,7 @@ def render_run_page(
         stages=stage_shares(run),
         reward_plot=line_plot(*title, reward, width=1120, height=250),
         narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
-        plots=[plot for each in _plots(run) if (plot := line_plot(*each[:3], legend=each[3]))],
+        plots=[plot for each in _curves(run) if (plot := line_plot(*each[:3], legend=each.legend))],
         metrics=metric_rows(run.shown.metrics, run.noun) if run.shown else [],
         traits=[name for name in TRAITS if name in {*groups.varying, *varying(shown)}],
     )
@@ -127,14 +137,14 @@ def plotted_metrics(run: RunView) -> list[str]:
     return [*sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean")), *PLOTTED]
 
 
-def _plots(run: RunView) -> Iterator[tuple[str, str, Mapping[str, Sequence[tuple[float, float]]], bool]]:
-    """Yield title, meaning, series, and whether the lines need a legend."""
+def _curves(run: RunView) -> Iterator[Curve]:
     meaning = "mean of the weighted rewards of each dataset alone"
     rewards = run.dataset_rewards.items()
-    yield "Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards}, True
-    yield "Held-out reward by dataset", meaning, {name: run.heldout_series(metric) for name, metric in rewards}, True
+    yield Curve("Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards})
+    heldout = {name: run.heldout_series(metric) for name, metric in rewards}
+    yield Curve("Held-out reward by dataset", meaning, heldout)
     meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
-    yield "Guardrails", meaning, run.guardrail_series, True
+    yield Curve("Guardrails", meaning, run.guardrail_series)
     for name in plotted_metrics(run):
         title, meaning = metric_title(name, run.noun)
-        yield title, meaning, {title: run.series(name)}, False
+        yield Curve(title, meaning, {title: run.series(name)}, legend=False)

@@ -214,6 +214,23 @@ class RunSummary(BaseModel):
     folder: str
 
 
+def summary_of(run: RunView) -> RunSummary:
+    """Summarize a run that was read from its folder."""
+    rewards, evaluated = run.series("reward"), run.evaluated
+    return RunSummary(
+        run=run.name,
+        iterations=run.policy_version,
+        reward_first=rewards[0][1] if rewards else None,
+        reward_last=rewards[-1][1] if rewards else None,
+        heldout_before=evaluated[0].reward if evaluated else None,
+        heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
+        heldout_baselines=dict(run.baselines),
+        policy_digest=run.policy_digest,
+        seconds=run.seconds,
+        folder=run.folder,
+    )
+
+
 def dataset_of(metric: str) -> str | None:
     """Return the dataset whose mean reward this metric is; None for any other metric."""
     if metric.startswith("datasets/") and metric.endswith("/reward"):
