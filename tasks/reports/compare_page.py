@@ -45,10 +45,10 @@ def difference_cells(label: str, score: str, found: PairedDifference) -> Cells:
     return {
         "score": score,
         "run": label,
-        "first run": number(found.first),
-        "this run": number(found.second),
         "difference": f"{found.difference:+.3f}",
         "95 % interval": f"{found.low:+.3f} to {found.high:+.3f}" if known else "needs two prompts",
+        "first run": number(found.first),
+        "this run": number(found.second),
         "prompts higher, lower": f"{found.higher}, {found.lower} of {found.prompts}",
     }
 

@@ -27,6 +27,8 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 Points = list[tuple[float, float]]
 
+_CURVES = tuple(name for name in PLOTTED if not name.startswith("sampling/"))
+
 _UNCOMPARED = ("run.name", "storage.root")
 _REWARD_OF_ADVANTAGES = ("missing", "kl_coef", "kl_estimator")
 
@@ -157,7 +159,7 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
         meaning = "over the held-out samples, before its weight"
         curves.append(Curve(f"{label}, held-out: mean", meaning, _heldout(runs, common, label)))
     lengths = REPORTED_OF_TEXTS if noun == "completion" else ()
-    curves += [Curve(*metric_title(name, noun), _of(runs, runs, name)) for name in (*PLOTTED, *lengths)]
+    curves += [Curve(*metric_title(name, noun), _of(runs, runs, name)) for name in (*_CURVES, *lengths)]
     curves += [_rescored(runs, name) for name in _common_rescorings(runs)]
     # A single reward of weight 1 is the combined reward.
     distinct = {_digest(each): each for each in reversed(curves)}

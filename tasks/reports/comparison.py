@@ -146,9 +146,12 @@ def _read_evaluation(run: ComparedRun, name: str | None, view: EvaluationView, f
     if name is None and run.mix is not None:
         # The mix of another evaluation may have been changed by --set.
         labels[run.mix] = "reward"
-    for label, origin in provenances(run.reader, scores, fetched).items():
+    origins = provenances(run.reader, scores, fetched)
+    for label, origin in origins.items():
         if origin is not None:
-            labels[origin] = label
+            # A reward may be in a mix several times, for other prompts each time.
+            several = list(origins.values()).count(origin) > 1
+            labels[f"{origin} {label}" if several else origin] = label
     return HeldoutSamples(view.version, name, table, labels)
 
 

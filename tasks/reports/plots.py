@@ -140,8 +140,10 @@ def line_plot(
 def _value_ticks(values: Sequence[float]) -> Sequence[float]:
     """Choose about three round steps from below the least to above the largest value."""
     low, high = min(values), max(values)
-    if low == high:
-        margin = abs(low) * 0.1 or 1.0
+    if low == high == 0:
+        high = 1.0
+    elif low == high:
+        margin = abs(low) * 0.1
         low, high = low - margin, high + margin
     return [float(tick) for tick in MaxNLocator(nbins=3, steps=[1, 2, 5, 10]).tick_values(low, high)]
 
