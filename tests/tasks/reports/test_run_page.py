@@ -127,6 +127,28 @@ def test_every_image_is_there_to_the_pixel(tmp_path: Path) -> None:
     assert found == [colour(0, 2), colour(0, 1), (201, 202, 203), *strip]
 
 
+def test_the_same_seed_is_shown_over_the_versions(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, prompts=("one",))
+    for version in (4, 6):
+        maker.evaluation(version, shift=0.0)
+    page = check_offline(page_of(maker))
+    titles = [attributes.get("title") or "" for attributes in page.named("img")]
+    shown = [title for title in titles if title.startswith("policy ") and ".s02:" in title]
+    versions = {0: 0.9, 2: 1.15, 4: 0.9, 6: 0.9}
+    assert shown == [f"policy {version}, heldout.p0000.s02: {reward:.3f}" for version, reward in versions.items()]
+
+
+def test_images_beyond_the_limit_are_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = whole_run(tmp_path)
+    everything = len(images(Page(page_of(maker))))
+    monkeypatch.setattr(pages, "MAX_IMAGE_BYTES", 1000)
+    page = check_offline(page_of(maker))
+    assert sum(len(attributes["src"] or "") for attributes in page.named("img")) <= 1000
+    left_out = "".join(page.text).count("left out: this page is full")
+    assert len(images(page)) + left_out == everything
+    assert left_out > 0
+
+
 def test_seeds_that_differ_are_reported(tmp_path: Path) -> None:
     assert "with the same seeds" in page_of(whole_run(tmp_path, "a"))
     maker = RunMaker(tmp_path, "b")
