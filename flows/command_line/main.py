@@ -284,6 +284,26 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
 
 
 @application.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders")],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
+    root: Annotated[
+        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
+    ] = "runs",
+    as_json: Json = False,
+) -> None:
+    """Compare runs with the first: settings, curves, held-out samples side by side, paired differences."""
+    with handle_errors(as_json):
+        from flows.comparison.compare_runs import compare as compare_runs
+        from flows.terminal.comparison import show_comparison
+
+        compared = compare_runs(runs, root=root, html=html)
+        show_comparison(compared, html, to_stderr=as_json)
+        if as_json:
+            typer.echo(compared.summary(html).model_dump_json())
+
+
+@application.command()
 @takes_request(PruneRequest)
 def prune(
     request: PruneRequest,

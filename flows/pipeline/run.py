@@ -33,6 +33,7 @@ from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import require_schema, write_description
+from tasks.runs.starts import record_start
 from tasks.runs.stored import START
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -176,6 +177,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
             reason = "the held-out prompts, their targets, number or seed changed"
             store.move_to_previous([EVALUATIONS], reason=reason)
         _write_description(run, identity, accepted, previous or {}, evaluation)
+        record_start(store)
         yield run
 
 

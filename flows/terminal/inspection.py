@@ -103,7 +103,7 @@ def _curves(inspection: Inspection, console: Console, limit: int | None) -> Tabl
     by_dataset = {name: run.series(name) for name in run.dataset_rewards.values()}
     plotted = {name: run.series(name) for name in plotted_metrics(run)}
     shown = {"reward": run.series("reward"), "heldout_reward": run.heldout_series(), **by_dataset, **plotted}
-    blocks = UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
+    blocks = curve_blocks(console)
     for name, points in list(shown.items())[:limit]:
         values = [value for _, value in points]
         if values:
@@ -117,7 +117,7 @@ def _heldout(inspection: Inspection, console: Console, limit: int) -> Table:
     heldout = inspection.heldout
     assert heldout is not None
     seeds = "same seeds" if heldout.same_seeds else "other seeds"
-    title = f"Held-out prompts, policy {heldout.first} and policy {heldout.last}, {seeds}"
+    title = f"Held-out prompts, policy {heldout.versions[0]} and policy {heldout.versions[-1]}, {seeds}"
     texts, images = inspection.run.noun == "completion", has_colours(console)
     table = table_of(title, ("prompt", "reward", *(("before", "after") if texts or images else ())), ())
     table.show_lines = images
@@ -126,7 +126,7 @@ def _heldout(inspection: Inspection, console: Console, limit: int) -> Table:
         column.no_wrap, column.ratio = not texts, 1 if texts else None
     for before, after in heldout.pairs[:limit]:
         samples = (before.samples[0], after.samples[0])
-        cells: list[RenderableType] = [_prompt(before), change(before.reward, after.reward)]
+        cells: list[RenderableType] = [prompt_text(before), change(before.reward, after.reward)]
         table.add_row(*cells, *(_output(sample) for sample in samples if texts or images))
     table.caption = _left_out(min(len(heldout.pairs), limit), heldout.total)
     return table
@@ -142,7 +142,7 @@ def _groups(inspection: Inspection, console: Console, limit: int) -> Table:
         column.ratio = ratio
     for group in groups.shown[:limit]:
         first = group.samples[0]
-        about = _prompt(group)
+        about = prompt_text(group)
         for name in groups.varying:
             about.append_text(Text("\n")).append_text(plain(first[name]))
         about.append("\nmean " + number(group.reward), "dim")
@@ -154,7 +154,13 @@ def _groups(inspection: Inspection, console: Console, limit: int) -> Table:
     return table
 
 
-def _prompt(group: Group) -> Text:
+def curve_blocks(console: Console) -> str:
+    """Return the characters of sparklines that the console can show."""
+    return UNICODE_BLOCKS if console.encoding.lower().startswith("utf") else ASCII_BLOCKS
+
+
+def prompt_text(group: Group) -> Text:
+    """Return a prompt, shortened where its samples are texts."""
     first = group.samples[0]
     return plain(one_line(first["prompt"], LETTERS) if isinstance(first["output"], str) else first["prompt"])
 

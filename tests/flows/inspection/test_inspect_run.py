@@ -130,28 +130,15 @@ def test_inspecting_changes_nothing_even_when_files_are_damaged(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "runs"}
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_signs_of_reward_hacking_are_warnings(tmp_path: Path, stopped: bool) -> None:
+def test_the_verdict_on_reward_hacking_is_shown_and_printed(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
-    reported = {"version": 2, "signs": ["jpeg fell", "words fell"], "stopped": stopped}
-    maker.store.write_file("watch.json", json.dumps(reported).encode())
+    maker.guardrail(0, "jpeg", 0.5)
     code, out, _ = invoke("made", "--root", str(tmp_path), "--json")
     assert code == 0
-    first, second = json.loads(out)["warnings"]
-    assert first.startswith("watch, policy 2: jpeg fell")
-    assert second.startswith("watch, policy 2: words fell")
-    assert ("the run was stopped" in first) == stopped
-    assert "words fell" in shown(tmp_path)
-    maker.store.write_file("watch.json", json.dumps({**reported, "signs": []}).encode())
-    assert inspect_run("made", root=str(tmp_path)).warnings == ()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"version": 2}', b'{"signs": ["x"]}'])
-def test_damaged_signs_are_a_warning(tmp_path: Path, content: bytes) -> None:
-    maker = whole_run(tmp_path)
-    maker.store.write_file("watch.json", content)
-    (warning,) = inspect_run("made", root=str(tmp_path)).warnings
-    assert warning.startswith("watch.json: it is damaged")
+    hacking = json.loads(out)["hacking"]
+    assert hacking["finding"] == "unknown"
+    assert hacking["reasons"][0].startswith("2 of the 4 evaluations")
+    assert hacking["summary"] in shown(tmp_path)
 
 
 def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:

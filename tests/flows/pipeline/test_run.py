@@ -204,6 +204,15 @@ def test_changed_code_is_another_run_unless_it_is_accepted(prompts: Path, monkey
     assert reasons(prompts)[1:] == ["the code of update policy changed (--accept-code keeps the results)"]
 
 
+def test_every_start_is_recorded_with_its_lineage(prompts: Path) -> None:
+    path = prompts.parent / "runs" / "tiny" / "starts.jsonl"
+    for _ in range(2):
+        reasons(prompts)
+    assert len(path.read_text().splitlines()) == 2
+    reasons(prompts, "update.learning_rate=1e-5")
+    assert len(path.read_text().splitlines()) == 1
+
+
 def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:
     reasons(prompts)
     run = prompts.parent / "runs" / "tiny"
