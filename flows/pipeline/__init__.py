@@ -5,4 +5,5 @@ forms         how Prefect shows and reads those forms
 run           opens a run from a configuration
 lineage       what a run's results were made with, and what the next start keeps of them
 stages        how flows call the four stages
+flow_run_page what Prefect's UI shows of a run while it works: its log, progress bars
 """

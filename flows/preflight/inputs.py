@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import DatasetSection, PromptsSection
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
-from flows.server.reachable import require_pools, require_server
+from flows.server.reachable import require_pools, require_server, require_ui
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.protocol import policy_family
@@ -99,6 +99,8 @@ def check_inputs(config: RunConfig) -> RunInputs:
     prompts = run_checks(config)
     try:
         require_pools(pools_of(config))
+        if config.watch.on_sign == "pause":
+            require_ui("watch.on_sign", "pause")
         # A hub name may be downloaded here, so everything else has been checked.
         digest = model_digest(config.policy.model)
         # What was downloaded can be read, and it is not loaded yet.

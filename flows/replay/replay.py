@@ -11,7 +11,8 @@ from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
 from flows.replay.plan import ReplayPlan, plan_replay
 from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
-from flows.training.summary import TrainSummary, summarize
+from flows.training.signs import ends_at_sign
+from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
 from tasks.progress import log
@@ -59,10 +60,10 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 if is_evaluated(run.config, policy.version):
                     evaluate(run, policy, history)
                 await report_iteration(run, history, policy, stored.rounds, advantages, replayed=True)
-                if history.stopped_by(plan.config, policy.version):
-                    log(f"stopped after iteration {policy.version}, because watch.stop is set")
+                if await ends_at_sign(run, history, policy):
                     break
         summary = summarize(run, policy, history, time.perf_counter() - started)
+        await publish_summary(run, summary)
     section, metrics = plan.config.replay, [record.metrics for record in history.iterations]
     return ReplaySummary(
         **summary.model_dump(),

@@ -47,6 +47,20 @@ def require_server() -> None:
         raise InputError("PREFECT_API_URL", _shown(url), hint)
 
 
+def require_ui(place: str, value: str) -> None:
+    """Refuse a setting that needs a person in the UI when each run has a temporary server of its own.
+
+    Raises:
+        InputError: no server is configured.
+    """
+    if server_url() is None:
+        hint = (
+            "The temporary server of a run has no UI in which a person could resume it: start one with `grpo ui` and "
+            "export the PREFECT_API_URL that it prints, or choose stop."
+        )
+        raise InputError(place, value, hint)
+
+
 def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") -> None:
     """Refuse to begin when a pool that stages are sent to cannot be used.
 

@@ -23,8 +23,8 @@ from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
 from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
 from flows.training.prefetch import ScoredRollouts, prefetching
-from flows.training.summary import TrainSummary, summarize
-from tasks.progress import log
+from flows.training.signs import ends_at_sign
+from flows.training.summary import TrainSummary, publish_summary, summarize
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import REWARDS
 from tasks.runs.records import SamplingRound
@@ -47,10 +47,11 @@ async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
                     if is_evaluated(config, iteration):
                         evaluate(run, policy, history)
                     await report_iteration(run, history, policy, batch.rounds, batch.advantages)
-                    if history.stopped_by(config, policy.version):
-                        log(f"stopped after iteration {iteration}, because watch.stop is set")
+                    if await ends_at_sign(run, history, policy):
                         break
-        return summarize(run, policy, history, time.perf_counter() - started)
+        summary = summarize(run, policy, history, time.perf_counter() - started)
+        await publish_summary(run, summary)
+        return summary
 
 
 def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, iteration: int) -> ScoredRollouts:
