@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from grpo_core.errors import InputError, InputErrors
@@ -24,6 +24,13 @@ def server_url() -> str | None:
     return get_current_settings().api.url
 
 
+def is_cloud() -> bool:
+    """Return whether the configured server is Prefect Cloud, which has no `/admin` routes."""
+    from prefect.client.base import ServerType, determine_server_type
+
+    return determine_server_type() == ServerType.CLOUD
+
+
 def require_server() -> None:
     """Refuse to begin when the configured server cannot be used; without one, do nothing.
 
@@ -34,17 +41,34 @@ def require_server() -> None:
     url = server_url()
     if url is None:
         return
+    if is_cloud():
+        _request(url, "POST", "/work_pools/filter", {"limit": 1})
+        return
     import prefect
     from packaging.version import InvalidVersion, Version
 
     ours = Version(prefect.__version__)
     try:
-        theirs = Version(str(_get(url, "/admin/version")))
+        theirs = Version(str(_request(url, "GET", "/admin/version")))
     except InvalidVersion as error:
         raise _not_prefect(url) from error
     if theirs.major != ours.major or theirs.release[:2] < ours.release[:2]:
         hint = f"The server is Prefect {theirs} and this is {ours}: give both the same release, the server's first."
         raise InputError("PREFECT_API_URL", _shown(url), hint)
+
+
+def require_configured(place: str, value: str) -> None:
+    """Refuse a setting that needs a server which several programs use.
+
+    Raises:
+        InputError: none is configured, or as require_server.
+    """
+    if server_url() is None:
+        hint = (
+            "It belongs to a Prefect server: start one with `grpo ui`, and export the PREFECT_API_URL that it prints."
+        )
+        raise InputError(place, value, hint)
+    require_server()
 
 
 def require_ui(place: str, value: str) -> None:
@@ -128,15 +152,20 @@ def server_database() -> str | None:
         InputError: as require_server.
     """
     url = server_url()
-    settings = _get(url, "/admin/settings") if url else None
+    settings = _request(url, "GET", "/admin/settings") if url and not is_cloud() else None
     if not isinstance(settings, dict):
         return None
     driver = settings.get("server", {}).get("database", {}).get("driver")
     return driver.partition("+")[0] if isinstance(driver, str) else None
 
 
-def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object:
-    """Send one request; with its own settings Prefect's client would retry for minutes."""
+def _request(
+    url: str,
+    method: Literal["GET", "POST"],
+    path: Literal["/admin/settings", "/admin/version", "/work_pools/filter"],
+    content: Mapping[str, object] | None = None,
+) -> object:
+    """Send one request, with the key or the password that is configured; with its own settings Prefect's client would retry for minutes."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
@@ -148,7 +177,7 @@ def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
             get_client(httpx_settings=limits, sync_client=True) as client,
         ):
-            return client.request("GET", path).json()
+            return client.request(method, path, json=content).json()
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise _not_prefect(url) from error
     except httpx.TransportError as error:
@@ -162,6 +191,15 @@ def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object
 
 
 def _refusal(url: str, status: int) -> InputError:
+    from prefect.settings import get_current_settings
+
+    if is_cloud() and status in (401, 403, 404):
+        given = "(not shown)" if get_current_settings().api.key else "not set"
+        hint = (
+            f"Prefect Cloud answered {status} at {_shown(url)}: set an API key of this workspace; `prefect cloud login`"
+            " sets both."
+        )
+        return InputError("PREFECT_API_KEY", given, hint)
     if status in (401, 403):
         given = "(not shown)" if os.environ.get("PREFECT_API_AUTH_STRING") else "not set"
         hint = f"The server at {_shown(url)} wants another USER:PASSWORD; set the one that it was started with."

@@ -114,9 +114,11 @@ def show_deployed(deployed: "DeployedRun") -> None:
         say(f"    schedule: {each.schedule or 'none'}")
         if each.url:
             say(f"    {each.url}")
-    say("A worker, in a checkout of this project:")
     own = deployed.pool_type == "grpo"
+    say("A worker, in a checkout of this project:" if own or deployed.pool_type == "process" else "A worker:")
     say(f"  grpo worker {deployed.pool}" if own else f"  prefect worker start --pool {deployed.pool}")
+    if not deployed.watched:
+        say("The server refused the automation that marks runs without heartbeats as crashed (docs/prefect.md).")
     say("A run by hand:")
     say(f"  prefect deployment run '{deployed.deployments[0].name}'")
     if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):

@@ -44,7 +44,7 @@ class TestRegistered:
 
     def test_a_second_time_brings_up_to_date_and_adds_nothing(self, pool: str) -> None:
         first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
-        names = ["grpo train/twice", "grpo evaluate/twice", "grpo rescore/twice-mix"]
+        names = ["grpo train/twice", "grpo evaluate/twice-evaluate", "grpo rescore/twice-rescore-mix"]
         assert [(each.name, each.updated) for each in first.deployments] == [(name, False) for name in names]
         again = deployed(run="twice", cron="30 3 * * 1", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
         assert [(each.name, each.id, each.updated) for each in again.deployments] == [
@@ -86,7 +86,7 @@ class TestRegistered:
 
     def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
         deployed(run="scored", rescore=(str(MIX),))
-        requested = on_the_server("scored")["grpo rescore/scored-mix"].parameters["request"]
+        requested = on_the_server("scored")["grpo rescore/scored-rescore-mix"].parameters["request"]
         assert (requested["sources"], requested["rewards"], requested["name"]) == (
             ["scored"],
             "configs/rewards/mix.yaml",
@@ -117,7 +117,7 @@ class TestRefused:
             (["--name", "a/b"], "--name", "a/b"),
             (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
             (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
-            (["--pool", "nowhere"], "--pool", "nowhere"),
+            (["--image", "registry/grpo"], "--image", "registry/grpo"),
             (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
         ],
     )
@@ -142,7 +142,7 @@ def test_the_command_prints_one_json_object(pool: str) -> None:
     ended = CliRunner().invoke(application, given)
     assert ended.exit_code == 0, ended.output
     told = json.loads(ended.stdout.splitlines()[-1])
-    assert [each["name"] for each in told["deployments"]] == ["grpo train/told", "grpo evaluate/told"]
+    assert [each["name"] for each in told["deployments"]] == ["grpo train/told", "grpo evaluate/told-evaluate"]
     assert (told["pool"], told["pool_type"], told["root"]) == (POOL, "process", "runs")
     assert f"prefect worker start --pool {POOL}" in ended.stderr
     assert "0 2 * * * (UTC)" in ended.stderr
