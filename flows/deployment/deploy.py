@@ -118,7 +118,7 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
         raise InputErrors([InputError("--rescore", list(request.rescore), hint)])
     require_configured("--pool", request.pool)
     async with get_client() as client:
-        pool = await read_or_create_pool(client, request.pool)
+        pool = await _pool(client, request)
         refuse_image(request, pool, config)
         watched = await _watched(client)
         deployed = [
@@ -135,6 +135,18 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
         root=config.storage.root,
         watched=watched,
     )
+
+
+async def _pool(client: PrefectClient, request: DeployRequest) -> WorkPool:
+    if request.image is None:
+        return await read_or_create_pool(client, request.pool)
+    try:
+        return await client.read_work_pool(request.pool)
+    except ObjectNotFound as error:
+        hint = (
+            f"The server has none of this name: `prefect work-pool create {request.pool} --type kubernetes`, or docker."
+        )
+        raise InputError("--pool", request.pool, hint) from error
 
 
 async def _watched(client: PrefectClient) -> bool:
@@ -288,9 +300,8 @@ def training(config: RunConfig, name: str) -> Deployable:
 def evaluation(config: RunConfig, name: str) -> Deployable:
     """Describe the deployment that evaluates a policy version of the run, by default the last one."""
     request = EvaluateRequest(run=config.run.name, root=config.storage.root)
-    return Deployable(
-        evaluate, f"{name}-evaluate", request, f"Held-out scores of a policy version of the run {config.run.name}."
-    )
+    text = f"Held-out scores of a policy version of the run {config.run.name}."
+    return Deployable(evaluate, f"{name}-evaluate", request, text)
 
 
 def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:

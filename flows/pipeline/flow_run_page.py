@@ -13,9 +13,8 @@ from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.artifacts import ArtifactRequest
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -113,7 +112,7 @@ class _FlowRunPage:
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), _client() as client:
                 if bar.artifact is None:
                     kind = bar.stage.rpartition(": ")[2]
-                    request = ArtifactRequest(
+                    request = ArtifactCreate(
                         type="progress",
                         key=artifact_key(f"{self._name}-{kind}"),
                         description=text,

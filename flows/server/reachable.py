@@ -14,6 +14,8 @@ _TIMEOUT_SECONDS = 8.0
 # Prefect's client connects up to four times, with pauses of 1.5 s in total.
 _CONNECT_SECONDS = 0.875
 _PAGE = 200
+# Written here, since flows.workers.pools imports Prefect.
+_KIND = "grpo"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 
 
@@ -64,9 +66,7 @@ def require_configured(place: str, value: str) -> None:
         InputError: none is configured, or as require_server.
     """
     if server_url() is None:
-        hint = (
-            "It belongs to a Prefect server: start one with `grpo ui`, and export the PREFECT_API_URL that it prints."
-        )
+        hint = "It belongs to a server: start one with `grpo ui`, and export the PREFECT_API_URL that it prints."
         raise InputError(place, value, hint)
     require_server()
 
@@ -85,12 +85,11 @@ def require_ui(place: str, value: str) -> None:
         raise InputError(place, value, hint)
 
 
-def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") -> None:
+def require_pools(places: Sequence[tuple[str, str]]) -> None:
     """Refuse to begin when a pool that stages are sent to cannot be used.
 
     Args:
         places: the setting that names a pool, such as `placement.rollouts.pool`, and the pool's name.
-        kind: type that the pools must have; None for any.
 
     Raises:
         InputErrors: no server is configured, or a pool is missing, of another type or paused.
@@ -106,20 +105,20 @@ def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") 
         raise InputErrors([InputError(place, name, hint) for place, name in places])
     require_server()
     pools = {pool.name: pool for pool in _read_pools()}
-    problems = [problem for place, name in places if (problem := _pool_problem(place, name, pools, kind))]
+    problems = [problem for place, name in places if (problem := _pool_problem(place, name, pools))]
     if problems:
         raise InputErrors(problems)
 
 
-def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]", kind: str | None) -> InputError | None:
+def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]") -> InputError | None:
     pool = pools.get(name)
     if pool is None:
-        there = ", ".join(sorted(each for each, found in pools.items() if kind in (None, found.type))) or "none"
+        there = ", ".join(sorted(each for each, found in pools.items() if found.type == _KIND)) or "none"
         hint = (
             f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
         )
-    elif kind is not None and pool.type != kind:
-        hint = f"That work pool is of type {pool.type}, and stages need one of type {kind}: name another."
+    elif pool.type != _KIND:
+        hint = f"That work pool is of type {pool.type}, and stages need one of type {_KIND}: name another."
     elif pool.is_paused:
         hint = f"That work pool is paused: `prefect work-pool resume {name}`."
     else:
@@ -165,7 +164,7 @@ def _request(
     path: Literal["/admin/settings", "/admin/version", "/work_pools/filter"],
     content: Mapping[str, object] | None = None,
 ) -> object:
-    """Send one request, with the key or the password that is configured; with its own settings Prefect's client would retry for minutes."""
+    """Send one request, with the configured key or password; by default Prefect's client would retry for minutes."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError

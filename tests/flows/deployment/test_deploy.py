@@ -5,13 +5,16 @@ import json
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.deployment.deploy import credential_problems
+from flows.deployment.deploy import credential_problems, deploy_run
+from flows.pipeline.requests import DeployRequest
 from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
 from flows.server.heartbeat_automation import NAME as AUTOMATION
+from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
 from tests.flows.conftest import TINY
 from tests.flows.deployment.deployed import MIX, POOL, deployed, make_pool, on_the_server
@@ -93,6 +96,35 @@ class TestRegistered:
             "mix",
         )
         assert (CHECKOUT / requested["rewards"]).is_file()
+
+    def test_a_missing_pool_is_created_for_our_workers(self, pool: str) -> None:
+        file = read_config(TINY, ["run.name=first"])
+        told = asyncio.run(deploy_run(DeployRequest(pool="made-by-deploy"), file))
+        assert (told.pool, told.pool_type) == ("made-by-deploy", "grpo")
+
+    def test_a_container_pool_gets_the_image_and_enters_its_checkout(self, pool: str) -> None:
+        async def pods() -> None:
+            async with get_client() as client:
+                await client.create_work_pool(WorkPoolCreate(name="pods", type="kubernetes"))
+
+        asyncio.run(pods())
+        request = DeployRequest(pool="pods", image="registry/grpo:1")
+        asyncio.run(deploy_run(request, read_config(TINY, ["run.name=podded", "storage.root=s3://bucket/runs"])))
+        found = on_the_server("podded")["grpo train/podded"]
+        assert found.job_variables["image"] == "registry/grpo:1"
+        assert "working_dir" not in found.job_variables
+        step = "prefect.deployments.steps.set_working_directory"
+        assert found.pull_steps == [{step: {"directory": "/grpo"}}]
+        for changed, root, place in (
+            (DeployRequest(pool="pods"), "s3://bucket/runs", "--image"),
+            (request, "runs", "storage.root"),
+            (DeployRequest(pool="nowhere", image="registry/grpo:1"), "s3://bucket/runs", "--pool"),
+        ):
+            config = read_config(TINY, ["run.name=refused", f"storage.root={root}"])
+            with pytest.raises(InputError) as refused:
+                asyncio.run(deploy_run(changed, config))
+            assert refused.value.place == place
+        assert on_the_server("refused") == {}
 
     def test_silent_runs_are_looked_after(self, pool: str) -> None:
         deployed(run="watched")
