@@ -154,11 +154,11 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
     if watch.guardrails and not config.evaluate.sets:
         hint = "They are scored on held-out samples; set evaluate.prompts, or leave them out."
         yield InputError("watch.guardrails", [section.label for section in watch.guardrails], hint)
-    if watch.stop and not watch.guardrails:
-        yield InputError("watch.stop", True, "Nothing is watched; name watch.guardrails, or leave it out.")
-    if watch.stop and watch.guardrails and not config.evaluate.every:
+    if watch.on_sign != "report" and not watch.guardrails:
+        yield InputError("watch.on_sign", watch.on_sign, "Nothing is watched; name watch.guardrails, or leave it out.")
+    if watch.on_sign != "report" and watch.guardrails and not config.evaluate.every:
         hint = "Only the first and the last policy are evaluated; set evaluate.every, or leave it out."
-        yield InputError("watch.stop", True, hint)
+        yield InputError("watch.on_sign", watch.on_sign, hint)
 
 
 def _batches(config: RunConfig) -> Iterator[InputError]:

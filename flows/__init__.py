@@ -32,6 +32,10 @@ __all__ = ["StopTraining", "evaluate", "open_run", "replay", "rescore", "train"]
 
 # With bitsandbytes installed, transformers imports it, and on the CPU it logs messages about unused 4-bit kernels.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in str(record.msg))
+# One such line for each stage would hide the run's own lines in the log of Prefect's UI; failures are logged as errors.
+logging.getLogger("prefect.task_runs").addFilter(
+    lambda record: record.levelno > logging.INFO or not str(record.msg).startswith("Finished in state")
+)
 # Prefect reads its settings when it is imported, and everything here imports it after this.
 apply_settings()
 

@@ -342,6 +342,12 @@ def ui(request: ServerRequest) -> None:
 @application.command()
 def worker(
     pool: Annotated[str, typer.Argument(metavar="POOL", help="created if it does not exist")],
+    idle: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=1, help="end after so long without work; by default never")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="end after N flow runs: stages and deployed runs")
+    ] = None,
 ) -> None:
     """Run the stages that are sent to a work pool, one at a time with a resident model, and one deployed run."""
     with handle_errors():
@@ -361,7 +367,7 @@ def worker(
         from flows.workers.worker import serve as serve_pool
 
         with training_progress():
-            asyncio.run(serve_pool(pool))
+            asyncio.run(serve_pool(pool, idle, limit))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from flows.evaluation.plan import EvaluatePlan, plan_evaluate
+from flows.pipeline.flow_run_page import artifact_key
 from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
 from flows.pipeline.stages import (
-    artifact_key,
     collect_rollouts,
     compute_advantages,
     named,

@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import DatasetSection, PromptsSection
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
-from flows.server.reachable import require_pools, require_server
+from flows.server.reachable import require_pools, require_server, require_ui
 from flows.tracking.available import tracker_problems
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
@@ -104,6 +104,8 @@ def check_inputs(config: RunConfig) -> RunInputs:
     prompts = run_checks(config)
     try:
         require_pools(pools_of(config))
+        if config.watch.on_sign == "pause":
+            require_ui("watch.on_sign", "pause")
         # A hub name may be downloaded here, so everything else has been checked.
         store = open_store(config.storage, config.run.name)
         model = trained_model(config)

@@ -54,7 +54,7 @@ def training_progress(console: Console | None = None) -> Iterator[None]:
     """Show how far each stage is, by default on stderr: a bar in a terminal; elsewhere one line when it ends."""
     console = console or stderr()
     if not console.is_terminal:
-        listen(_Lines())
+        listen(Lines())
         yield
         return
     columns = (
@@ -101,16 +101,24 @@ class _Bars:
         self.bars.console.print(line, markup=False, highlight=False)
 
 
-class _Lines:
-    """A line when a stage ends, for logs."""
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Lines:
+    """Lines on stderr, for logs: one when a stage ends, and one every half minute until then."""
 
     def __init__(self) -> None:
         self.begun: dict[str, float] = {}
+        self.printed: dict[str, float] = {}
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        begun = self.begun.setdefault(stage, time.perf_counter())
-        if done == total:
-            self.log(f"{stage}: {done}/{total} in {time.perf_counter() - begun:.1f} s")
+        """Print a line if the stage has ended, or the last line is half a minute old."""
+        now = time.perf_counter()
+        seconds = now - self.begun.setdefault(stage, now)
+        if done == total or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+            self.printed[stage] = now
+            self.log(f"{stage}: {done}/{total} in {seconds:.1f} s")
 
     def log(self, line: str) -> None:
+        """Print a line."""
         print(line, file=sys.stderr, flush=True)

@@ -22,7 +22,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_training(summary: "TrainSummary", console: Console | None = None) -> None:
-    """Print the end of a training run or a replay: rewards first and last, time by stage, where to look."""
+    """Print the end of a training run or a replay."""
+    (console or stderr()).print(key_values(f"{summary.run}: {summary.iterations} iterations", training_rows(summary)))
+
+
+def training_rows(summary: "TrainSummary") -> list[tuple[str, str]]:
+    """Describe the end of a training run or a replay: rewards first and last, time by stage, where to look."""
     rows = [
         ("reward, first → last iteration", change(summary.reward_first, summary.reward_last)),
         ("held-out reward, before → after", change(summary.heldout_before, summary.heldout_after)),
@@ -39,8 +44,7 @@ def show_training(summary: "TrainSummary", console: Console | None = None) -> No
     }
     rows += [(title, relative(path)) for title, path in files.items() if path]
     rows += [("stopped by the watch" if summary.stopped_early else "watch", sign) for sign in summary.hacking]
-    rows += [("moved away", reason) for reason in (*summary.quarantined, *summary.previous)]
-    (console or stderr()).print(key_values(f"{summary.run}: {summary.iterations} iterations", rows))
+    return [*rows, *(("moved away", reason) for reason in (*summary.quarantined, *summary.previous))]
 
 
 def show_evaluation(summary: "EvaluateSummary", console: Console | None = None) -> None:
@@ -134,9 +138,11 @@ def show_deployed(deployed: "DeployedRun") -> None:
         say(f"    schedule: {each.schedule or 'none'}")
         if each.url:
             say(f"    {each.url}")
-    say("A worker, in a checkout of this project:")
     own = deployed.pool_type == "grpo"
+    say("A worker, in a checkout of this project:" if own or deployed.pool_type == "process" else "A worker:")
     say(f"  grpo worker {deployed.pool}" if own else f"  prefect worker start --pool {deployed.pool}")
+    if not deployed.watched:
+        say("The server refused the automation that marks runs without heartbeats as crashed (docs/prefect.md).")
     say("A run by hand:")
     say(f"  prefect deployment run '{deployed.deployments[0].name}'")
     if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):

@@ -129,7 +129,7 @@ def test_everything_is_reported_at_once() -> None:
             0.5,
         ),
         ({"watch": {"guardrails": [GUARD]}}, "watch.guardrails", ["sharpness"]),
-        ({"watch": {"stop": True}}, "watch.stop", True),
+        ({"watch": {"on_sign": "stop"}}, "watch.on_sign", "stop"),
     ],
 )
 def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
@@ -156,7 +156,7 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {"data": {"prompts": "p", "width": 96, "height": 64}},
         {"data": {"datasets": TWO}, "evaluate": {"datasets": TWO}},
         {"data": {"datasets": TWO}, "rewards": [{**JPEG, "datasets": ["a"]}, {**OTHER, "datasets": ["b"]}]},
-        {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "stop": True}},
+        {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "on_sign": "stop"}},
     ],
 )
 def test_allowed(sections: dict[str, Any]) -> None:
