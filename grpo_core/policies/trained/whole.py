@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_core.policies.trained.lora_and_full import ADAPTER_FILE
+from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
 
 _FULL_WEIGHTS = ("model*.safetensors*", "config.json", "generation_config.json")
 
