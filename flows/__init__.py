@@ -3,6 +3,7 @@
 functions      the flows as plain functions for scripts and notebooks: `from flows import train`
 
 training       the loop; start reading at training/train.py
+tracking       metrics and samples in TensorBoard, W&B, MLflow, trackio and SwanLab
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
 evaluation, replaying, rescoring   one folder per command: plan (checks the request against a run) and flow
 rewards        `grpo rewards`: analysis of stored scores, a server that scores for others

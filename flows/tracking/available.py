@@ -14,8 +14,11 @@ def tracker_problems(names: Sequence[str]) -> Iterator[InputError]:
         return
     # It imports torch, which a command without trackers may not need yet.
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
 
-    installed = sorted({str(name) for name in get_available_trackers()} & {*map(str, LOGGER_TYPE_TO_CLASS)})
+    missing = {str(name) for name in LoggerType} - {str(name) for name in get_available_trackers()}
+    # Those that a program has registered need no package.
+    installed = sorted({*LOGGER_TYPE_TO_CLASS} - missing)
     here = f"Installed here: {', '.join(installed) or 'none'}."
     for index, name in enumerate(names):
         if name in installed:

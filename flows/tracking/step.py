@@ -65,18 +65,17 @@ class Step:
 
     @property
     def page(self) -> str:
-        """The held-out prompts with the reward, and of texts the completion, of each sample, as Markdown."""
-        rows = [
-            [in_cell(one_line(each.prompt, TEXT_LETTERS)), number(reward), *_cells(each, index)]
-            for each in self.heldout
-            for index, reward in enumerate(each.rewards)
-        ]
-        texts = any(each.texts for each in self.heldout)
-        return "\n".join(markdown_table(["prompt", "reward", *(["completion"] if texts else [])], rows))
-
-
-def _cells(prompt: HeldoutPrompt, index: int) -> list[str]:
-    return [in_cell(one_line(prompt.texts[index], TEXT_LETTERS))] if prompt.texts else []
+        """The held-out prompts with the rewards of their samples, and each completion, as Markdown."""
+        rows: list[list[str]] = []
+        for each in self.heldout:
+            prompt = in_cell(one_line(each.prompt, TEXT_LETTERS))
+            if each.texts:
+                texts = [in_cell(one_line(text, TEXT_LETTERS)) for text in each.texts]
+                rows += [[prompt, number(reward), text] for reward, text in zip(each.rewards, texts, strict=True)]
+            else:
+                rows.append([prompt, ", ".join(map(number, each.rewards))])
+        texts_too = any(each.texts for each in self.heldout)
+        return "\n".join(markdown_table(["prompt", "reward", *(["completion"] if texts_too else [])], rows))
 
 
 def read_step(

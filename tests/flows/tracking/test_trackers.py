@@ -62,7 +62,7 @@ def test_tensorboard_has_metrics_images_rewards_and_settings(run: TrackedRun) ->
     histogram = read.Histograms("reward_histogram")[0].histogram_value
     assert (histogram.num, histogram.min, histogram.max) == (6, 0.1, 0.9)
     page = read.Tensors("heldout/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "| a red square | 0.900 |" in page
+    assert "| a red square | 0.400, 0.100, 0.900, none |" in page
     settings = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"update.learning_rate" in settings
     assert str(run.folder).encode() in settings
@@ -205,10 +205,11 @@ def test_a_finished_training_is_logged_as_it_was_stored(finished: Runs, undistur
 
 def test_unknown_and_missing_trackers_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking._available_trackers", ["tensorboard"])
-    problems = list(tracker_problems(["tensorboard", "swanlab", "tensorbord"]))
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Leaving.name, Leaving)
+    problems = list(tracker_problems(["tensorboard", "swanlab", "tensorbord", "leaving"]))
     assert [(each.place, each.value) for each in problems] == [
         ("run.trackers.1", "swanlab"),
         ("run.trackers.2", "tensorbord"),
     ]
     assert "uv pip install swanlab" in problems[0].hint
-    assert all("Installed here: tensorboard." in each.hint for each in problems)
+    assert all("Installed here: leaving, tensorboard." in each.hint for each in problems)
