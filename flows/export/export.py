@@ -104,5 +104,5 @@ def _push(folder: Path, repository: str) -> str:
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Export of a trained policy")
     except (OSError, HTTPError) as error:
         later = f"{folder} is complete: upload it later with `hf upload {repository} {folder}`"
-        raise OSError(f"the hub refused the upload ({error}). {later}") from error
+        raise OSError(f"the hub refused the upload ({str(error).strip().splitlines()[0]}). {later}") from error
     return str(created)

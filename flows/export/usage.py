@@ -67,8 +67,8 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, w
         messages += [{"role": "user", "content": TEXT_PROMPT}]
         lines += [
             f"messages = {json.dumps(messages, ensure_ascii=False)}",
-            'encoding = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}',
-            "inputs = tokenizer.apply_chat_template(messages, **encoding)",
+            "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
+            'return_tensors="pt")',
         ]
     else:
         lines += [f'inputs = tokenizer("{TEXT_PROMPT}", return_tensors="pt")']

@@ -78,6 +78,7 @@ class RunMaker:
         self.store = ArtifactStore(str(root), name)
         self.prompts, self.side, self.datasets, self.labels = prompts, side, datasets, labels
         self.texts = modality == "text"
+        self.policy = (0, "base" * 16)
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
         policy = "policy:\n  kind: causal_lm\n" if self.texts else ""
@@ -155,8 +156,8 @@ class RunMaker:
             "guidance_scale": 1.0,
             "seed": seed + group * GROUP_SIZE + sibling,
             "noise_seed": 0,
-            "policy_version": 0,
-            "policy_digest": "base" * 16,
+            "policy_version": self.policy[0],
+            "policy_digest": self.policy[1],
             "max_completion_length": 2,
             "stop": "[]",
             "completion": self.written.get((group, sibling), completion(group, sibling)),
