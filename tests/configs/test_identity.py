@@ -13,7 +13,8 @@ TINY = Path(configs.__file__).parent / "tiny.yaml"
 
 
 def identity(*overrides: str) -> dict[str, Any]:
-    return run_identity(read_config(TINY, overrides))
+    # A revision is one of a hub name.
+    return run_identity(read_config(TINY, ["policy.model=organisation/model", *overrides]))
 
 
 @pytest.mark.parametrize(
