@@ -24,6 +24,7 @@ from flows.terminal.tables import stderr
 from tasks.progress import listen, show_run
 from tasks.reports.text import duration
 
+
 class _Rate(ProgressColumn):
     """Samples per second of a stage, seconds per iteration of the run."""
 
