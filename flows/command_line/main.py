@@ -8,6 +8,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +68,8 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen
 
     # A file that cannot be read is reported before torch is imported, which checking needs and which takes seconds.
     read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
-    typer.echo(f"reading {config} ...", err=True)
+    if "torch" not in sys.modules:
+        typer.echo(f"reading {config} ...", err=True)
     from configs.loader import read_config
 
     named = [f"run.name={json.dumps(run)}"] if run is not None else []

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.schema import RunConfig, changed_settings, run_identity
+from configs.schema import ReplayConfig, RunConfig, changed_settings, run_identity
 from grpo_core.errors import InputError
 from tasks.execution.caching import accept_code, accepted_fingerprint
 from tasks.execution.call import clear_calls
@@ -112,26 +112,32 @@ class ChangedRunError(InputError):
         iterations: number of iterations that the run has trained.
     """
 
-    def __init__(self, store: ArtifactStore, difference: str, iterations: int) -> None:
+    def __init__(self, config: RunConfig, difference: str, iterations: int) -> None:
         """Say what is different, and how one can go on."""
-        self.difference, self.iterations = difference, iterations
+        self.difference, self.iterations, name = difference, iterations, config.run.name
+        if isinstance(config, ReplayConfig):
+            choices = "--run NAME replays in a new run; --set run.on_change=restart begins anew"
+        else:
+            choices = (
+                "--run NAME trains in a new run and reuses the stages that are unchanged; --continue-from "
+                f"{name} --run NAME trains a new run from its weights; --restart (run.on_change: restart) begins at "
+                "iteration 1"
+            )
         hint = (
             f"{difference}. It has trained {counted(iterations, 'iteration')} with what was there before. Choose: "
-            "--run NAME trains in a new run and reuses the stages that are unchanged; --continue-from "
-            f"{store.run} --run NAME trains a new run from its weights; --restart (run.on_change: restart) begins at "
-            "iteration 1 and moves its results to previous/."
+            f"{choices} and moves its results to previous/."
         )
-        super().__init__("run.name", store.run, f"{hint[:1].upper()}{hint[1:]}")
+        super().__init__("run.name", name, f"{hint[:1].upper()}{hint[1:]}")
 
 
 def find_change(
-    store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
+    config: RunConfig, store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
 ) -> ChangedRunError | None:
     """Return how a start differs from what made the stored policies; None if it does not, or if there are none."""
     if described is None or described.get(LINEAGE) == lineage_digest(identity):
         return None
     trained = len(RunReader(store).policies())
-    return ChangedRunError(store, _difference(described.get(IDENTITY, {}), identity), trained) if trained else None
+    return ChangedRunError(config, _difference(described.get(IDENTITY, {}), identity), trained) if trained else None
 
 
 def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> bool:

@@ -141,7 +141,7 @@ def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunEr
         return None
     _, start = settle_start(config, described)
     settle_code(stage_code(config, inputs.model), described, accept=accept_code)
-    return find_change(inputs.store, described, identify(config, inputs.model, inputs.training, start))
+    return find_change(config, inputs.store, described, identify(config, inputs.model, inputs.training, start))
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
             log(note)
         accepted = settle_code(stage_code(config, model), previous or {}, accept=accept_code)
         identity = identify(config, model, inputs.training, start)
-        if config.run.on_change == "refuse" and (change := find_change(store, previous, identity)) is not None:
+        if config.run.on_change == "refuse" and (change := find_change(config, store, previous, identity)) is not None:
             raise change
         current = previous if move_other_lineage(store, previous, identity) else None
         recorded = (current or {}).get("evaluation")

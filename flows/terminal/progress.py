@@ -24,16 +24,13 @@ from flows.terminal.tables import stderr
 from tasks.progress import listen, show_run
 from tasks.reports.text import duration
 
-RUN = "pace"
-"""Field of the run's bar: seconds per iteration."""
-
 
 class _Rate(ProgressColumn):
     """Samples per second of a stage, seconds per iteration of the run."""
 
     def render(self, task: Task) -> Text:
-        if RUN in task.fields:
-            pace = task.fields[RUN]
+        if "pace" in task.fields:
+            pace = task.fields["pace"]
             return Text(f"{pace:.1f} s each" if pace else "", style="cyan")
         speed = task.finished_speed or task.speed
         return Text(f"{speed:.1f}/s" if speed else "", style="cyan")
@@ -43,9 +40,9 @@ class _Remaining(TimeRemainingColumn):
     """Estimated time that is left; of the run by its pace, since an iteration may take longer than Rich remembers."""
 
     def render(self, task: Task) -> Text:
-        if RUN not in task.fields:
+        if "pace" not in task.fields:
             return super().render(task)
-        pace, left = task.fields[RUN], (task.total or 0) - task.completed
+        pace, left = task.fields["pace"], (task.total or 0) - task.completed
         return Text(f"{duration(pace * left)} left" if pace and left else "", style="progress.remaining")
 
 
@@ -94,8 +91,8 @@ class _Bars:
     def advance_run(self, done: int, total: int, pace: float | None) -> None:
         with self.lock:
             if self.run is None:
-                self.run = self.bars.add_task("iterations of the run", **{RUN: pace})
-            self.bars.update(self.run, completed=done, total=total, **{RUN: pace})
+                self.run = self.bars.add_task("iterations of the run", pace=pace)
+            self.bars.update(self.run, completed=done, total=total, pace=pace)
 
     def log(self, line: str) -> None:
         self.bars.console.print(line, markup=False, highlight=False)

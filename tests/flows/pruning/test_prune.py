@@ -129,10 +129,15 @@ class TestNeeded:
         assert kept(done, IMAGES) == {iteration(1): UNSCORED, iteration(2): UNSCORED}
         assert [images(runs, iteration(number)) for number in (1, 2, 3)] == [4, 4, 0]
 
-    @pytest.mark.parametrize(("iterations", "needed"), [(3, True), (2, False)])
-    def test_the_start_of_a_replay_that_is_not_at_its_end(self, runs: Runs, iterations: int, needed: bool) -> None:
+    @pytest.mark.parametrize(
+        ("iterations", "replayed", "needed"), [(3, True, True), (2, True, False), (3, False, True), (2, False, False)]
+    )
+    def test_the_start_of_a_run_or_replay_that_is_not_at_its_end(
+        self, runs: Runs, iterations: int, replayed: bool, needed: bool
+    ) -> None:
         config = yaml.safe_load(runs.path("config.yaml", run=RUN).read_text())
-        config |= {"replay": {"source": RUN, "policy": 1}, "run": {**config["run"], "iterations": iterations}}
+        config["run"] |= {"iterations": iterations, "continue_from": None if replayed else f"{RUN}@1"}
+        config |= {"replay": {"source": RUN, "policy": 1}} if replayed else {}
         replay_of = runs.path("policies", run="slower")
         replay_of.mkdir(parents=True)
         (replay_of / "000002.manifest.json").write_text("{}")
