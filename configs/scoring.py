@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -64,4 +64,8 @@ class WatchSection(Section, HackingRule):
     """Held-out guardrails that should not fall while the reward rises."""
 
     guardrails: tuple[RewardSection, ...] = Field((), description="scored on held-out samples, never trained on")
-    stop: bool = Field(False, description="end the run when a guardrail falls")
+    on_sign: Literal["report", "stop", "pause"] = Field(
+        "report",
+        description="when a guardrail falls: only report it, end the run, or wait for a person to resume it in the UI",
+    )
+    pause_timeout: PositiveInt = Field(86_400, description="seconds that a paused run waits before it ends as failed")

@@ -54,16 +54,28 @@ def train(
     Raises:
         InputError, InputErrors: everything that is wrong with the input, before anything is written.
     """
+    from configs.loader import as_config
+
+    checked = as_config(config, _texts(overrides))
+    return train_checked(checked, accept_code=accept_code, on_iteration=on_iteration, progress=progress)
+
+
+def train_checked(
+    config: "RunConfig",
+    *,
+    accept_code: bool = False,
+    on_iteration: "IterationHook | None" = None,
+    progress: bool = True,
+) -> "TrainSummary":
+    """Start or resume the training run of a configuration that `configs.loader` has checked; as :func:`train`."""
 
     def body() -> "Coroutine[Any, Any, TrainSummary]":
-        from configs.loader import as_config
         from flows.preflight.inputs import check_inputs
 
-        checked = as_config(config, _texts(overrides))
-        check_inputs(checked)
+        check_inputs(config)
         from flows.training.train import train as flow
 
-        return flow(checked, accept_code=accept_code)
+        return flow(config, accept_code=accept_code)
 
     return _run(body, on_iteration, progress=progress)
 

@@ -70,6 +70,23 @@ def test_everything_is_reported_at_once() -> None:
         ({"policy": {"model": "m", "lora": None}}, "policy.dtype", "bfloat16"),
         ({"policy": {"model": "m", "frozen": ".*embed.*"}}, "policy.frozen", ".*embed.*"),
         ({"policy": {"model": "m", "autocast": "bfloat16"}}, "policy.autocast", "bfloat16"),
+        ({"policy": {"model": "m", "adapter": "a", "frozen": ".*"}}, "policy.frozen", ".*"),
+        (
+            {"policy": {"model": "m", "lora": {"modules_to_save": ["norm"]}}},
+            "policy.lora.modules_to_save",
+            ["norm"],
+        ),
+        ({"policy": {"model": ".", "revision": "v1"}}, "policy.revision", "v1"),
+        (
+            {"policy": {"model": "m", "dtype": "float32", "attn_implementation": "flash_attention_2"}},
+            "policy.attn_implementation",
+            "flash_attention_2",
+        ),
+        (
+            {"policy": {"model": "m", "lora": {"use_dora": True}}, "placement": {"processes": 2, "sharding": "fsdp2"}},
+            "placement.sharding",
+            "fsdp2",
+        ),
         ({"placement": {"rollouts": {"shards": 2}}}, "placement.rollouts.shards", 2),
         ({"placement": {"update": {"pool": "p"}}, "storage": {"root": "memory://x"}}, "storage.root", "memory://x"),
         ({"rewards": [JPEG, JPEG]}, "rewards", "jpeg"),
@@ -112,7 +129,7 @@ def test_everything_is_reported_at_once() -> None:
             0.5,
         ),
         ({"watch": {"guardrails": [GUARD]}}, "watch.guardrails", ["sharpness"]),
-        ({"watch": {"stop": True}}, "watch.stop", True),
+        ({"watch": {"on_sign": "stop"}}, "watch.on_sign", "stop"),
     ],
 )
 def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
@@ -131,13 +148,15 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {"advantages": {"kl_coef": 0.1}},
         {"policy": {"model": "m", "dtype": "float32", "lora": None, "frozen": "x"}},
         {"policy": {"model": "m", "dtype": "float32", "autocast": "bfloat16"}},
+        {"policy": {"model": "m", "adapter": "a"}},
+        {"policy": {"model": "m", "revision": "v1", "attn_implementation": "flash_attention_2"}},
         {**TEXT, "rewards": [{"reward": "answer"}], "update": {"mask_truncated": True}},
         {"rewards": [JPEG, OTHER]},
         {"rewards": [{**JPEG, "weight": -1.0}]},
         {"data": {"prompts": "p", "width": 96, "height": 64}},
         {"data": {"datasets": TWO}, "evaluate": {"datasets": TWO}},
         {"data": {"datasets": TWO}, "rewards": [{**JPEG, "datasets": ["a"]}, {**OTHER, "datasets": ["b"]}]},
-        {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "stop": True}},
+        {"evaluate": HELD_OUT, "watch": {"guardrails": [GUARD], "on_sign": "stop"}},
     ],
 )
 def test_allowed(sections: dict[str, Any]) -> None:

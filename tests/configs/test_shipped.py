@@ -12,6 +12,7 @@ from configs.schema import RunConfig
 from flows.preflight import doctor
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.glm_image.loading import RELEASED_MODEL
+from grpo_core.policies.trained import TrainingChoice
 from grpo_core.rewards.ocr.quoted_text import quoted_texts
 from grpo_core.rewards.registry import build_reward
 
@@ -61,7 +62,8 @@ def test_every_file_of_a_gpu_is_there() -> None:
 
 def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
-    choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
+    policy = config.policy
+    choice = TrainingChoice(policy.lora, policy.frozen, config.reference_placement, policy.gradient_checkpointing)
     return doctor.estimate_model(config, choice).memory
 
 
