@@ -18,7 +18,10 @@ MANIFEST_ENDING = ".manifest.json"
 
 # These fields weigh a reward in the mix, and a guardrail is not part of the mix.
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
-_OF_ONE_FILE = ("prompts", "prompt_column", "columns", "limit", "targets", "target_column", "height", "width")
+_OF_ONE_FILE = (
+    *("prompts", "split", "subset", "revision", "streaming", "prompt_column", "columns", "limit"),
+    *("targets", "target_column", "height", "width"),
+)
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
@@ -26,6 +29,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
     return [
         *_datasets(config),
         *_sizes(config),
+        *_messages(config),
         *reward_contradictions(config),
         *_batches(config),
         *_policy(config),
@@ -43,7 +47,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
     for place, section in sections.items():
         for field in _OF_ONE_FILE if section.datasets else ():
             value = getattr(section, field)
-            if value is not None:
+            if value not in (None, False):
                 hint = f"With {place}.datasets it has no effect; move it into one of them."
                 yield InputError(f"{place}.{field}", value, hint)
         for name, times in Counter(each.name for each in section.datasets).items():
@@ -81,6 +85,19 @@ def _sizes(config: RunConfig) -> Iterator[InputError]:
                     yield InputError(f"{where}.{name}", value, "Texts have no size; leave it out.")
                 elif len(given) == 1:
                     yield InputError(f"{where}.{name}", value, "Give width and height, or neither for the rollout's.")
+
+
+def _messages(config: RunConfig) -> Iterator[InputError]:
+    """Yield every set of prompts that are messages for a model that takes one text."""
+    for place, section in (("data", config.data), ("evaluate", config.evaluate)):
+        for index, dataset in enumerate(section.sets):
+            roles, where = dataset.prompt_column, f"{place}.datasets.{index}" if section.datasets else place
+            if isinstance(roles, str | None):
+                continue
+            if policy_family(config.policy.kind).modality != "text":
+                yield InputError(f"{where}.prompt_column", roles, "An image's prompt is one text; name one column.")
+            elif not roles:
+                yield InputError(f"{where}.prompt_column", roles, "Give a column for at least one role, such as user.")
 
 
 def reward_contradictions(config: RunConfig) -> Iterator[InputError]:

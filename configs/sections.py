@@ -103,12 +103,24 @@ class PolicySection(Section):
         return self.lora is not None or self.adapter is not None
 
 
-_PROMPTS = "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, or a folder of files with one of these endings"
+_PROMPTS = (
+    "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, a folder of files with one of these endings, or a dataset of "
+    "the Hugging Face Hub as hf://datasets/owner/name or owner/name"
+)
 
 
 class _OnePromptFile(Section):
+    memory_settings = frozenset({"streaming"})
+    optional_settings = frozenset({"split", "subset", "revision"})
+
     prompts: str | None = Field(None, min_length=1, description=_PROMPTS)
-    prompt_column: str | None = Field(None, description="null: found by its usual names")
+    split: str | None = Field(None, min_length=1, description="of a dataset, such as train[:1000]; null: train")
+    subset: str | None = Field(None, min_length=1, description="of a dataset with several; datasets calls it name")
+    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of the Hub; null: main")
+    streaming: bool = Field(False, description="read a dataset's first rows, as many as limit, without downloading all")
+    prompt_column: str | dict[str, str] | None = Field(
+        None, description="null: found by its usual names; a column per role, {system: a, user: b}: messages"
+    )
     columns: tuple[str, ...] | None = Field(
         None, description="the other columns that go along to the rewards; null: all but binary ones"
     )

@@ -49,6 +49,8 @@ class Section(BaseModel):
         for name in values:
             if isinstance(section := getattr(self, name), Section):
                 values[name] = section.result_settings()
+            elif isinstance(section, tuple) and all(isinstance(each, Section) for each in section):
+                values[name] = [each.result_settings() for each in section]
         fields = type(self).model_fields
         unset = {name for name in self.optional_settings if getattr(self, name) == fields[name].default}
         return {name: value for name, value in values.items() if name not in unset}

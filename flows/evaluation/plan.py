@@ -105,8 +105,8 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
     """Replace the run's held-out prompts by the requested file; targets are found in the same way."""
     if request.prompts is None:
         return []
-    unset = dict.fromkeys(("prompt_column", "columns", "limit"))
-    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], **unset}
+    unset = dict.fromkeys(("split", "subset", "revision", "prompt_column", "columns", "limit"))
+    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], "streaming": False, **unset}
     return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
 
 

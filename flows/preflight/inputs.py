@@ -29,7 +29,8 @@ from tasks.models.files import local_source
 from tasks.models.initial import initial_digest, training_choice
 from tasks.models.resident import ModelSpec, torch_device
 from tasks.prompts.curriculum import PromptSet
-from tasks.prompts.read import LONG_PROMPT, read_prompts
+from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.read import LONG_PROMPT, PromptFile, read_prompts
 from tasks.prompts.sizes import read_sizes
 from tasks.prompts.targets import pair_targets
 from tasks.runs.stored import adapter_version
@@ -177,22 +178,30 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
         for index, dataset in enumerate(section.sets):
             own = f"{name}.datasets.{index}." if section.datasets else f"{name}."
             try:
-                column, prompts = _read_prompt_set(config, dataset)
+                file, prompts = _read_prompt_set(config, dataset)
             except InputError as error:
                 problems.append(InputError(error.place.replace("data.", own, 1), error.value, error.hint))
                 read.append(None)
                 continue
             read.append(prompts)
-            notes += [f"{own}prompts: {dataset.prompts}: {note}" for note in _notes(dataset, column, prompts)]
+            notes += [f"{own}prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
         sets[name] = tuple(read)
     return PromptFiles(sets, tuple(problems), tuple(notes))
 
 
-def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[str, PromptSet]:
-    """Return the column of the prompts, and the prompts with their targets and sizes."""
+def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[PromptFile, PromptSet]:
+    """Return the file as it was read, and its prompts with their targets and sizes."""
     column = dataset.target_column
     roles = () if column is None else (column,)
-    file = read_prompts(dataset.prompts, column=dataset.prompt_column, columns=dataset.columns, also=roles)
+    choice = DatasetChoice(dataset.split, dataset.subset, dataset.revision, dataset.streaming)
+    file = read_prompts(
+        dataset.prompts,
+        column=dataset.prompt_column,
+        columns=dataset.columns,
+        also=roles,
+        limit=dataset.limit if dataset.streaming else None,
+        choice=choice,
+    )
     default = default_size(config, dataset)
     # Of a text model, columns of these names are ordinary ones.
     sizes = read_sizes(file.prompts, source=dataset.prompts, default=default) if default else ()
@@ -200,12 +209,14 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[str, P
     targets = pair_targets(file.prompts, folder=dataset.targets, column=column, base=file.folder, sizes=sizes)
     within = slice(dataset.limit)
     limited = PromptSet(dataset.name, dataset.weight, file.prompts[within], targets[within], sizes[within])
-    return file.column, limited
+    return file, limited
 
 
-def _notes(dataset: DatasetSection, column: str, prompts: PromptSet) -> Iterator[str]:
-    if dataset.prompt_column is None and column != "prompt":
-        yield f"the prompts are column {column}"
+def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Iterator[str]:
+    if dataset.prompt_column is None and file.column != "prompt":
+        yield f"the prompts are column {file.column}"
+    if file.commit is not None and file.commit != dataset.revision:
+        yield f"commit {file.commit}; set revision to it, and the prompts stay these when the dataset changes"
     lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
     longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
     if longer:

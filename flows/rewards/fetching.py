@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.loader import read_config, read_mapping, read_rewards_file
+from configs.loader import read_config, read_rewards_file
 from configs.scoring import RewardSection
+from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.rewards.registry import REWARDS, build_reward
 from grpo_core.rewards.weights.fetch import Download, downloads_of
