@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from pydantic import BaseModel
 from flows.export.model_card import model_card
 from flows.export.plan import ExportPlan
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained import ADAPTER_FILE
+from grpo_core.policies.trained.stored_adapter import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    adapter_settings,
+    read_adapter_config,
+)
+from tasks.models.files import model_digest, weights_folder
 from tasks.storage.filesystem.files import settle_folder
 
-ADAPTER_CONFIG = "adapter_config.json"
 CARD_FILE, RECORD_FILE = "README.md", "grpo.json"
 """RECORD_FILE: what `grpo sample` needs of the run to sample as in training."""
 
@@ -53,14 +59,16 @@ def export(plan: ExportPlan) -> ExportSummary:
     with tempfile.TemporaryDirectory(dir=plan.folder.parent, prefix=".grpo-export-") as scratch:
         staged = Path(scratch) / "export"
         staged.mkdir()
-        weights = plan.store.local_files(plan.weights, Path(scratch) / "policy")
+        weights = weights_folder(plan.store.local_files(plan.weights, Path(scratch) / "policy"), plan.policy)
         if plan.base is None:
             _write_adapter(weights, staged)
         else:
             section = plan.config.policy
             family = policy_family(section.kind)
             family.save_whole(plan.base, weights, staged, dtype=getattr(torch, section.dtype))
-        (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
+        (staged / RECORD_FILE).write_text(
+            json.dumps(_record(plan, staged), indent=1, ensure_ascii=False), encoding="utf-8"
+        )
         (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
         settle_folder(staged)
         # Replaces an empty folder only.
@@ -78,17 +86,22 @@ def export(plan: ExportPlan) -> ExportSummary:
 def _write_adapter(weights: Path, folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    config = json.loads(shutil.copyfile(weights / ADAPTER_CONFIG, folder / ADAPTER_CONFIG).read_text())
+    config = json.loads(shutil.copyfile(weights / ADAPTER_CONFIG_FILE, folder / ADAPTER_CONFIG_FILE).read_text())
     metadata = {"format": "pt", _METADATA: json.dumps(config, sort_keys=True)}
     save_file(load_file(weights / ADAPTER_FILE), folder / ADAPTER_FILE, metadata)
 
 
-def _record(plan: ExportPlan) -> dict[str, Any]:
-    config = plan.config
+def _record(plan: ExportPlan, exported: Path) -> dict[str, Any]:
+    config, policy, digest = plan.config, plan.config.policy.model_dump(mode="json"), plan.base_digest
+    if plan.base is None and policy["adapter"] is not None:
+        # The export has what the run began with and what it learned, as one adapter over the model itself.
+        settings = adapter_settings(read_adapter_config(exported, str(plan.folder)))
+        policy |= {"adapter": None, "lora": asdict(settings)}
+        digest = model_digest(config.policy.model, config.policy.revision)
     return {
-        "policy": config.policy.model_dump(mode="json"),
+        "policy": policy,
         "rollout": config.rollout.model_dump(mode="json"),
-        "base_digest": plan.base_digest,
+        "base_digest": digest,
         "version": plan.policy.version,
         "digest": plan.policy.digest,
     }

@@ -60,6 +60,10 @@ def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
     files = [PurePosixPath(each.prompts).name for each in config.data.sets]
     rewards = [f"{each.label} (weight {each.weight:g})" for each in config.rewards]
     trained = "every weight" if lora is None else f"adapters of rank {lora.rank}, alpha {lora.alpha:g}"
+    if config.policy.adapter is not None:
+        trained = f"the adapter {config.policy.adapter}"
+    if plan.policy.is_averaged:
+        trained += f"; the moving average of its values, decay {config.update.ema:g}"
     return [
         ("base", f"{config.policy.model}, {plan.base_digest[:16]}"),
         ("trained", trained),

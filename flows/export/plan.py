@@ -5,8 +5,9 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from flows.export.request import ExportRequest
+from flows.preflight.inputs import trained_model
 from grpo_core.errors import InputError
-from tasks.models.files import model_digest, model_folder
+from tasks.models.files import model_folder
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import choose_policy, chosen_version, stored_config, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -19,7 +20,8 @@ class ExportPlan:
     """What is exported.
 
     Attributes:
-        base_digest: digest of the model that was trained.
+        base_digest: digest of the model, and of the adapter, that the run began with.
+        policy: the version; its moving average where the run keeps one, which is what was evaluated.
         base: folder of that model; None for an adapter, which needs nothing of it.
         weights: the stored files of the version.
         folder: absolute path; does not exist, or is empty.
@@ -52,11 +54,13 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     if policy.checkpoint is None:
         _refuse_initial(store, config, request.policy)
     assert policy.checkpoint is not None
-    whole = request.merge or config.policy.lora is None
+    whole = request.merge or not config.policy.trains_adapters
     base = _require_base(store, config, recorded) if whole else None
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
-    return ExportPlan(store, config, policy, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes)
+    return ExportPlan(
+        store, config, policy.averaged, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes
+    )
 
 
 def _require_new_folder(folder: Path) -> None:
@@ -78,11 +82,11 @@ def _refuse_initial(store: ArtifactStore, config: RunConfig, chosen: str | None)
 
 def _require_base(store: ArtifactStore, config: RunConfig, recorded: str) -> Path:
     """Return the folder of the model that was trained, which has to be the one that the run began with."""
-    digest = model_digest(config.policy.model)
+    digest = trained_model(config).digest
     if recorded and digest != recorded:
         hint = f"Its files have changed since {store.run} began ({recorded[:12]}); restore them, or leave out --merge."
         raise InputError("policy.model", digest[:12], hint)
-    return model_folder(config.policy.model)
+    return model_folder(config.policy.model, config.policy.revision)
 
 
 def _require_hub(repository: str) -> None:

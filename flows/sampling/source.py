@@ -8,12 +8,14 @@ from typing import Any
 from configs.loader import apply_overrides
 from configs.sections import ImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.validation import Section, validated
-from flows.export.export import ADAPTER_CONFIG, RECORD_FILE
+from flows.export.export import RECORD_FILE
+from flows.preflight.inputs import trained_model
 from flows.sampling.request import SampleRequest
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.loading import CONFIG_FILE
 from grpo_core.policies.glm_image.settings import INDEX_FILE
 from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE
 from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy, require_same_model
 from tasks.runs.lookup import find_run, read_description
 from tasks.runs.stored import choose_policy, chosen_version, stored_config
@@ -94,7 +96,7 @@ def open_source(request: SampleRequest) -> Source:
 
 
 def _is_model(folder: Path) -> bool:
-    names = (INDEX_FILE, CONFIG_FILE, ADAPTER_CONFIG)
+    names = (INDEX_FILE, CONFIG_FILE, ADAPTER_CONFIG_FILE)
     return not (folder / RUN_FILE).exists() and any((folder / name).is_file() for name in names)
 
 
@@ -104,15 +106,16 @@ def _open_run(request: SampleRequest) -> Source:
     digest = str(read_description(store).get("model_digest", ""))
     version, notes = choose_policy(store, chosen_version(store, request.policy), digest)
     # Samples need no reference.
-    version = version.model_copy(update={"reference_digest": None})
-    return Source(f"{store.run}-v{version.version}", config, _spec(config.policy, digest), store, version, notes=notes)
+    version = version.averaged.model_copy(update={"reference_digest": None})
+    spec = trained_model(config).model_copy(update={"digest": digest, "reference": "none"})
+    return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes=notes)
 
 
 def _open_folder(folder: Path, request: SampleRequest) -> Source:
     if request.policy is not None:
         raise InputError("--policy", request.policy, f"{folder} is a model, not a run; leave it out.")
     record = folder / RECORD_FILE
-    adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
+    adapter = folder if (folder / ADAPTER_CONFIG_FILE).is_file() else None
     if record.is_file():
         values = json.loads(record.read_text(encoding="utf-8"))
     elif adapter is None:
@@ -124,6 +127,7 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     sections = {name: values[name] for name in ("policy", "rollout") if name in values}
     if adapter is None:
         sections["policy"] = {**sections["policy"], "model": str(folder), "lora": None, "frozen": None}
+        sections["policy"] |= {"adapter": None, "revision": None}
     errors = apply_overrides(sections, request.overrides)
     if errors:
         raise InputErrors(errors)
