@@ -4,7 +4,7 @@ training       the loop; start reading at training/train.py
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
 evaluation, replay, rescoring   one folder per command: plan (checks the request against a run) and flow
 rewards        `grpo rewards`: analysis of stored scores, a server that scores for others
-inspection     `grpo inspect`
+inspection, comparison   `grpo inspect` and `grpo compare`
 pruning        `grpo prune`
 preflight      checks before any model loads, `grpo doctor`
 deployment, server, workers     Prefect: `grpo deploy`, `grpo ui` and `grpo worker`
