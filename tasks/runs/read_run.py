@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from tasks.metrics.names import HELDOUT, SECONDS, STEP_TIME
+from tasks.metrics.names import HELDOUT, is_measured
 from tasks.metrics.pooled import stage_metrics
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -204,7 +204,7 @@ def _compare_with_table(reader: RunReader, number: int, metrics: Mapping[str, fl
         reader.report_damage(name, f"it is not a valid Parquet file ({type(error).__name__}); the stages' are shown")
         return
     written = dict(zip(rows["metric"], rows["value"], strict=True))
-    compared = {metric for metric in metrics if metric != STEP_TIME and not metric.startswith(SECONDS)}
+    compared = {metric for metric in metrics if not is_measured(metric)}
     differing = sorted(metric for metric in compared if written.get(metric) != metrics[metric])
     if differing:
         reader.report_damage(name, f"{', '.join(differing[:3])} differ from the stages' metrics, which are shown")

@@ -82,7 +82,7 @@ class TestForm:
     def test_the_other_flows_have_forms_too(self, pool: str) -> None:
         deployed(run="others", evaluate=True, rescore=(str(MIX),))
         found = on_the_server("others")
-        evaluation, rescoring = found["grpo evaluate/others"], found["grpo rescore/others-mix"]
+        evaluation, rescoring = found["grpo evaluate/others-evaluate"], found["grpo rescore/others-rescore-mix"]
         request, mix = evaluation.parameters["request"], rescoring.parameters["request"]
         wrong = [{"request": {**request, **each}} for each in ({"polcy": 3}, {"policy": "last"}, {"policy": 3})]
         right, unknown, malformed, other = asked_for(evaluation, {"request": request}, *wrong)

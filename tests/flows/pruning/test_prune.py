@@ -162,6 +162,21 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
     assert VERSIONS in result.stderr
 
 
+def test_the_program_deletes_when_someone_says_so(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["prune", RUN, "--policies-last", "1", "--root", str(runs.root)]
+    before = tree(runs.root)
+    result = CliRunner().invoke(application, given)
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    monkeypatch.setattr("flows.command_line.main.is_terminal", lambda: True)
+    asked = CliRunner().invoke(application, given, input="n\n")
+    assert asked.exit_code == 1
+    assert VERSIONS in asked.stderr
+    assert tree(runs.root) == before
+    assert CliRunner().invoke(application, [*given, "--yes"]).exit_code == 0
+    assert tree(runs.root) != before
+
+
 def test_texts_have_no_images(empty: Runs) -> None:
     store = ArtifactStore(str(empty.root), "text")
     config = yaml.safe_load((REPOSITORY / "configs" / "tiny_text.yaml").read_text())
