@@ -132,9 +132,8 @@ def compare_runs(readers: Mapping[str, RunReader], fetched: Path, targets: Targe
 
 def _evaluations(run: ComparedRun, fetched: Path) -> Iterator[HeldoutSamples]:
     """Read the last evaluation of the run's own prompts, then those by `grpo evaluate` of others."""
-    own = run.view.evaluated[-1:]
-    others = read_other_evaluations(run.reader)
-    for name, view in ((None, *own), *others.items()) if own else others.items():
+    found: list[tuple[str | None, EvaluationView]] = [(None, view) for view in run.view.evaluated[-1:]]
+    for name, view in (*found, *read_other_evaluations(run.reader).items()):
         if ROLLOUTS in view.stages:
             yield _read_evaluation(run, name, view, fetched)
 
