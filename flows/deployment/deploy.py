@@ -10,11 +10,11 @@ from typing import Any
 from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, WorkPool
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.server.schemas.schedules import CronSchedule as Scheduled
-from prefect.settings import get_current_settings
+from prefect.utilities.urls import url_for
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from configs.loader import read_rewards_file
@@ -26,8 +26,9 @@ from flows.pipeline.requests import DeployRequest, EvaluateRequest, RescoreReque
 from flows.prefect_settings import CLIENT
 from flows.rescoring.rescore import rescore
 from flows.server.heartbeat_automation import ensure_automations
-from flows.server.reachable import require_pools
+from flows.server.reachable import is_cloud, require_configured
 from flows.training.train import train
+from flows.workers.pools import KIND, read_or_create_pool
 from grpo_core.errors import InputError, InputErrors
 from tasks.checkout import CHECKOUT
 
@@ -36,6 +37,10 @@ _ONE_AT_A_TIME = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.
 _CRON_FIELDS = 5
 _ZONES = "Write a name of the tz database, as UTC or Europe/Berlin."
 TAG = "grpo"
+IMAGE_CHECKOUT = "/grpo"
+"""Where the image of Dockerfile has this checkout."""
+_CHECKOUT_TYPES = (KIND, "process")
+"""Types of pools whose workers run flows in a checkout of their own."""
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
@@ -82,6 +87,7 @@ class DeployedRun(BaseModel):
     Attributes:
         pool_type: `grpo`, `process` or another.
         root: where runs are stored; a relative folder is in the worker's checkout.
+        watched: whether the server marks runs without heartbeats as crashed.
     """
 
     run: str
@@ -89,6 +95,7 @@ class DeployedRun(BaseModel):
     pool_type: str
     deployments: list[DeployedFlow]
     root: str
+    watched: bool
 
 
 async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
@@ -109,10 +116,11 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
     if len({(each.flow.name, each.name) for each in wanted}) < len(wanted):
         hint = "A rescoring is named after its file, and these names are equal; rename one file."
         raise InputErrors([InputError("--rescore", list(request.rescore), hint)])
-    require_pools([("--pool", request.pool)], kind=None)
+    require_configured("--pool", request.pool)
     async with get_client() as client:
-        pool = await client.read_work_pool(request.pool)
-        await ensure_automations(client)
+        pool = await _pool(client, request)
+        refuse_image(request, pool, config)
+        watched = await _watched(client)
         deployed = [
             await _register(
                 client, each, request, [TAG, config.run.name], pool.type, schedule if each.is_training else None
@@ -125,7 +133,51 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
         pool_type=pool.type,
         deployments=deployed,
         root=config.storage.root,
+        watched=watched,
     )
+
+
+async def _pool(client: PrefectClient, request: DeployRequest) -> WorkPool:
+    if request.image is None:
+        return await read_or_create_pool(client, request.pool)
+    try:
+        return await client.read_work_pool(request.pool)
+    except ObjectNotFound as error:
+        hint = (
+            f"The server has none of this name: `prefect work-pool create {request.pool} --type kubernetes`, or docker."
+        )
+        raise InputError("--pool", request.pool, hint) from error
+
+
+async def _watched(client: PrefectClient) -> bool:
+    """Register the automation for runs without heartbeats; return whether the server has it."""
+    try:
+        await ensure_automations(client)
+    except PrefectHTTPStatusError:
+        # A plan of Prefect Cloud allows a number of automations.
+        if not is_cloud():
+            raise
+        return False
+    return True
+
+
+def refuse_image(request: DeployRequest, pool: WorkPool, config: RunConfig) -> None:
+    """Refuse an image that the pool's workers do not start, and a missing one.
+
+    Raises:
+        InputError: it does not fit the pool's type, or a run in a container would lose its results.
+    """
+    root = config.storage.root
+    if pool.type in _CHECKOUT_TYPES:
+        if request.image is not None:
+            hint = f"Workers of pool {pool.name} ({pool.type}) run in their own checkout; leave it out."
+            raise InputError("--image", request.image, hint)
+    elif request.image is None:
+        hint = f"Pool {pool.name} is of type {pool.type}: name an image that has this checkout, as Dockerfile builds."
+        raise InputError("--image", None, hint)
+    elif "://" not in root and not root.startswith("/"):
+        hint = "A container loses this folder when it ends: use a bucket, or the absolute path of a mounted volume."
+        raise InputError("storage.root", root, hint)
 
 
 async def read_schedule(cron: str | None, timezone: str | None) -> CronSchedule | None:
@@ -184,8 +236,8 @@ async def _register(
         name=wanted.name,
         entrypoint=f"{wanted.flow.fn.__module__}.{wanted.flow.fn.__name__}",
         # A worker imports the flows of its own checkout.
-        pull_steps=[],
-        job_variables=job_variables(pool_type),
+        pull_steps=_pull_steps(request.image),
+        job_variables=job_variables(pool_type, request.image),
         work_pool_name=request.pool,
         parameters={wanted.parameter: wanted.record.model_dump(mode="json")},
         parameter_openapi_schema=form_schema(wanted.parameter, type(wanted.record)),
@@ -197,23 +249,29 @@ async def _register(
         description=wanted.description,
         paused=known.paused if known is not None else False,
     )
-    ui = get_current_settings().ui_url
     return DeployedFlow(
         name=f"{wanted.flow.name}/{wanted.name}",
         id=str(identity),
-        url=f"{ui}/deployments/deployment/{identity}" if ui else None,
+        url=url_for("deployment", identity),
         schedule="; ".join(in_words(each) for each in schedules) or None,
         updated=known is not None,
     )
 
 
-def job_variables(pool_type: str) -> dict[str, Any]:
-    """Return the job variables of a run on a work pool of this type."""
+def _pull_steps(image: str | None) -> list[dict[str, Any]]:
+    """Return what a run does before it imports its flow: in a container, enter the image's checkout."""
+    step = "prefect.deployments.steps.set_working_directory"
+    return [{step: {"directory": IMAGE_CHECKOUT}}] if image else []
+
+
+def job_variables(pool_type: str, image: str | None = None) -> dict[str, Any]:
+    """Return the job variables of a run on a work pool of this type, in a container of an image if there is one."""
     # A process that Prefect starts reads its settings before this project is imported, and its heartbeats would be so
     # rare that flows.server.heartbeat_automation marks it as crashed.
     variables: dict[str, Any] = {"env": {name: CLIENT[name] for name in _SETTINGS}}
     # Prefect's own workers begin each run in an empty folder; a configuration's paths are relative to the checkout.
-    return variables | ({"working_dir": "."} if pool_type == "process" else {})
+    variables |= {"working_dir": "."} if pool_type == "process" else {}
+    return variables | ({"image": image} if image else {})
 
 
 def in_words(schedule: DeploymentScheduleCreate) -> str:
@@ -242,7 +300,8 @@ def training(config: RunConfig, name: str) -> Deployable:
 def evaluation(config: RunConfig, name: str) -> Deployable:
     """Describe the deployment that evaluates a policy version of the run, by default the last one."""
     request = EvaluateRequest(run=config.run.name, root=config.storage.root)
-    return Deployable(evaluate, name, request, f"Held-out scores of a policy version of the run {config.run.name}.")
+    text = f"Held-out scores of a policy version of the run {config.run.name}."
+    return Deployable(evaluate, f"{name}-evaluate", request, text)
 
 
 def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
@@ -256,7 +315,7 @@ def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:
         sources=(config.run.name,), rewards=_below_checkout(file), name=file.stem, root=config.storage.root
     )
     text = f"Stored rollouts of the run {config.run.name}, scored as {file.stem}."
-    return Deployable(rescore, f"{name}-{file.stem}", request, text)
+    return Deployable(rescore, f"{name}-rescore-{file.stem}", request, text)
 
 
 def _below_checkout(file: Path) -> str:

@@ -8,10 +8,10 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from flows.evaluation.plan import EvaluatePlan, plan_evaluate
+from flows.pipeline.flow_run_page import artifact_key
 from flows.pipeline.forms import EvaluateForm
 from flows.pipeline.run import Run
 from flows.pipeline.stages import (
-    artifact_key,
     collect_rollouts,
     compute_advantages,
     named,
@@ -19,6 +19,7 @@ from flows.pipeline.stages import (
     score_rewards,
 )
 from tasks.progress import log
+from tasks.reports.text import number
 from tasks.rollouts.draw_baseline import draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import BASELINES, GUARDRAILS, REWARDS, Baseline, baseline_folder
@@ -156,5 +157,5 @@ async def publish(summary: EvaluateSummary) -> None:
         for kind, group in (("reward", summary.rewards), ("guardrail", summary.guardrails))
         for label, metrics in group.items()
     ]
-    description = f"{summary.run}, policy {summary.policy}: held-out reward {summary.heldout}"
+    description = f"{summary.run}, policy {summary.policy}: held-out reward {number(summary.heldout)}"
     await acreate_table_artifact(rows, key=artifact_key(f"evaluate-{summary.run}"), description=description)

@@ -91,7 +91,12 @@ class DeployRequest(Section):
     timezone: Annotated[str | None, Option(metavar="TZ")] = Field(
         None, description="time zone of --cron; by default UTC"
     )
-    pool: str = Field("training", description="work pool whose workers run it")
+    pool: str = Field(
+        "training", description="work pool whose workers run it; created for `grpo worker` if it is missing"
+    )
+    image: str | None = Field(
+        None, min_length=1, description="container image with this checkout, for pools such as kubernetes or docker"
+    )
     name: str | None = Field(None, description="name of the deployments; by default the run's")
     evaluate: Annotated[bool, Option("--evaluate")] = Field(False, description="also register evaluations of the run")
     rescore: Annotated[tuple[str, ...], Option("--rescore", metavar="FILE")] = Field(

@@ -10,20 +10,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
-from prefect import Task, get_run_logger
+from prefect import Task
 from prefect.context import SyncClientContext
 from prefect.futures import wait
 
 from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from configs.training import UpdateSection
+from flows.pipeline.flow_run_page import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import ending_with_temporary_server
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import configured
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
 from tasks.execution.stages import clear_shards
-from tasks.progress import has_listener, listen
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rewards.stored import failed_scores
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
@@ -130,28 +130,10 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P,
 @asynccontextmanager
 async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     """Have the stages of this context write to a run's folder; the memory that they keep is released at the end."""
-    if not has_listener():
-        listen(_RunLog())
     use_store(store)
     use_lock(lock)
     use_records(await registered_records())
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
-    with ending_with_temporary_server(), run_resources(), client, stages_cancelled_on_signal():
+    with ending_with_temporary_server(), run_resources(), client, stages_cancelled_on_signal(), shown_in_ui(store.run):
         yield
-
-
-def artifact_key(name: str) -> str:
-    """Return the key of an artifact in Prefect's UI: lower-case letters, digits and dashes."""
-    return f"grpo-{name}".lower().replace(".", "-").replace("_", "-")
-
-
-class _RunLog:
-    """Writes to the flow run's log in the UI, for runs that no terminal shows."""
-
-    def advance(self, stage: str, done: int, total: int) -> None:
-        """Drop it: the UI shows the stages itself."""
-
-    def log(self, line: str) -> None:
-        """Write a line of the log."""
-        get_run_logger().info(line)

@@ -14,8 +14,9 @@ from prefect.artifacts import acreate_table_artifact
 from pydantic import BaseModel
 
 from configs.schema import RewardsFile
+from flows.pipeline.flow_run_page import artifact_key
 from flows.pipeline.forms import RescoreForm
-from flows.pipeline.stages import artifact_key, named, recording, score_concurrently
+from flows.pipeline.stages import named, recording, score_concurrently
 from flows.rescoring.plan import RescoredRun, RescorePlan, plan_rescore
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.progress import log

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from grpo_core.errors import InputError, InputErrors
@@ -14,6 +14,8 @@ _TIMEOUT_SECONDS = 8.0
 # Prefect's client connects up to four times, with pauses of 1.5 s in total.
 _CONNECT_SECONDS = 0.875
 _PAGE = 200
+# Written here, since flows.workers.pools imports Prefect.
+_KIND = "grpo"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 
 
@@ -22,6 +24,13 @@ def server_url() -> str | None:
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
+
+
+def is_cloud() -> bool:
+    """Return whether the configured server is Prefect Cloud, which has no `/admin` routes."""
+    from prefect.client.base import ServerType, determine_server_type
+
+    return determine_server_type() == ServerType.CLOUD
 
 
 def require_server() -> None:
@@ -34,12 +43,15 @@ def require_server() -> None:
     url = server_url()
     if url is None:
         return
+    if is_cloud():
+        _request(url, "POST", "/work_pools/filter", {"limit": 1})
+        return
     import prefect
     from packaging.version import InvalidVersion, Version
 
     ours = Version(prefect.__version__)
     try:
-        theirs = Version(str(_get(url, "/admin/version")))
+        theirs = Version(str(_request(url, "GET", "/admin/version")))
     except InvalidVersion as error:
         raise _not_prefect(url) from error
     if theirs.major != ours.major or theirs.release[:2] < ours.release[:2]:
@@ -47,12 +59,37 @@ def require_server() -> None:
         raise InputError("PREFECT_API_URL", _shown(url), hint)
 
 
-def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") -> None:
+def require_configured(place: str, value: str) -> None:
+    """Refuse a setting that needs a server which several programs use.
+
+    Raises:
+        InputError: none is configured, or as require_server.
+    """
+    if server_url() is None:
+        hint = "It belongs to a server: start one with `grpo ui`, and export the PREFECT_API_URL that it prints."
+        raise InputError(place, value, hint)
+    require_server()
+
+
+def require_ui(place: str, value: str) -> None:
+    """Refuse a setting that needs a person in the UI when each run has a temporary server of its own.
+
+    Raises:
+        InputError: no server is configured.
+    """
+    if server_url() is None:
+        hint = (
+            "The temporary server of a run has no UI in which a person could resume it: start one with `grpo ui` and "
+            "export the PREFECT_API_URL that it prints, or choose stop."
+        )
+        raise InputError(place, value, hint)
+
+
+def require_pools(places: Sequence[tuple[str, str]]) -> None:
     """Refuse to begin when a pool that stages are sent to cannot be used.
 
     Args:
         places: the setting that names a pool, such as `placement.rollouts.pool`, and the pool's name.
-        kind: type that the pools must have; None for any.
 
     Raises:
         InputErrors: no server is configured, or a pool is missing, of another type or paused.
@@ -68,20 +105,20 @@ def require_pools(places: Sequence[tuple[str, str]], kind: str | None = "grpo") 
         raise InputErrors([InputError(place, name, hint) for place, name in places])
     require_server()
     pools = {pool.name: pool for pool in _read_pools()}
-    problems = [problem for place, name in places if (problem := _pool_problem(place, name, pools, kind))]
+    problems = [problem for place, name in places if (problem := _pool_problem(place, name, pools))]
     if problems:
         raise InputErrors(problems)
 
 
-def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]", kind: str | None) -> InputError | None:
+def _pool_problem(place: str, name: str, pools: "dict[str, WorkPool]") -> InputError | None:
     pool = pools.get(name)
     if pool is None:
-        there = ", ".join(sorted(each for each, found in pools.items() if kind in (None, found.type))) or "none"
+        there = ", ".join(sorted(each for each, found in pools.items() if found.type == _KIND)) or "none"
         hint = (
             f"The server has no such work pool; it has: {there}. `grpo worker {name}` creates it and starts a worker."
         )
-    elif kind is not None and pool.type != kind:
-        hint = f"That work pool is of type {pool.type}, and stages need one of type {kind}: name another."
+    elif pool.type != _KIND:
+        hint = f"That work pool is of type {pool.type}, and stages need one of type {_KIND}: name another."
     elif pool.is_paused:
         hint = f"That work pool is paused: `prefect work-pool resume {name}`."
     else:
@@ -114,15 +151,20 @@ def server_database() -> str | None:
         InputError: as require_server.
     """
     url = server_url()
-    settings = _get(url, "/admin/settings") if url else None
+    settings = _request(url, "GET", "/admin/settings") if url and not is_cloud() else None
     if not isinstance(settings, dict):
         return None
     driver = settings.get("server", {}).get("database", {}).get("driver")
     return driver.partition("+")[0] if isinstance(driver, str) else None
 
 
-def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object:
-    """Send one request; with its own settings Prefect's client would retry for minutes."""
+def _request(
+    url: str,
+    method: Literal["GET", "POST"],
+    path: Literal["/admin/settings", "/admin/version", "/work_pools/filter"],
+    content: Mapping[str, object] | None = None,
+) -> object:
+    """Send one request, with the configured key or password; by default Prefect's client would retry for minutes."""
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectHTTPStatusError
@@ -134,7 +176,7 @@ def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
             get_client(httpx_settings=limits, sync_client=True) as client,
         ):
-            return client.request("GET", path).json()
+            return client.request(method, path, json=content).json()
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
         raise _not_prefect(url) from error
     except httpx.TransportError as error:
@@ -148,6 +190,15 @@ def _get(url: str, path: Literal["/admin/settings", "/admin/version"]) -> object
 
 
 def _refusal(url: str, status: int) -> InputError:
+    from prefect.settings import get_current_settings
+
+    if is_cloud() and status in (401, 403, 404):
+        given = "(not shown)" if get_current_settings().api.key else "not set"
+        hint = (
+            f"Prefect Cloud answered {status} at {_shown(url)}: set an API key of this workspace; `prefect cloud login`"
+            " sets both."
+        )
+        return InputError("PREFECT_API_KEY", given, hint)
     if status in (401, 403):
         given = "(not shown)" if os.environ.get("PREFECT_API_AUTH_STRING") else "not set"
         hint = f"The server at {_shown(url)} wants another USER:PASSWORD; set the one that it was started with."

@@ -21,15 +21,29 @@ from rich.progress import (
 from rich.text import Text
 
 from flows.terminal.tables import stderr
-from tasks.progress import listen
+from tasks.progress import listen, show_run
+from tasks.reports.text import duration
 
 
 class _Rate(ProgressColumn):
-    """Samples per second."""
+    """Samples per second of a stage, seconds per iteration of the run."""
 
     def render(self, task: Task) -> Text:
+        if "pace" in task.fields:
+            pace = task.fields["pace"]
+            return Text(f"{pace:.1f} s each" if pace else "", style="cyan")
         speed = task.finished_speed or task.speed
         return Text(f"{speed:.1f}/s" if speed else "", style="cyan")
+
+
+class _Remaining(TimeRemainingColumn):
+    """Estimated time that is left; of the run by its pace, since an iteration may take longer than Rich remembers."""
+
+    def render(self, task: Task) -> Text:
+        if "pace" not in task.fields:
+            return super().render(task)
+        pace, left = task.fields["pace"], (task.total or 0) - task.completed
+        return Text(f"{duration(pace * left)} left" if pace and left else "", style="progress.remaining")
 
 
 @contextmanager
@@ -37,7 +51,7 @@ def training_progress(console: Console | None = None) -> Iterator[None]:
     """Show how far each stage is, by default on stderr: a bar in a terminal; elsewhere one line when it ends."""
     console = console or stderr()
     if not console.is_terminal:
-        listen(_Lines())
+        listen(Lines())
         yield
         return
     columns = (
@@ -46,19 +60,22 @@ def training_progress(console: Console | None = None) -> Iterator[None]:
         MofNCompleteColumn(),
         _Rate(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        _Remaining(),
     )
     with Progress(*columns, console=console) as bars:
-        listen(_Bars(bars))
+        shown = _Bars(bars)
+        listen(shown)
+        show_run(shown.advance_run)
         yield
 
 
 class _Bars:
-    """A bar for each running stage; finished ones are removed when another begins."""
+    """A bar for the run, and one for each running stage; finished ones are removed when another begins."""
 
     def __init__(self, bars: Progress) -> None:
         self.bars = bars
         self.tasks: dict[str, TaskID] = {}
+        self.run: TaskID | None = None
         # Rewards that are scored concurrently report from their own threads.
         self.lock = threading.Lock()
 
@@ -71,20 +88,34 @@ class _Bars:
                 self.tasks[stage] = self.bars.add_task(stage, total=total)
             self.bars.update(self.tasks[stage], completed=done, total=total)
 
+    def advance_run(self, done: int, total: int, pace: float | None) -> None:
+        with self.lock:
+            if self.run is None:
+                self.run = self.bars.add_task("iterations of the run", pace=pace)
+            self.bars.update(self.run, completed=done, total=total, pace=pace)
+
     def log(self, line: str) -> None:
         self.bars.console.print(line, markup=False, highlight=False)
 
 
-class _Lines:
-    """A line when a stage ends, for logs."""
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Lines:
+    """Lines on stderr, for logs: one when a stage ends, and one every half minute until then."""
 
     def __init__(self) -> None:
         self.begun: dict[str, float] = {}
+        self.printed: dict[str, float] = {}
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        begun = self.begun.setdefault(stage, time.perf_counter())
-        if done == total:
-            self.log(f"{stage}: {done}/{total} in {time.perf_counter() - begun:.1f} s")
+        """Print a line if the stage has ended, or the last line is half a minute old."""
+        now = time.perf_counter()
+        seconds = now - self.begun.setdefault(stage, now)
+        if done == total or now - self.printed.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+            self.printed[stage] = now
+            self.log(f"{stage}: {done}/{total} in {seconds:.1f} s")
 
     def log(self, line: str) -> None:
+        """Print a line."""
         print(line, file=sys.stderr, flush=True)

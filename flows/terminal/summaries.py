@@ -1,5 +1,6 @@
 """What commands print at their end: the summary of a training, an evaluation, a pruning, a deployment; findings."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,6 +12,8 @@ from tasks.reports.text import baseline_rows, change, counted, number
 if TYPE_CHECKING:
     from flows.deployment.deploy import DeployedRun
     from flows.evaluation.evaluate import EvaluateSummary
+    from flows.export.export import ExportSummary
+    from flows.inspection.list_runs import ListedRun
     from flows.preflight.doctor import Diagnosis
     from flows.pruning.prune import PruneSummary
     from flows.training.summary import TrainSummary
@@ -19,12 +22,18 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_training(summary: "TrainSummary", console: Console | None = None) -> None:
-    """Print the end of a training run or a replay: rewards first and last, time by stage, where to look."""
+    """Print the end of a training run or a replay."""
+    (console or stderr()).print(key_values(f"{summary.run}: {summary.iterations} iterations", training_rows(summary)))
+
+
+def training_rows(summary: "TrainSummary") -> list[tuple[str, str]]:
+    """Describe the end of a training run or a replay: rewards first and last, time by stage, where to look."""
     rows = [
         ("reward, first → last iteration", change(summary.reward_first, summary.reward_last)),
         ("held-out reward, before → after", change(summary.heldout_before, summary.heldout_after)),
         *baseline_rows(summary.heldout_baselines),
         *_seconds(summary.seconds),
+        *((f"reused from run {name}", counted(count, "iteration")) for name, count in summary.reused.items()),
         ("policy digest", (summary.policy_digest or "none")[:16]),
         ("stored in", relative(summary.folder)),
     ]
@@ -35,8 +44,7 @@ def show_training(summary: "TrainSummary", console: Console | None = None) -> No
     }
     rows += [(title, relative(path)) for title, path in files.items() if path]
     rows += [("stopped by the watch" if summary.stopped_early else "watch", sign) for sign in summary.hacking]
-    rows += [("moved away", reason) for reason in (*summary.quarantined, *summary.previous)]
-    (console or stderr()).print(key_values(f"{summary.run}: {summary.iterations} iterations", rows))
+    return [*rows, *(("moved away", reason) for reason in (*summary.quarantined, *summary.previous))]
 
 
 def show_evaluation(summary: "EvaluateSummary", console: Console | None = None) -> None:
@@ -79,6 +87,26 @@ def show_diagnosis(diagnosis: "Diagnosis", console: Console | None = None) -> No
         console.print(table_of("GPU memory, estimated", ("part", "GiB", "from"), rows, right=(1,)))
 
 
+def show_runs(root: str, runs: "Sequence[ListedRun]", console: Console) -> None:
+    """Print a table of runs, the one that made progress last at the end."""
+    if not runs:
+        console.print(plain(f"no runs in {root}; `grpo train CONFIG` starts one"), soft_wrap=True)
+        return
+    rows = [
+        (
+            each.run,
+            each.state,
+            f"{each.iterations:,} of {'?' if each.planned is None else f'{each.planned:,}'}",
+            "" if each.reward is None else number(each.reward),
+            "" if each.heldout is None else number(each.heldout),
+            "" if each.progress is None else f"{each.progress:%Y-%m-%d %H:%M}",
+        )
+        for each in runs
+    ]
+    headings = ("run", "state", "iterations", "reward", "held-out", "last progress")
+    console.print(table_of(root, headings, rows, right=(2, 3, 4)))
+
+
 def show_pruned(summary: "PruneSummary", console: Console) -> None:
     """Print, run by run, what was deleted, and what was kept with the reason."""
     for run in summary.runs:
@@ -110,13 +138,28 @@ def show_deployed(deployed: "DeployedRun") -> None:
         say(f"    schedule: {each.schedule or 'none'}")
         if each.url:
             say(f"    {each.url}")
-    say("A worker, in a checkout of this project:")
     own = deployed.pool_type == "grpo"
+    say("A worker, in a checkout of this project:" if own or deployed.pool_type == "process" else "A worker:")
     say(f"  grpo worker {deployed.pool}" if own else f"  prefect worker start --pool {deployed.pool}")
+    if not deployed.watched:
+        say("The server refused the automation that marks runs without heartbeats as crashed (docs/prefect.md).")
     say("A run by hand:")
     say(f"  prefect deployment run '{deployed.deployments[0].name}'")
     if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):
         say(f"Runs are kept in {deployed.root}/ of the worker's checkout.")
+
+
+def show_export(summary: "ExportSummary", usage: str, console: Console | None = None) -> None:
+    """Print what was written, where it is, and the lines of Python that use it."""
+    console = console or stderr()
+    rows = [
+        ("written", "a whole model" if summary.kind == "model" else "an adapter, in peft's format"),
+        ("policy digest", summary.policy_digest[:16]),
+        ("folder", relative(summary.folder)),
+        *([("hub", summary.url)] if summary.url else []),
+    ]
+    console.print(key_values(f"{summary.run}, policy {summary.policy}", rows))
+    console.print(plain(usage), soft_wrap=True)
 
 
 def size(count: int) -> str:

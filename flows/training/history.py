@@ -3,22 +3,33 @@
 The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
 """
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from uuid import UUID
 
-from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import (
+    acreate_link_artifact,
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+    aupdate_progress_artifact,
+)
 
 from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
+from flows.pipeline.events import emit_evaluated, emit_hacking_sign
+from flows.pipeline.flow_run_page import artifact_key, folder_link
 from flows.pipeline.run import Run, plan_heldout
-from flows.pipeline.stages import artifact_key
+from flows.training.hooks import call_hook
+from flows.training.pace import Pace, find_reused, name_reused
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
-from tasks.progress import log
+from tasks.progress import advance_run, log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.runs.layout import SIGNS_FILE, WATCH_PLOT, Baseline
+from tasks.reports.text import duration
+from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import ROLLOUTS, UPDATE, WATCH_PLOT, Baseline
 from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -42,6 +53,10 @@ class TrainingHistory:
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
         since: when the current iteration began, on the clock of this process.
+        pace: how fast this start trains.
+        stop_reason: why the hook of `on_iteration` ends the run; None while it does not.
+        new_signs: those that had not fallen at the evaluation before.
+        progress: the artifact in Prefect's UI that shows how far the run is; None before this start's first report.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -51,6 +66,10 @@ class TrainingHistory:
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
+    pace: Pace = field(default_factory=Pace)
+    stop_reason: str | None = None
+    new_signs: list[HackingSign] = field(default_factory=list)
+    progress: UUID | None = None
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -64,7 +83,7 @@ class TrainingHistory:
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
         """Whether the watch ends the run at this policy version, before its last iteration."""
-        return bool(self.signs) and config.watch.stop and version < config.run.iterations
+        return bool(self.signs) and config.watch.on_sign == "stop" and version < config.run.iterations
 
     def statistics(self, run: Run) -> PromptStatistics | None:
         """Rewards of the prompts within the curriculum's window; None when the curriculum is uniform."""
@@ -81,18 +100,34 @@ def is_evaluated(config: RunConfig, iteration: int) -> bool:
 
 
 def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
-    """Evaluate a policy on the held-out prompts, if there are any, and report guardrails that have fallen."""
+    """Evaluate a policy on the held-out prompts, if there are any, and look for guardrails that have fallen."""
     plan = plan_heldout(run.config, run.heldout, policy.version)
     if plan is None:
         return
+    if _is_lost(run, policy, plan):
+        log(f"policy {policy.version} is not evaluated, because its files were deleted")
+        return
+    # A run that resumes passes its previous evaluations, whose events were sent.
+    is_new = not read_metrics(run.store, max(policy.version, 1))
     if policy.version == 0:
         history.baselines = evaluate_baselines(run, plan)
-    done, section = evaluate_policy(run, policy, plan), run.config.watch
+    done, section = evaluate_policy(run, policy.averaged, plan), run.config.watch
     history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
+    if is_new:
+        emit_evaluated(run.config.run.name, policy, done)
     if section.guardrails:
+        known = {sign.guardrail for sign in history.signs}
         history.signs = list(hacking_signs(*held_out_series(history.heldout, history.guardrails), section))
-        stop = history.stopped_by(run.config, policy.version)
-        report_hacking_signs(run.store, policy.version, history.signs, stop=stop)
+        history.new_signs = [sign for sign in history.signs if sign.guardrail not in known]
+        for sign in history.new_signs if is_new else ():
+            emit_hacking_sign(run.config.run.name, policy, sign)
+
+
+def _is_lost(run: Run, policy: PolicyRef, plan: RolloutPlan) -> bool:
+    """Whether held-out samples are missing whose policy was deleted, since they were not due or others were."""
+    if policy.checkpoint is None or run.store.pruned_reason(policy.checkpoint) is None:
+        return False
+    return run.store.find(f"{plan.folder}/{ROLLOUTS}") is None
 
 
 def held_out_series(
@@ -107,14 +142,6 @@ def held_out_series(
         for label in labels
     }
     return versions, rewards, levels
-
-
-def report_hacking_signs(store: ArtifactStore, version: int, signs: Sequence[HackingSign], *, stop: bool) -> None:
-    """Log the guardrails that have fallen at a version, and store them, or that there are none, for reports."""
-    for sign in signs:
-        log(f"watch, policy {version}: {sign}")
-    content = {"version": version, "signs": [str(sign) for sign in signs], "stopped": stop}
-    store.write_file(SIGNS_FILE, json.dumps(content, indent=1).encode())
 
 
 def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], guardrails: Guardrails) -> str:
@@ -152,25 +179,52 @@ async def report_iteration(
         advantages=advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
+        reused=find_reused(run.store, () if replayed else rounds, advantages, policy.checkpoint),
+        stored=bool(earlier),
     )
     history.iterations.append(record)
-    log(format_progress_line(record, iterations))
+    pace = history.pace.add(trained=UPDATE not in record.reused and not record.stored)
+    advance_run(iteration, iterations, pace)
+    log(format_progress_line(record, iterations, pace))
     # A run that resumes passes its previous iterations, which have been reported.
-    if not earlier or iteration == iterations:
+    if not record.stored or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
+    # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
+    history.stop_reason = await call_hook(record)
 
 
-def format_progress_line(record: IterationRecord, iterations: int) -> str:
-    """Format an iteration as one line of the log."""
+def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+    """Format an iteration as one line of the log.
+
+    Args:
+        pace: seconds per iteration, for the time that is left; None if it is not known.
+    """
     parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
-    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
+    parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
+    parts += [name_reused(record.reused)] if record.reused else []
+    left = iterations - record.iteration
+    parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
 
 
 async def publish(run: Run, history: TrainingHistory) -> None:
-    """Show the last iteration's report and table in Prefect's UI."""
+    """Show the last iteration's report and table in Prefect's UI, and how far the run is."""
     name, record = run.config.run.name, history.iterations[-1]
     title = f"{name}, iteration {record.iteration}"
     markdown = iteration_markdown(run.store, name, history.iterations)
     await acreate_markdown_artifact(markdown, key=artifact_key(f"{name}-report"), description=title)
     await acreate_table_artifact(iteration_table(record), key=artifact_key(f"{name}-metrics"), description=title)
+    await _publish_progress(run, history, record)
+
+
+async def _publish_progress(run: Run, history: TrainingHistory, record: IterationRecord) -> None:
+    name, iterations = run.config.run.name, run.config.run.iterations
+    percent, line = 100.0 * record.iteration / iterations, format_progress_line(record, iterations)
+    if history.progress is not None:
+        await aupdate_progress_artifact(history.progress, percent, description=line)
+        return
+    history.progress = await acreate_progress_artifact(percent, key=artifact_key(f"{name}-progress"), description=line)
+    link = folder_link(run.store.path())
+    key, title = artifact_key(f"{name}-folder"), f"{name}: its folder"
+    await acreate_link_artifact(link, link_text=link, key=key, description=title)

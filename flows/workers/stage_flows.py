@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import Flow, flow
 
+from flows.pipeline.flow_run_page import shown_in_ui
 from tasks.execution.call import StageOutcome, carry_out_in, leave_outcome, read_call
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
@@ -25,7 +26,10 @@ async def carry_out_call(root: str, run: str, call: str, timeout: float | None =
     requested = read_call(store, call)
     try:
         # A worker runs one stage at a time, so this child is the only one, and keeps its model.
-        with resource(ChildProcesses).borrow("stage", requested.stage, child_command("stage")) as child:
+        with (
+            shown_in_ui(run),
+            resource(ChildProcesses).borrow("stage", requested.stage, child_command("stage")) as child,
+        ):
             try:
                 outcome = await asyncio.to_thread(carry_out_in, child, requested, timeout)
             except asyncio.CancelledError:

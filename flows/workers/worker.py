@@ -6,6 +6,7 @@ import platform
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -14,13 +15,13 @@ import anyio
 import anyio.abc
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound, PrefectHTTPStatusError
 from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
+from flows.workers.pools import KIND, read_or_create_pool
 from flows.workers.stage_flows import STAGE_FLOWS
 from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
@@ -28,8 +29,6 @@ from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource, run_resources
 from tasks.progress import log
 
-KIND = "grpo"
-"""Type of the work pools that these workers serve."""
 STAGES_QUEUE = "stages"
 """Work queue of a pool for its stages; other deployments to the pool use its other queues."""
 _STAGE_SECTIONS = ("rollouts", "rewards", "advantages", "update")
@@ -38,13 +37,46 @@ _SECONDS_BETWEEN_POLLS = 2.0
 _SECONDS_BETWEEN_RUNS = 5.0
 
 
+@dataclass
+class Shift:
+    """What the two workers of a process share: who polls, and when the process ends.
+
+    Attributes:
+        polling: held by the one of them that polls.
+        idle: seconds without a flow run after which the process ends; None for no end.
+        limit: flow runs after which it ends; None for no end.
+        taken: flow runs that were taken so far.
+        busy_until: when one of them was last running.
+    """
+
+    polling: anyio.Lock
+    idle: float | None = None
+    limit: int | None = None
+    taken: int = 0
+    busy_until: float = field(default_factory=time.monotonic)
+
+    def is_full(self) -> bool:
+        """Return whether no further flow run is taken."""
+        return self.limit is not None and self.taken >= self.limit
+
+    def end(self, *, busy: bool) -> str | None:
+        """Return why the process ends now; None while it goes on."""
+        now = time.monotonic()
+        self.busy_until = now if busy else self.busy_until
+        if not busy and self.is_full():
+            return f"{self.taken} flow runs are done (--limit)"
+        if self.idle is not None and now - self.busy_until >= self.idle:
+            return f"nothing to do for {self.idle:g} s (--idle)"
+        return None
+
+
 class ResidentWorker(ProcessWorker):
     """Runs one flow at a time: a stage in the child that keeps the model, any other flow in a separate process.
 
     Two of them share a process and its machine, so that a run can continue while its stages run.
 
     Args:
-        polling: lock that lets one of the two poll at a time.
+        shift: what the two share.
         pause: minimum seconds between two polls; Prefect's setting applies to both workers.
     """
 
@@ -52,29 +84,33 @@ class ResidentWorker(ProcessWorker):
     _display_name = "GRPO"
     _description = "Stages of training runs in a process that keeps its model between them."
 
-    def __init__(self, pool: str, queues: list[str], name: str, polling: anyio.Lock, pause: float = 0.0) -> None:
+    def __init__(self, pool: str, queues: list[str], name: str, shift: Shift, pause: float = 0.0) -> None:
         super().__init__(pool, work_queues=queues, name=name, limit=1)
         self.other: ResidentWorker | None = None
-        self._polling, self._pause, self._polled = polling, pause, float("-inf")
+        self._shift, self._pause, self._polled = shift, pause, float("-inf")
         self._children = resource(ChildProcesses)
         self._taken: FlowRun | None = None
         self._names: dict[UUID, str] = {}
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         """Take a flow run that is due, unless the other worker runs one that needs the machine."""
-        async with self._polling:
+        async with self._shift.polling:
             early = time.monotonic() - self._polled < self._pause
-            if early or (self.other is not None and self.other.needs_the_machine()):
+            if early or self._shift.is_full() or (self.other is not None and self.other.needs_the_machine()):
                 return []
             self._polled = time.monotonic()
             taken = await super().get_and_submit_flow_runs()
             self._taken = taken[-1] if taken else self._taken
+            self._shift.taken += len(taken)
             return taken
+
+    def is_busy(self) -> bool:
+        """Return whether it runs anything."""
+        return self.is_setup and self.limiter.borrowed_tokens > 0
 
     def needs_the_machine(self) -> bool:
         """Return whether it runs something that takes the machine's memory and processors."""
-        at_work = self.is_setup and self.limiter.borrowed_tokens > 0
-        return at_work and self._taken is not None and needs_the_machine(self._taken.parameters)
+        return self.is_busy() and self._taken is not None and needs_the_machine(self._taken.parameters)
 
     async def run(
         self,
@@ -86,6 +122,7 @@ class ResidentWorker(ProcessWorker):
         if flow_run.flow_id not in self._names:
             self._names[flow_run.flow_id] = (await self.client.read_flow(flow_run.flow_id)).name
         flow = STAGE_FLOWS.get(self._names[flow_run.flow_id])
+        log(f"{flow_run.name}: begun")
         if flow is None:
             # Paths of a configuration are relative to the checkout.
             configuration.working_dir = configuration.working_dir or CHECKOUT
@@ -95,7 +132,6 @@ class ResidentWorker(ProcessWorker):
             return await super().run(flow_run, configuration, task_status)
         if task_status is not None:
             task_status.started(os.getpid())
-        log(f"{flow_run.name}: begun")
         cancelled = anyio.Event()
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._end_when_cancelled, flow_run, cancelled)
@@ -142,8 +178,13 @@ def needs_the_machine(parameters: Mapping[str, Any]) -> bool:
     return not any(section and section.get("pool") for section in sections)
 
 
-async def serve(pool: str) -> None:
-    """Serve a pool until interrupted; pool, queue and deployments of the stages are created if they are missing.
+async def serve(pool: str, idle: float | None = None, limit: int | None = None) -> None:
+    """Serve a pool; pool, queue and deployments of the stages are created if they are missing.
+
+    Args:
+        pool: name of the work pool.
+        idle: seconds without a flow run after which it ends; None to serve until interrupted.
+        limit: flow runs after which it ends; None for any number.
 
     Raises:
         InputError: the pool of this name is for workers of another type.
@@ -152,27 +193,29 @@ async def serve(pool: str) -> None:
         await _require_pool(client, pool)
         await register_stages(client, pool)
         queues = [queue.name for queue in await client.read_work_queues(work_pool_name=pool)]
-    name, polling = f"{pool}-{platform.node()}-{os.getpid()}", anyio.Lock()
+    name, shift = f"{pool}-{platform.node()}-{os.getpid()}", Shift(anyio.Lock(), idle, limit)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with run_resources():
-        stages = ResidentWorker(pool, [STAGES_QUEUE], name, polling)
+        stages = ResidentWorker(pool, [STAGES_QUEUE], name, shift)
         others = [queue for queue in queues if queue != STAGES_QUEUE]
-        runs = ResidentWorker(pool, others, f"{name}-runs", polling, _SECONDS_BETWEEN_RUNS)
+        runs = ResidentWorker(pool, others, f"{name}-runs", shift, _SECONDS_BETWEEN_RUNS)
         stages.other, runs.other = runs, stages
         async with anyio.create_task_group() as both:
             both.start_soon(partial(stages.start, printer=log))
             both.start_soon(partial(runs.start, printer=log))
+            while True:
+                await anyio.sleep(_SECONDS_BETWEEN_POLLS)
+                # Nothing is taken meanwhile.
+                async with shift.polling:
+                    reason = shift.end(busy=stages.is_busy() or runs.is_busy())
+                if reason is not None:
+                    log(f"worker ends: {reason}")
+                    both.cancel_scope.cancel()
+                    return
 
 
 async def _require_pool(client: PrefectClient, pool: str) -> None:
-    try:
-        found = await client.read_work_pool(pool)
-    except ObjectNotFound:
-        template = ResidentWorker.get_default_base_job_template()
-        # Another worker of the pool may start at the same moment.
-        with contextlib.suppress(ObjectAlreadyExists):
-            await client.create_work_pool(WorkPoolCreate(name=pool, type=KIND, base_job_template=template))
-        found = await client.read_work_pool(pool)
+    found = await read_or_create_pool(client, pool)
     if found.type != KIND:
         hint = f"This pool is for workers of type {found.type}; choose another name, or delete the pool."
         raise InputError("POOL", pool, hint)

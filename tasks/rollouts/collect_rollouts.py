@@ -32,11 +32,12 @@ STAGE = "collect rollouts"
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     model, policy = inputs["model"], inputs["policy"]
+    settings = model.section.result_settings()
     return {
         "policy": policy.digest,
         "version": policy.version,
         # The digest covers the adapters' matrices, not their scale, which is added here.
-        "lora": model.section.result_settings()["lora"] if policy.version else None,
+        "lora": settings["lora"] if policy.version else None,
         "model": model.digest,
         "dtype": model.section.dtype,
         "autocast": model.section.autocast,
@@ -44,6 +45,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "rollout": inputs["rollout"].result_settings(),
         "with_reference": inputs["with_reference"],
         "reference": policy.reference_digest if inputs["with_reference"] else None,
+        **{name: settings[name] for name in ("attn_implementation",) if name in settings},
     }
 
 

@@ -5,13 +5,16 @@ import json
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
-from flows.deployment.deploy import credential_problems
+from flows.deployment.deploy import credential_problems, deploy_run
+from flows.pipeline.requests import DeployRequest
 from flows.server.heartbeat_automation import HEARTBEAT_TIMEOUT
 from flows.server.heartbeat_automation import NAME as AUTOMATION
+from grpo_core.errors import InputError
 from tasks.checkout import CHECKOUT
 from tests.flows.conftest import TINY
 from tests.flows.deployment.deployed import MIX, POOL, deployed, make_pool, on_the_server
@@ -44,7 +47,7 @@ class TestRegistered:
 
     def test_a_second_time_brings_up_to_date_and_adds_nothing(self, pool: str) -> None:
         first = deployed(run="twice", cron="0 2 * * *", timezone="Europe/Berlin", evaluate=True, rescore=(str(MIX),))
-        names = ["grpo train/twice", "grpo evaluate/twice", "grpo rescore/twice-mix"]
+        names = ["grpo train/twice", "grpo evaluate/twice-evaluate", "grpo rescore/twice-rescore-mix"]
         assert [(each.name, each.updated) for each in first.deployments] == [(name, False) for name in names]
         again = deployed(run="twice", cron="30 3 * * 1", evaluate=True, rescore=(str(MIX),), overrides=["run.seed=7"])
         assert [(each.name, each.id, each.updated) for each in again.deployments] == [
@@ -86,13 +89,42 @@ class TestRegistered:
 
     def test_a_rescoring_names_its_file_as_workers_find_it(self, pool: str) -> None:
         deployed(run="scored", rescore=(str(MIX),))
-        requested = on_the_server("scored")["grpo rescore/scored-mix"].parameters["request"]
+        requested = on_the_server("scored")["grpo rescore/scored-rescore-mix"].parameters["request"]
         assert (requested["sources"], requested["rewards"], requested["name"]) == (
             ["scored"],
             "configs/rewards/mix.yaml",
             "mix",
         )
         assert (CHECKOUT / requested["rewards"]).is_file()
+
+    def test_a_missing_pool_is_created_for_our_workers(self, pool: str) -> None:
+        file = read_config(TINY, ["run.name=first"])
+        told = asyncio.run(deploy_run(DeployRequest(pool="made-by-deploy"), file))
+        assert (told.pool, told.pool_type) == ("made-by-deploy", "grpo")
+
+    def test_a_container_pool_gets_the_image_and_enters_its_checkout(self, pool: str) -> None:
+        async def pods() -> None:
+            async with get_client() as client:
+                await client.create_work_pool(WorkPoolCreate(name="pods", type="kubernetes"))
+
+        asyncio.run(pods())
+        request = DeployRequest(pool="pods", image="registry/grpo:1")
+        asyncio.run(deploy_run(request, read_config(TINY, ["run.name=podded", "storage.root=s3://bucket/runs"])))
+        found = on_the_server("podded")["grpo train/podded"]
+        assert found.job_variables["image"] == "registry/grpo:1"
+        assert "working_dir" not in found.job_variables
+        step = "prefect.deployments.steps.set_working_directory"
+        assert found.pull_steps == [{step: {"directory": "/grpo"}}]
+        for changed, root, place in (
+            (DeployRequest(pool="pods"), "s3://bucket/runs", "--image"),
+            (request, "runs", "storage.root"),
+            (DeployRequest(pool="nowhere", image="registry/grpo:1"), "s3://bucket/runs", "--pool"),
+        ):
+            config = read_config(TINY, ["run.name=refused", f"storage.root={root}"])
+            with pytest.raises(InputError) as refused:
+                asyncio.run(deploy_run(changed, config))
+            assert refused.value.place == place
+        assert on_the_server("refused") == {}
 
     def test_silent_runs_are_looked_after(self, pool: str) -> None:
         deployed(run="watched")
@@ -117,7 +149,7 @@ class TestRefused:
             (["--name", "a/b"], "--name", "a/b"),
             (["--rescore", "nowhere.yaml"], "--rescore", "nowhere.yaml"),
             (["--rescore", str(MIX), "--rescore", str(MIX)], "--rescore", [str(MIX)] * 2),
-            (["--pool", "nowhere"], "--pool", "nowhere"),
+            (["--image", "registry/grpo"], "--image", "registry/grpo"),
             (["--set", "storage.root=s3://key:secret@host/runs"], "storage.root", "s3://***@host/runs"),
         ],
     )
@@ -142,7 +174,7 @@ def test_the_command_prints_one_json_object(pool: str) -> None:
     ended = CliRunner().invoke(application, given)
     assert ended.exit_code == 0, ended.output
     told = json.loads(ended.stdout.splitlines()[-1])
-    assert [each["name"] for each in told["deployments"]] == ["grpo train/told", "grpo evaluate/told"]
+    assert [each["name"] for each in told["deployments"]] == ["grpo train/told", "grpo evaluate/told-evaluate"]
     assert (told["pool"], told["pool_type"], told["root"]) == (POOL, "process", "runs")
     assert f"prefect worker start --pool {POOL}" in ended.stderr
     assert "0 2 * * * (UTC)" in ended.stderr

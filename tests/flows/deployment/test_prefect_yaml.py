@@ -71,7 +71,7 @@ def test_prefect_registers_it_without_questions(server: None, tmp_path: Path) ->
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
     found = on_the_server("tiny")
-    assert sorted(found) == ["grpo evaluate/tiny", "grpo rescore/tiny-likeness", "grpo train/tiny"]
+    assert sorted(found) == ["grpo evaluate/tiny-evaluate", "grpo rescore/tiny-rescore-likeness", "grpo train/tiny"]
     training = found["grpo train/tiny"]
     assert training.concurrency_options is not None
     assert training.concurrency_options.collision_strategy == "CANCEL_NEW"

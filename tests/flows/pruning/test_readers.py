@@ -79,15 +79,15 @@ class TestScheduled:
         assert "grpo train/pruned" in kept(summary, VERSIONS)["3"]
         assert "1" not in kept(summary, VERSIONS)
         assert deleted(summary)[IMAGES] == 4
-        schedule(f"{RESCORE}/pruned-nightly", active=True)
+        schedule(f"{RESCORE}/pruned-rescore-nightly", active=True)
         request = EvaluateRequest(run=RUN, root=str(runs.root), policy=1)
-        schedule(f"{EVALUATE}/pruned", active=True, parameters={"request": request.model_dump(mode="json")})
+        schedule(f"{EVALUATE}/pruned-evaluate", active=True, parameters={"request": request.model_dump(mode="json")})
         summary = pruned(runs, **requested)
         assert summary.schedules
-        assert "grpo evaluate/pruned" in kept(summary, VERSIONS)["1"]
+        assert "grpo evaluate/pruned-evaluate" in kept(summary, VERSIONS)["1"]
         assert IMAGES not in deleted(summary)
-        assert all("grpo rescore/pruned-nightly" in reason for reason in kept(summary, IMAGES).values())
-        for name in (f"{RESCORE}/pruned-nightly", f"{EVALUATE}/pruned"):
+        assert all("grpo rescore/pruned-rescore-nightly" in reason for reason in kept(summary, IMAGES).values())
+        for name in (f"{RESCORE}/pruned-rescore-nightly", f"{EVALUATE}/pruned-evaluate"):
             schedule(name, active=False)
         assert deleted(pruned(runs, **requested))[IMAGES] == 4
 

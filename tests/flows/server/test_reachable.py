@@ -11,7 +11,13 @@ import prefect
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_KEY,
+    PREFECT_API_URL,
+    PREFECT_CLOUD_API_URL,
+    temporary_settings,
+)
 
 from flows.server import reachable
 from flows.server.reachable import require_pools, require_server, server_database, workers_online
@@ -122,6 +128,49 @@ def test_without_a_server_pools_are_refused_and_all_else_is_fine() -> None:
     assert [error.place for error in refused.value.errors] == ["placement.rollouts.pool", "placement.update.pool"]
 
 
+@contextmanager
+def cloud(key: str) -> Iterator[str]:
+    """Answers as Prefect Cloud does: to an API key only, and without `/admin` routes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            known = self.headers["Authorization"] == f"Bearer {key}"
+            status = (200 if self.path.endswith("/work_pools/filter") else 404) if known else 401
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/api"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_prefect_cloud_is_asked_with_the_key_and_never_for_admin_routes() -> None:
+    with cloud("pnu_right") as url:
+        workspace = f"{url}/accounts/a/workspaces/w"
+        settings = {PREFECT_CLOUD_API_URL: url, PREFECT_API_URL: workspace}
+        with temporary_settings({**settings, PREFECT_API_KEY: "pnu_right"}):
+            require_server()
+            assert server_database() is None
+        for key, value in (("pnu_wrong", "(not shown)"), (None, "not set")):
+            with temporary_settings({**settings, PREFECT_API_KEY: key}), pytest.raises(InputError) as refused:
+                require_server()
+            assert (refused.value.place, refused.value.value) == ("PREFECT_API_KEY", value)
+
+
 @pytest.mark.usefixtures("server")
 def test_pools_are_looked_up_and_each_problem_is_told() -> None:
     with get_client(sync_client=True) as client:
@@ -130,7 +179,6 @@ def test_pools_are_looked_up_and_each_problem_is_told() -> None:
         client.update_work_pool("idle", WorkPoolUpdate(is_paused=True))
     require_server()
     require_pools([("placement.rollouts.pool", "gpu")])
-    require_pools([("schedule.pool", "plain")], kind=None)
     places = [
         ("placement.rollouts.pool", "gpus"),
         ("placement.rewards.pool", "idle"),

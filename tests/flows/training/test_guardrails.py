@@ -1,14 +1,24 @@
 """A reward that rises while a guardrail falls: what is reported, when the run stops, and what a later start does."""
 
+import contextlib
+import contextvars
 import json
 import textwrap
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.flow_runs import resume_flow_run
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.command_line.main import application
+from flows.training import signs
 from tests.flows.conftest import Runs, Start, refused
 
 PLANNED = 6
@@ -16,12 +26,16 @@ PLANNED = 6
 
 @pytest.fixture
 def rewards(tmp_path: Path) -> str:
+    return hacked_rewards(tmp_path)
+
+
+def hacked_rewards(folder: Path) -> str:
     """A file of two functions: one rises from call to call, the other falls, as a hacked pair of rewards would."""
     source = f"""
     from pathlib import Path
 
     def level(name):
-        noted = Path({str(tmp_path)!r}, name)
+        noted = Path({str(folder)!r}, name)
         calls = len(noted.read_text()) if noted.exists() else 0
         noted.write_text("." * (calls + 1))
         return calls / 100
@@ -33,13 +47,14 @@ def rewards(tmp_path: Path) -> str:
     def falling(prompts, completions, **columns):
         return [0.8 - 20 * level("falling")] * len(completions)
     """
-    path = tmp_path / "mine.py"
+    folder.mkdir(exist_ok=True)
+    path = folder / "mine.py"
     path.write_text(textwrap.dedent(source))
     return str(path)
 
 
 def start(runs: Runs, rewards: str, *, iterations: int = PLANNED, **changes: Any) -> Start:
-    watch = {"patience": 1, "noise": 0.0, "rise": 0.01, "fall": 0.2, "stop": True} | changes.pop("watch", {})
+    watch = {"patience": 1, "noise": 0.0, "rise": 0.01, "fall": 0.2, "on_sign": "stop"} | changes.pop("watch", {})
     falling = {"function": f"{rewards}:falling"}
     guardrail = {"reward": "function", "name": "second", "settings": falling, "batch_size": 999}
     settings: dict[str, Any] = {
@@ -78,9 +93,70 @@ def test_a_hacked_run_stops_where_the_guardrail_fell_and_continues_without_stop(
     assert again.stages == ()
     assert (again.summary.policy_digest, again.summary.hacking) == (stopped.summary.policy_digest, [sign])
 
-    on = start(empty, rewards, watch={"fall": 0.6, "stop": False})
+    on = start(empty, rewards, watch={"fall": 0.6, "on_sign": "report"})
     assert (on.summary.iterations, on.summary.stopped_early, len(on.summary.hacking)) == (PLANNED, False, 1)
     assert not [stage for stage in on.stages if stage.startswith(("iteration 1:", "iteration 3:"))]
+
+
+@contextlib.contextmanager
+def person() -> Iterator[list[str]]:
+    """Someone who resumes the newest run whenever it is paused; the names of the states that they saw."""
+    gone, seen, context = threading.Event(), [], contextvars.copy_context()
+
+    def watch() -> None:
+        with get_client(sync_client=True) as client:
+            while not gone.wait(0.2):
+                for each in client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1):
+                    if each.state is not None and each.state.is_paused():
+                        seen.append(each.state.name)
+                        resume_flow_run(each.id)
+
+    thread = threading.Thread(target=context.run, args=(watch,))
+    thread.start()
+    try:
+        yield seen
+    finally:
+        gone.set()
+        thread.join()
+
+
+def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
+    empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signs, "_SECONDS_BETWEEN_POLLS", 0.2)
+    watched, own = {"on_sign": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
+    with pytest.raises(signs.NotResumedError, match="nobody resumed the run within 1 s"):
+        start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1})
+    with person() as seen:
+        resumed = start(empty, own, run="watched", iterations=2, watch=watched)
+    assert (seen, resumed.summary.iterations, resumed.summary.stopped_early) == (["Paused"], 2, False)
+    # Without a person: what was accepted is not asked again.
+    assert start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1}).stages == ()
+
+    other = start(
+        Runs(tmp_path / "other"), hacked_rewards(tmp_path / "straight"), watch={**watched, "on_sign": "report"}
+    )
+    assert resumed.summary.policy_digest == other.summary.policy_digest
+    # Each once, though the run was started three times, and the sign once, though it stays.
+    assert events("watched") == [*(("grpo.evaluated", version) for version in (0, 1, 2)), ("grpo.hacking-sign", 1)]
+
+
+def events(run: str) -> list[tuple[str, int]]:
+    """Name and policy version of a run's events, sorted; the server writes them with some delay."""
+    wanted = {"filter": {"resource": {"id": [f"grpo.run.{run}"]}}, "limit": 50}
+    with get_client(sync_client=True) as client:
+        for _ in range(60):
+            found = client._client.post("/events/filter", json=wanted).json()["events"]
+            if len(found) > 3:
+                break
+            time.sleep(0.5)
+    return sorted((each["event"], each["payload"]["policy"]) for each in found)
+
+
+def test_a_pause_needs_a_ui(empty: Runs, rewards: str) -> None:
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        (error,) = refused(lambda: start(empty, rewards, watch={"on_sign": "pause"}))
+    assert (error.place, error.value) == ("watch.on_sign", "pause")
 
 
 def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
@@ -92,16 +168,17 @@ def test_a_guardrail_that_holds_says_nothing(empty: Runs, rewards: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"watch__guardrails": [], "watch__stop": True}, "watch.stop"),
-        ({"evaluate__every": 0}, "watch.stop"),
+        ({"watch__guardrails": []}, "watch.on_sign"),
+        ({"evaluate__every": 0}, "watch.on_sign"),
         ({"evaluate__prompts": None}, "watch.guardrails"),
         ({"watch__guardrails": [{"reward": "answer", "weight": 2.0}]}, "watch.guardrails.0.weight"),
         ({"watch__guardrails": [{"reward": "ssim"}]}, "watch.guardrails.0.reward"),
         ({"watch__guardrails": [{"reward": "answer"}] * 2}, "watch.guardrails"),
         ({"watch__fall": 1.5}, "watch.fall"),
+        ({"watch__stop": True}, "watch.stop"),
     ],
 )
 def test_an_impossible_watch_is_refused(empty: Runs, changes: dict[str, Any], place: str) -> None:
-    plain = {"watch__guardrails": [{"reward": "answer"}], "watch__stop": True, "evaluate__every": 1}
+    plain = {"watch__guardrails": [{"reward": "answer"}], "watch__on_sign": "stop", "evaluate__every": 1}
     errors = refused(lambda: empty.start_text(**{**plain, **changes}))
     assert any(error.place.startswith(place) for error in errors), errors

@@ -146,6 +146,9 @@ class TestReuse:
     def test_another_run_of_the_root_copies_what_is_the_same(self, finished: Runs) -> None:
         other = finished.start("other", update__learning_rate=1e-3, run__iterations=1)
         assert other.stages == ("iteration 1: update policy",)
+        assert other.summary.reused == {"run": 1}
+        # Only what this run did itself counts as its time.
+        assert other.summary.seconds.keys() == {"total", "update"}
         shutil.rmtree(finished.path())
         (ours,) = [finished.tables("other")["iteration_000001/rollouts/part-00000.parquet"]]
         assert len(ours) == 4

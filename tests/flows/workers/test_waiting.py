@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun
 
-from flows.workers.worker import KIND, STAGES_QUEUE, needs_the_machine, register_stages
+from flows.workers.pools import KIND
+from flows.workers.worker import STAGES_QUEUE, Shift, needs_the_machine, register_stages
 from grpo_core.parity import ParityError
 from tasks.execution.errors import StageCancelledError
 from tasks.execution.resources import StopSignals, resource, run_resources
@@ -59,6 +61,26 @@ def heard(server: None) -> Iterator[Heard]:
         yield heard
         resource(StopSignals).cancelled.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("idle", "limit", "taken", "quiet", "busy", "ends"),
+    [
+        (None, None, 9, 1e6, False, False),
+        (10.0, None, 0, 9.0, False, False),
+        (10.0, None, 0, 11.0, False, True),
+        (10.0, None, 0, 11.0, True, False),
+        (None, 2, 1, 0.0, False, False),
+        (None, 2, 2, 0.0, True, False),
+        (None, 2, 2, 0.0, False, True),
+    ],
+)
+def test_a_worker_ends_when_it_is_idle_or_has_done_its_share(
+    idle: float | None, limit: int | None, taken: int, quiet: float, busy: bool, ends: bool
+) -> None:
+    shift = Shift(anyio.Lock(), idle, limit, taken, time.monotonic() - quiet)
+    assert (shift.end(busy=busy) is not None) == ends
+    assert shift.is_full() == (limit is not None and taken >= limit)
 
 
 def test_what_keeps_workers_from_it_is_told_once_each(heard: Heard) -> None:

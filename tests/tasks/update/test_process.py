@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = {"images": IMAGES, "texts": TEXTS}
 
 
-REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)})
+REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6), "ema": 0.9})
 RECOMPUTED = {"gradient_checkpointing": True}
 # A head that is tied to the embedding and one that is not; all weights and adapters; references of every kind.
 UPDATES = {

@@ -9,7 +9,7 @@ from flows.inspection.inspect_run import inspect_run
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityError
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
-from tests.flows.replay.replays import (
+from tests.flows.replaying.replays import (
     ADVANTAGES,
     UPDATES,
     advantages,
