@@ -68,7 +68,8 @@ def model_problems(
         otherwise: what to do instead, for the hint.
     """
     if version:
-        was, now = (each.policy.model_dump(include={"lora", "frozen", "dtype"}) for each in (previous, config))
+        trained = {"lora", "adapter", "frozen", "dtype"}
+        was, now = (each.policy.model_dump(include=trained) for each in (previous, config))
         for key in sorted(was):
             if was[key] != now[key]:
                 hint = f"Version {version} of {store.run} was trained with {was[key]}; set that, or {otherwise}."
