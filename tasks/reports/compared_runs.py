@@ -137,6 +137,8 @@ def _written(value: object) -> str:
 
 def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]]:
     """Return the curves of what means the same in the first run and in others, and what is left out and why."""
+    # Versions of one run have the same curves.
+    runs = list({run.reader.store.path(): run for run in reversed(runs)}.values())[::-1]
     first, *others = runs
     noun, omissions = first.view.noun, []
     same_mix, same_prompts = [first], [first]
