@@ -50,7 +50,9 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     if problems := list(model_problems(store, stored_config(store), config, found.version, "name another policy")):
         raise InputErrors(problems)
-    return _continuing(config, f"{store.run}@{found.version}"), found.model_copy(update={"version": 0})
+    # A moving average begins anew, like the optimizer.
+    start = found.model_copy(update={"version": 0, "ema_digest": None})
+    return _continuing(config, f"{store.run}@{found.version}"), start
 
 
 def _continuing(config: RunConfig, source: str) -> RunConfig:
