@@ -127,6 +127,9 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     if errors:
         raise InputErrors(errors)
     images = sections["policy"].get("kind") != "causal_lm"
+    if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
+        hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
+        raise InputError("rollout.height and width", None, hint)
     config = validated(_ImageModel if images else _TextModel, sections)
     assert isinstance(config, _ImageModel | _TextModel)
     return Source(folder.resolve().name, config, _spec(config.policy, ""))
