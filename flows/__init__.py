@@ -9,6 +9,7 @@ evaluation, replaying, rescoring   one folder per command: plan (checks the requ
 rewards        `grpo rewards`: analysis of stored scores, a server that scores for others
 init           `grpo init`
 inspection     `grpo inspect`, `grpo list`
+comparison     `grpo compare`
 pruning        `grpo prune`
 preflight      checks before any model loads, `grpo doctor`
 deployment, server, workers     Prefect: `grpo deploy`, `grpo ui` and `grpo worker`

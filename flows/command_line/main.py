@@ -287,7 +287,10 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
 
 @application.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
+    ],
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
     root: Annotated[
         str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")

@@ -1,5 +1,6 @@
 """Compare runs by what they stored: find them, refuse what cannot be compared at all, write the page."""
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunSummary, summary_of
 from tasks.storage.artifacts.store import ArtifactStore
+
+_VERSIONED = re.compile(r"(.+)@([0-9]+)")
 
 
 class ComparedSummary(RunSummary):
@@ -128,20 +131,20 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None) -> Com
     """Read runs without changing them, compare them with the first, and write the page.
 
     Args:
-        names: at least two runs under the root, or paths of their folders.
+        names: at least two runs under the root, or paths of their folders; RUN@N for policy version N of a run.
         root: a folder or any fsspec URL.
         html: file for the page; None for no page.
 
     Raises:
-        InputError, InputErrors: fewer than two runs, one that does not exist, one that is named twice, or the page
-            cannot be written there.
+        InputError, InputErrors: fewer than two runs, one that does not exist, one that is named twice, a version that
+            was not evaluated, or the page cannot be written there.
     """
     if html is not None:
         require_page_path(html)
-    readers = _readers(names, root)
+    readers, versions = _readers(names, root)
     targets = TargetReader(MEDIUM)
     with tempfile.TemporaryDirectory() as fetched:
-        comparison = compare_runs(readers, Path(fetched), targets)
+        comparison = compare_runs(readers, Path(fetched), targets, versions)
     damages = [f"{label}: {each.place}: {each.reason}" for label, reader in readers.items() for each in reader.damages]
     missing = [f"the target image {uri} cannot be shown: {reason}" for uri, reason in targets.missing.items()]
     found = ComparedRuns(comparison, (*damages, *missing[:1]))
@@ -150,23 +153,36 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None) -> Com
     return found
 
 
-def _readers(names: Sequence[str], root: str) -> dict[str, RunReader]:
-    """Find the runs, by a label for each."""
+def _readers(names: Sequence[str], root: str) -> tuple[dict[str, RunReader], dict[str, int]]:
+    """Find the runs, by a label for each, and the policy versions that are named."""
     if len(names) < 2:
-        hint = "Name at least two runs; the first is the one that the others are compared with. One run: grpo inspect."
+        hint = (
+            "Name at least two runs, or two versions of one as RUN@N; the others are compared with the first. "
+            "`grpo inspect` shows one run."
+        )
         raise InputError("RUN", ", ".join(names) or None, hint)
-    stores: dict[str, ArtifactStore] = {}
+    found: list[tuple[str, ArtifactStore, int | None]] = []
     problems = []
     for name in names:
+        versioned = _VERSIONED.fullmatch(name)
         try:
-            store = find_run(name, root)
+            store = find_run(versioned[1] if versioned else name, root)
         except InputError as error:
             problems.append(error)
             continue
-        if any(store.path() == each.path() for each in stores.values()):
+        version = int(versioned[2]) if versioned else None
+        if any((store.path(), version) == (each.path(), other) for _, each, other in found):
             problems.append(InputError("RUN", name, "This run is named twice; name each run once."))
-        stores[name] = store
+        found.append((name, store, version))
     if problems:
         raise InputErrors(problems)
-    count = Counter(store.run for store in stores.values())
-    return {store.run if count[store.run] == 1 else name: RunReader(store) for name, store in stores.items()}
+    folders = Counter(run for run, _ in {(store.run, store.path()) for _, store, _ in found})
+    readers, versions = {}, {}
+    for name, store, version in found:
+        label = store.run if version is None else f"{store.run}@{version}"
+        # Runs of one name in different folders go by what was typed.
+        label = label if folders[store.run] == 1 else name
+        readers[label] = RunReader(store)
+        if version is not None:
+            versions[label] = version
+    return readers, versions

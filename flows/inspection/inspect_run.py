@@ -9,7 +9,7 @@ from grpo_core.errors import InputError
 from tasks.reports.hacking import Verdict, hacking_verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
-from tasks.reports.run_page import Heldout, read_heldout, render_run_page
+from tasks.reports.run_page import Heldout, read_appearances, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, Groups, read_groups
 from tasks.reports.text import baseline_rows, change
 from tasks.runs.layout import ROLLOUTS
@@ -111,10 +111,11 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
         stages = run.shown.stages if run.shown else {}
         groups = read_groups(reader, stages, Path(fetched), targets, limit=MAX_GROUPS)
         heldout = read_heldout(reader, run, Path(fetched), targets, limit=MAX_GROUPS)
+        appearances = read_appearances(reader, run, groups, Path(fetched)) if html is not None else {}
     inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
         summary, verdict = inspection.summary(html), inspection.verdict
-        page = render_run_page(run, groups, heldout, verdict, inspection.warnings, heading(summary))
+        page = render_run_page(run, groups, appearances, heldout, verdict, inspection.warnings, heading(summary))
         write_page(html, page)
     return inspection
 

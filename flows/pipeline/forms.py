@@ -38,4 +38,26 @@ def form_schema(parameter: str, model: type[BaseModel]) -> dict[str, Any]:
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(parameter, kind, annotation=model)])
-    return generate_parameter_schema(signature, {}).model_dump()
+    schema = generate_parameter_schema(signature, {}).model_dump()
+    for definition in schema["definitions"].values():
+        _put_required_first(definition)
+    _fold_optional_sections(schema["definitions"][model.__name__])
+    return schema
+
+
+def _put_required_first(definition: dict[str, Any]) -> None:
+    """Order the fields of a section as people fill them in; the UI shows them in this order."""
+    required = definition.get("required", ())
+    if properties := definition.get("properties"):
+        definition["properties"] = dict(sorted(properties.items(), key=lambda each: each[0] not in required))
+
+
+def _fold_optional_sections(definition: dict[str, Any]) -> None:
+    """Have the UI show each optional section as a few lines of JSON, instead of all its fields.
+
+    The UI does not know `oneOf`, and takes the section for an object of any content; the server does, and checks it.
+    """
+    required = definition.get("required", ())
+    for name, section in definition.get("properties", {}).items():
+        if name not in required and (reference := section.pop("$ref", None)) is not None:
+            section.update(type="object", oneOf=[{"$ref": reference}])

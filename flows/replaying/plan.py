@@ -11,11 +11,10 @@ from flows.pipeline.requests import ReplayRequest
 from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
 from grpo_core.errors import InputError, InputErrors
+from tasks.runs.layout import RECOMPUTED, STORED
 from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import (
-    RECOMPUTED,
-    STORED,
     first_iteration,
     read_iterations,
     read_policy,

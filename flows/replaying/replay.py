@@ -16,9 +16,8 @@ from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
 from tasks.progress import log
-from tasks.runs.layout import iteration_folder
+from tasks.runs.layout import RECOMPUTED, iteration_folder
 from tasks.runs.records import StoredIteration
-from tasks.runs.stored import RECOMPUTED
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 

@@ -91,7 +91,11 @@ def show_heading(inspection: Inspection, console: Console) -> None:
     run = inspection.run
     shares = ", ".join(f"{stage} {share:.0%}" for stage, _, share in stage_shares(run))
     rows = [*heading(inspection.summary(None)), *([("time by stage", shares)] if shares else [])]
+    rows += [("started", str(run.starts[0]))] if run.starts else []
     console.print(key_values(f"{run.name}: {progress(run)}", [*rows, ("stored in", relative(run.folder))]))
+    if inspection.verdict.finding == "signs":
+        lines = Text("\n").join(plain(reason) for reason in inspection.verdict.reasons)
+        console.print(Panel(lines, title="signs of reward hacking", border_style="yellow"))
 
 
 def _curves(inspection: Inspection, console: Console, limit: int | None) -> Table:

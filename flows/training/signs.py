@@ -49,9 +49,7 @@ async def ends_at_sign(run: Run, history: TrainingHistory, policy: PolicyRef) ->
 
 
 async def _wait_for_a_person(policy: PolicyRef, timeout: int) -> None:
-    log(
-        f"paused after iteration {policy.version}, for {timeout:,} s at most: resume or cancel it on its page in the UI"
-    )
+    log(f"paused after iteration {policy.version}, for {timeout:,} s at most: resume it on its page in the UI")
     try:
         # With the key of a pause that was resumed before, a flow run that is retried goes on at once.
         await apause_flow_run(timeout=timeout, poll_interval=_SECONDS_BETWEEN_POLLS, key=policy.digest[:16])

@@ -12,7 +12,7 @@ from tasks.runs.run_view import summary_of
 
 def run_rows(comparison: Comparison) -> list[Cells]:
     """List what identifies each run, and how far it came."""
-    rows = []
+    rows, dated = [], any(run.view.starts for run in comparison.runs)
     for run in comparison.runs:
         summary, version = summary_of(run.view), comparison.versions[run.label]
         rows.append(
@@ -22,7 +22,7 @@ def run_rows(comparison: Comparison) -> list[Cells]:
                 "held-out, before to after": change(summary.heldout_before, summary.heldout_after),
                 "policy compared": "none" if version is None else f"{version} of {summary.iterations}",
                 "seconds": f"{summary.seconds['total']:.0f}",
-                "started": str(run.view.starts[0]) if run.view.starts else "unknown",
+                **({"started": str(run.view.starts[0]) if run.view.starts else "unknown"} if dated else {}),
             }
         )
     return rows

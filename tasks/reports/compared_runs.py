@@ -13,10 +13,12 @@ from tasks.reports.metric_titles import PLOTTED, REPORTED_OF_TEXTS, metric_title
 from tasks.reports.run_page import Curve
 from tasks.runs.layout import (
     ADVANTAGES,
+    RECOMPUTED,
     RESCORED,
     REWARDS,
     REWARDS_FILE,
     SCORES_FILE,
+    STORED,
     iteration_folder,
     rescoring_folder,
 )
@@ -58,6 +60,12 @@ class ComparedRun:
         settings = identity["settings"]
         combined = {name: settings["advantages"].get(name) for name in _REWARD_OF_ADVANTAGES}
         return json.dumps([settings["rewards"], sorted(identity["scores"]), combined], sort_keys=True)
+
+    @property
+    def trained_on(self) -> str | None:
+        """Name of the rescoring that a replay was trained on; None where the run's own rewards were."""
+        replay = self.view.config.get("replay") or {}
+        return None if replay.get("advantages", STORED) in (STORED, RECOMPUTED) else str(replay["advantages"])
 
 
 def describe_run(label: str, reader: RunReader, view: RunView, fetched: Path) -> ComparedRun:
@@ -129,6 +137,8 @@ def _written(value: object) -> str:
 
 def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]]:
     """Return the curves of what means the same in the first run and in others, and what is left out and why."""
+    # Versions of one run have the same curves.
+    runs = list({run.reader.store.path(): run for run in reversed(runs)}.values())[::-1]
     first, *others = runs
     noun, omissions = first.view.noun, []
     same_mix, same_prompts = [first], [first]
@@ -144,8 +154,13 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
         else:
             omissions.append(f"{run.label}: other held-out prompts or seeds than {first.label}, so no held-out curves")
     held = [run for run in same_mix if run in same_prompts]
+    trained = [run for run in same_mix if run.trained_on == first.trained_on]
+    for run in others:
+        if run in same_mix and run not in trained:
+            why = f"trained on {run.trained_on or 'its own rewards'}, {first.label} on {first.trained_on or 'its own'}"
+            omissions.append(f"{run.label}: {why}, so its training reward is not compared")
     curves = [
-        Curve("Reward", metric_title("reward", noun)[1], _of(runs, same_mix, "reward")),
+        Curve("Reward", metric_title("reward", noun)[1], _of(runs, trained, "reward")),
         Curve("Held-out reward", metric_title("heldout_reward", noun)[1], _heldout(runs, held)),
     ]
     for label, origin in first.provenances.items():

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from grpo_core.errors import InputError
 from tasks.reports.compared_runs import (
     ComparedRun,
     compared_curves,
@@ -16,8 +17,9 @@ from tasks.reports.pairing import PairedDifference, Scores, paired_difference
 from tasks.reports.run_page import Curve
 from tasks.reports.samples import MEDIUM, Group, Row, Samples, read_stages, show_groups
 from tasks.reports.text import counted
-from tasks.runs.layout import GUARDRAILS, REWARDS, ROLLOUTS, stage_folder
-from tasks.runs.read_run import read_other_evaluations, read_run
+from tasks.runs.layout import EVALUATIONS, GUARDRAILS, OTHER_EVALUATIONS, REWARDS, ROLLOUTS, stage_folder
+from tasks.runs.lookup import spans
+from tasks.runs.read_run import read_evaluation, read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -105,11 +107,24 @@ class Comparison:
     omissions: Sequence[str] = field(default_factory=list)
 
 
-def compare_runs(readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader) -> Comparison:
-    """Compare runs, by their labels, with the first; remote files are copied below the folder `fetched`."""
+def compare_runs(
+    readers: Mapping[str, RunReader], fetched: Path, targets: TargetReader, versions: Mapping[str, int] | None = None
+) -> Comparison:
+    """Compare runs with the first.
+
+    Args:
+        readers: the runs by their labels.
+        fetched: folder below which remote files are copied.
+        targets: reads the target images.
+        versions: policy version to compare, by label; without one the last that was evaluated.
+
+    Raises:
+        InputError: a version was not evaluated.
+    """
     places = {label: fetched / str(number) for number, label in enumerate(readers)}
     runs = [describe_run(label, reader, read_run(reader), places[label]) for label, reader in readers.items()]
-    candidates = {run.label: list(_evaluations(run, places[run.label])) for run in runs}
+    wanted = versions or {}
+    candidates = {run.label: list(_evaluations(run, wanted.get(run.label), places[run.label])) for run in runs}
     chosen = _choose_evaluations([candidates[run.label] for run in runs])
     compared = {run.label: each for run, each in zip(runs, chosen, strict=True) if each is not None}
     curves, omissions = compared_curves(runs)
@@ -130,13 +145,26 @@ def compare_runs(readers: Mapping[str, RunReader], fetched: Path, targets: Targe
     )
 
 
-def _evaluations(run: ComparedRun, fetched: Path) -> Iterator[HeldoutSamples]:
-    """Read the last evaluation of the run's own prompts, then those by `grpo evaluate` of others."""
-    own = run.view.evaluated[-1:]
-    others = read_other_evaluations(run.reader)
-    for name, view in ((None, *own), *others.items()) if own else others.items():
-        if ROLLOUTS in view.stages:
-            yield _read_evaluation(run, name, view, fetched)
+def _evaluations(run: ComparedRun, wanted: int | None, fetched: Path) -> Iterator[HeldoutSamples]:
+    """Read the evaluation of a version, or the last, of the run's own prompts, then those by `grpo evaluate` of others.
+
+    Raises:
+        InputError: the wanted version was not evaluated.
+    """
+    reader, missing = run.reader, wanted is not None
+    for of in (None, *reader.names(OTHER_EVALUATIONS)):
+        folder = EVALUATIONS if of is None else f"{OTHER_EVALUATIONS}/{of}"
+        versions = [wanted] if wanted is not None else reversed(reader.evaluations(folder))
+        views = (read_evaluation(reader, version, of) for version in versions)
+        view = next((view for view in views if view is not None), None)
+        if view is not None:
+            missing = False
+            yield _read_evaluation(run, of, view, fetched)
+    if missing:
+        known = f"Evaluated are policies {spans(reader.evaluations())} of {reader.store.run}"
+        raise InputError(
+            "RUN", run.label, f"{known}; name one of these, or run `grpo evaluate` with --policy {wanted}."
+        )
 
 
 def _read_evaluation(run: ComparedRun, name: str | None, view: EvaluationView, fetched: Path) -> HeldoutSamples:

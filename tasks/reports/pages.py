@@ -24,17 +24,25 @@ from tasks.storage.filesystem.files import write_file_atomically
 THUMBNAIL = 256
 """Longest side of an image on a page about rewards, in pixels; smaller ones are unchanged."""
 
-MAX_IMAGE_BYTES = 20 * 2**20
-"""Bytes of all images of a page, encoded; the page says so in place of every further image."""
+MAX_BYTES = 20 * 2**20
+"""Bytes of the images and long texts of a page; it says so in place of everything further."""
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 class _Room:
-    """The bytes that the images of a page may still take."""
+    """The bytes that the images and long texts of a page may still take."""
 
     def __init__(self) -> None:
-        self.left = MAX_IMAGE_BYTES
+        self._left = MAX_BYTES
+
+    def take(self, content: str) -> str | None:
+        """Return the content; None where it has no room."""
+        size = len(content.encode())
+        if size > self._left:
+            return None
+        self._left -= size
+        return content
 
 
 def render(template: str, **values: object) -> str:
@@ -59,6 +67,7 @@ def _environment() -> jinja2.Environment:
         "image": _image,
         "number": number,
         "signed": signed,
+        "whole": _whole,
     }
     return environment
 
@@ -74,12 +83,13 @@ def _image(context: Context, image: Image.Image, side: int | None = None, lossle
         lossless: whether each of its pixels matters if it is small, which is not so for a reduced image.
     """
     small = image.convert("RGB") if side is None else shrunk(image.convert("RGB"), side)
-    link = image_uri(small, lossless_side=LOSSLESS_SIDE if lossless else 0)
+    return _whole(context, image_uri(small, lossless_side=LOSSLESS_SIDE if lossless else 0))
+
+
+@jinja2.pass_context
+def _whole(context: Context, content: str) -> str | None:
     room: _Room = context["room"]
-    if len(link) > room.left:
-        return None
-    room.left -= len(link)
-    return link
+    return room.take(content)
 
 
 def write_page(path: Path, page: str) -> None:

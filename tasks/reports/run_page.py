@@ -3,15 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
+
+import pyarrow.parquet as pq
 
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
 from tasks.reports.pages import render
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
+from tasks.storage.filesystem.files import is_local
 
 
 class Curve(NamedTuple):
@@ -25,6 +30,12 @@ class Curve(NamedTuple):
 
 MAX_VERSIONS = 8
 """Versions that the history of a held-out prompt shows."""
+
+MAX_ITERATIONS = 200
+"""Iterations, back from the shown one, in which earlier appearances of its prompts are looked for."""
+
+Appearance = tuple[int, float]
+"""An iteration that sampled a prompt, and the prompt's mean reward there."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,26 @@ def read_heldout(
     return Heldout(versions, prompts, total, all(each == first for first, *others in seeds for each in others))
 
 
+def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: Path) -> dict[str, list[Appearance]]:
+    """Return when the prompts of these groups were sampled, by prompt id, over the last MAX_ITERATIONS iterations."""
+    wanted = {group.samples[0]["prompt_id"] for group in groups.shown}
+    if run.shown is None or not wanted or not is_local(reader.store.filesystem):
+        # A remote run would be copied table by table.
+        return {}
+    found: dict[str, list[Appearance]] = {}
+    for view in [view for view in run.iterations if view.iteration <= run.shown.iteration][-MAX_ITERATIONS:]:
+        rewards: dict[str, list[float]] = {}
+        for part in view.stages.get(ADVANTAGES, ()):
+            path = reader.local_folder(part, fetched) / ADVANTAGES_FILE
+            rows = pq.read_table(path, columns=["prompt_id", "reward"]).to_pydict()
+            for prompt, reward in zip(rows["prompt_id"], rows["reward"], strict=True):
+                if prompt in wanted and reward is not None:
+                    rewards.setdefault(prompt, []).append(reward)
+        for prompt, known in rewards.items():
+            found.setdefault(prompt, []).append((view.iteration, fmean(known)))
+    return found
+
+
 def _by_sample_id(group: Group) -> Group:
     return replace(group, samples=sorted(group.samples, key=lambda row: row["sample_id"]))
 
@@ -79,6 +110,7 @@ def _by_sample_id(group: Group) -> Group:
 def render_run_page(
     run: RunView,
     groups: Groups,
+    appearances: Mapping[str, Sequence[Appearance]],
     heldout: Heldout | None,
     verdict: Verdict,
     warnings: Sequence[str],
@@ -97,6 +129,7 @@ def render_run_page(
         title=run.name,
         run=run,
         groups=groups,
+        appearances=appearances,
         heldout=heldout,
         verdict=verdict,
         warnings=warnings,

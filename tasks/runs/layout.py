@@ -24,6 +24,9 @@ SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
 STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
 POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"
 RESCORED, ANALYSIS = "rescored", "analysis"
+STORED, RECOMPUTED = "stored", "recomputed"
+"""Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
+
 LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")
 """Patterns of the folders that commands lock without locking the run."""
 

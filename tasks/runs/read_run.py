@@ -15,7 +15,6 @@ from tasks.runs.layout import (
     ADVANTAGES,
     BASELINES,
     GUARDRAILS,
-    OTHER_EVALUATIONS,
     REWARDS,
     ROLLOUTS,
     STAGES,
@@ -109,18 +108,17 @@ def _find_stages(reader: RunReader, folder: str) -> Found:
     return stages
 
 
-def read_other_evaluations(reader: RunReader) -> dict[str, EvaluationView]:
-    """Read the last evaluation that has samples and rewards of each set of other prompts, by its name; all verified."""
-    found = {}
-    for name in reader.names(OTHER_EVALUATIONS):
-        for version in reversed(reader.evaluations(f"{OTHER_EVALUATIONS}/{name}")):
-            folder = evaluation_folder(version, name)
-            stages = _find_stages(reader, folder)
-            _drop_damaged(reader, [stages], always=True)
-            if ROLLOUTS in stages and ADVANTAGES in stages:
-                found[name] = EvaluationView(version, _references(stages), _read_guardrails(reader, folder))
-                break
-    return found
+def read_evaluation(reader: RunReader, version: int, of: str | None = None) -> EvaluationView | None:
+    """Read the evaluation of a version on the run's own held-out prompts, or of others by their name; all verified.
+
+    None unless it has samples and rewards.
+    """
+    folder = evaluation_folder(version, of)
+    stages = _find_stages(reader, folder)
+    _drop_damaged(reader, [stages], always=True)
+    if ROLLOUTS not in stages or ADVANTAGES not in stages:
+        return None
+    return EvaluationView(version, _references(stages), _read_guardrails(reader, folder))
 
 
 def _read_guardrails(reader: RunReader, evaluation: str) -> dict[str, float]:

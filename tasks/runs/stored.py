@@ -19,10 +19,12 @@ from tasks.runs.layout import (
     ADVANTAGES,
     EVALUATIONS,
     GUARDRAILS,
+    RECOMPUTED,
     RESCORED,
     REWARDS,
     ROLLOUTS,
     STATE_FILE,
+    STORED,
     iteration_folder,
     policy_folder,
     rescoring_folder,
@@ -38,9 +40,6 @@ BEST = "best"
 """In place of a number: the policy version with the highest held-out reward."""
 START = "start"
 """Entry of run.json of a run that started from another run's policy: `from`, as RUN@N, and `policy`, the reference."""
-
-STORED, RECOMPUTED = "stored", "recomputed"
-"""Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
 
 
 def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:

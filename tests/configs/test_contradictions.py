@@ -11,6 +11,7 @@ from grpo_core.errors import InputErrors
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
 OTHER = {**JPEG, "name": "other"}
 SSIM = {"reward": "ssim"}
+ANSWER = {"reward": "answer"}
 LINEAR = {"lr_scheduler": "linear", "warmup_steps": 5}
 TEXT = {"policy": {"kind": "causal_lm", "model": "m"}, "rollout": {"max_completion_length": 8}}
 GDPO = {"aggregation": "normalize_then_sum"}
@@ -57,6 +58,9 @@ def test_everything_is_reported_at_once() -> None:
     ("sections", "place", "value"),
     [
         ({"update": {"minibatch_size": 9}}, "update.minibatch_size", 9),
+        ({"data": {"prompts": "p", "prompt_column": {"user": "q"}}}, "data.prompt_column", {"user": "q"}),
+        ({**TEXT, "rewards": [ANSWER], "data": {"prompts": "p", "prompt_column": {}}}, "data.prompt_column", {}),
+        ({"data": {"datasets": TWO, "streaming": True}}, "data.streaming", True),
         ({"update": {"kl_coef": 0.1, "reference": {"placement": "none"}}}, "update.kl_coef", 0.1),
         ({"update": {"loss": "cispo", "importance_level": "sequence"}}, "update.importance_level", "sequence"),
         ({"update": {"reference": {"refresh_every": 2}}}, "update.reference.refresh_every", 2),

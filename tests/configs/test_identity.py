@@ -24,6 +24,8 @@ def identity(*overrides: str) -> dict[str, Any]:
         ("update.ema=null", None),
         ("update.ema=0.9", "update.ema None -> 0.9"),
         ("policy.adapter=null", None),
+        ("data.split=test", "data.split None -> test"),
+        ("data.streaming=true", None),
         ("policy.revision=v1", "policy.revision None -> v1"),
         ("policy.attn_implementation=eager", "policy.attn_implementation None -> eager"),
         ("policy.lora.use_dora=false", None),

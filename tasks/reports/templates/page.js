@@ -38,6 +38,7 @@ if (images.length) {
   const large = document.createElement("img");
   const caption = document.createElement("p");
   let current;
+  dialog.setAttribute("aria-label", "image");
   dialog.append(large, caption);
   document.body.append(dialog);
   const show = image => {

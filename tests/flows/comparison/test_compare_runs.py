@@ -23,6 +23,8 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
         (["a"], None, ["RUN"], "Name at least two runs"),
         (["a", "z", "y"], None, ["RUN", "RUN"], "Runs in"),
         (["a", "b", "a"], None, ["RUN"], "named twice"),
+        (["a@1", "b", "a@1"], None, ["RUN"], "named twice"),
+        (["b", "a@7"], None, ["RUN"], "Evaluated are policies none of a"),
         (["a", "b"], "page.txt", ["--html"], "ends in .html"),
     ],
 )
@@ -74,3 +76,11 @@ def test_runs_of_one_name_go_by_their_paths(tmp_path: Path) -> None:
     names = [str(first.folder), str(tmp_path / "y" / "run")]
     found = compare(names, root=str(tmp_path))
     assert [run.label for run in found.comparison.runs] == names
+
+
+def test_versions_of_one_run_are_compared(tmp_path: Path) -> None:
+    made(tmp_path, "a", 0.25)
+    (difference,) = compare(["a@0", "a"], root=str(tmp_path)).summary(None).differences
+    assert (difference.run, difference.difference) == ("a", pytest.approx(0.25))
+    (back,) = compare(["a@1", "a@0"], root=str(tmp_path)).summary(None).differences
+    assert (back.run, back.difference) == ("a@0", pytest.approx(-0.25))

@@ -139,6 +139,10 @@ def test_the_verdict_on_reward_hacking_is_shown_and_printed(tmp_path: Path) -> N
     assert hacking["finding"] == "unknown"
     assert hacking["reasons"][0].startswith("2 of the 4 evaluations")
     assert hacking["summary"] in shown(tmp_path)
+    for version, (shift, mean) in enumerate([(-0.2, 0.8)] * 3 + [(0.4, 0.4)] * 3):
+        maker.evaluation(version, shift=shift)
+        maker.guardrail(version, "jpeg", mean)
+    assert "jpeg fell from 0.8 to 0.4" in shown(tmp_path)
 
 
 def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from prefect.exceptions import ParameterTypeError
 from configs.loader import read_config
 from configs.schema import ImageRunConfig, TextRunConfig
 from flows.evaluation.evaluate import evaluate
+from flows.pipeline.forms import form_schema
 from flows.rescoring.rescore import rescore
 from flows.training.train import train
 from grpo_core.errors import InputErrors
@@ -131,3 +132,14 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
     with pytest.raises(InputErrors):
         asyncio.run(train(changed(values, "data", "prompts", value="nowhere.jsonl")))
     assert not empty.path(run="requested").exists()
+
+
+def test_the_form_begins_with_what_is_required_and_folds_the_rest() -> None:
+    definitions = form_schema("config", ImageRunConfig)["definitions"]
+    sections = definitions["ImageRunConfig"]["properties"]
+    assert list(sections)[:5] == ["run", "policy", "data", "rollout", "rewards"]
+    assert list(definitions["RunSection"]["properties"])[:2] == ["name", "iterations"]
+    # The UI shows what is behind `$ref` field by field, and behind `oneOf` as JSON.
+    assert sections["run"] == {"$ref": "#/definitions/RunSection"}
+    folded = {name for name, section in sections.items() if section.get("oneOf")}
+    assert folded == {"advantages", "update", "evaluate", "watch", "placement", "storage"}

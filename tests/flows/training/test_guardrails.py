@@ -124,24 +124,21 @@ def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signs, "_SECONDS_BETWEEN_POLLS", 0.2)
-    watched, own = {"fall": 0.6, "on_sign": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
+    watched, own = {"on_sign": "pause", "pause_timeout": 60}, hacked_rewards(tmp_path / "paused")
     with pytest.raises(signs.NotResumedError, match="nobody resumed the run within 1 s"):
-        start(empty, own, run="watched", watch={**watched, "pause_timeout": 1})
+        start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1})
     with person() as seen:
-        resumed = start(empty, own, run="watched", watch=watched)
-    assert (seen, resumed.summary.iterations, resumed.summary.stopped_early) == (["Paused"], PLANNED, False)
+        resumed = start(empty, own, run="watched", iterations=2, watch=watched)
+    assert (seen, resumed.summary.iterations, resumed.summary.stopped_early) == (["Paused"], 2, False)
     # Without a person: what was accepted is not asked again.
-    assert start(empty, own, run="watched", watch={**watched, "pause_timeout": 1}).stages == ()
+    assert start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1}).stages == ()
 
     other = start(
         Runs(tmp_path / "other"), hacked_rewards(tmp_path / "straight"), watch={**watched, "on_sign": "report"}
     )
     assert resumed.summary.policy_digest == other.summary.policy_digest
     # Each once, though the run was started three times, and the sign once, though it stays.
-    assert events("watched") == [
-        *(("grpo.evaluated", version) for version in range(PLANNED + 1)),
-        ("grpo.hacking-sign", 3),
-    ]
+    assert events("watched") == [*(("grpo.evaluated", version) for version in (0, 1, 2)), ("grpo.hacking-sign", 1)]
 
 
 def events(run: str) -> list[tuple[str, int]]:
@@ -150,7 +147,7 @@ def events(run: str) -> list[tuple[str, int]]:
     with get_client(sync_client=True) as client:
         for _ in range(60):
             found = client._client.post("/events/filter", json=wanted).json()["events"]
-            if len(found) > PLANNED + 1:
+            if len(found) > 3:
                 break
             time.sleep(0.5)
     return sorted((each["event"], each["payload"]["policy"]) for each in found)

@@ -11,6 +11,8 @@ from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour
 from tests.tasks.reports.test_run_page import EVIL, check_offline, images
 
+REPLAY = "replay: {source: a, advantages: mine}\n"
+
 
 def identity(weight: float = 1.0, plan: str = "plan") -> dict[str, Any]:
     """What run.json says of a run's rewards and of its held-out prompts."""
@@ -62,6 +64,7 @@ def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path
         (lambda root: made(root, "b", 0.25, prompts=("x", "y", "z")), ["reward"], "left out are 0 prompts of a and 1"),
         (lambda root: made(root, "b", 0.25, modality="text"), [], "b samples completions and a images"),
         (lambda root: RunMaker(root, "b", identity=identity()), [], "b has no stored evaluation"),
+        (lambda root: made(root, "b", 0.25, settings=REPLAY), ["reward"], "b: trained on mine, a on its own"),
     ],
 )
 def test_what_cannot_be_compared_is_said(

@@ -11,7 +11,7 @@ from PIL import Image
 from tasks.reports import pages
 from tasks.reports.hacking import hacking_verdict
 from tasks.reports.images import TargetReader
-from tasks.reports.run_page import progress, read_heldout, render_run_page
+from tasks.reports.run_page import progress, read_appearances, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, read_groups
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
@@ -82,7 +82,8 @@ def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
     run = read_run(reader)
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
     heldout = read_heldout(reader, run, maker.folder, targets, limit=50)
-    return render_run_page(run, groups, heldout, hacking_verdict(run), warnings, [("reward", "0.5")])
+    seen = read_appearances(reader, run, groups, maker.folder)
+    return render_run_page(run, groups, seen, heldout, hacking_verdict(run), warnings, [("reward", "0.5")])
 
 
 def test_the_numbers_of_a_run_stand_in_a_page_that_opens_offline(tmp_path: Path) -> None:
@@ -136,17 +137,24 @@ def test_the_same_seed_is_shown_over_the_versions(tmp_path: Path) -> None:
     shown = [title for title in titles if title.startswith("policy ") and ".s02:" in title]
     versions = {0: 0.9, 2: 1.15, 4: 0.9, 6: 0.9}
     assert shown == [f"policy {version}, heldout.p0000.s02: {reward:.3f}" for version, reward in versions.items()]
+    # The prompt's siblings with a reward had 0.4, 0.1 and 0.9, and 0.1 more an iteration later.
+    assert "mean reward in iteration 1: 0.467, 2: 0.567" in " ".join("".join(page.text).split())
 
 
 def test_images_beyond_the_limit_are_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     maker = whole_run(tmp_path)
     everything = len(images(Page(page_of(maker))))
-    monkeypatch.setattr(pages, "MAX_IMAGE_BYTES", 1000)
+    monkeypatch.setattr(pages, "MAX_BYTES", 1000)
     page = check_offline(page_of(maker))
     assert sum(len(attributes["src"] or "") for attributes in page.named("img")) <= 1000
     left_out = "".join(page.text).count("left out: this page is full")
     assert len(images(page)) + left_out == everything
     assert left_out > 0
+    texts = RunMaker(tmp_path, "texts", modality="text", prompts=("one",))
+    texts.written = {(0, 2): "long " * 400}
+    texts.iteration(1)
+    assert "the rest is left out: this page is full" in page_of(texts)
+    assert len(page_of(texts)) < len(page_of(maker))
 
 
 def test_seeds_that_differ_are_reported(tmp_path: Path) -> None:
