@@ -1,25 +1,19 @@
 """Write a policy version into a new folder, complete or not at all, and push it to the hub."""
 
 import json
-import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
+from configs.sections import PolicySection
 from flows.export.model_card import model_card
 from flows.export.plan import ExportPlan
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained.stored_adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    adapter_settings,
-    read_adapter_config,
-)
-from tasks.models.files import model_digest, weights_folder
+from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tasks.models.files import weights_folder
 from tasks.storage.filesystem.files import settle_folder
 
 CARD_FILE, RECORD_FILE = "README.md", "grpo.json"
@@ -59,16 +53,14 @@ def export(plan: ExportPlan) -> ExportSummary:
     with tempfile.TemporaryDirectory(dir=plan.folder.parent, prefix=".grpo-export-") as scratch:
         staged = Path(scratch) / "export"
         staged.mkdir()
-        weights = weights_folder(plan.store.local_files(plan.weights, Path(scratch) / "policy"), plan.policy)
+        section, stored = plan.config.policy, plan.store.local_files(plan.weights, Path(scratch) / "policy")
+        weights = weights_folder(stored, plan.policy)
         if plan.base is None:
-            _write_adapter(weights, staged)
+            _write_adapter(weights, staged, section)
         else:
-            section = plan.config.policy
             family = policy_family(section.kind)
             family.save_whole(plan.base, weights, staged, dtype=getattr(torch, section.dtype))
-        (staged / RECORD_FILE).write_text(
-            json.dumps(_record(plan, staged), indent=1, ensure_ascii=False), encoding="utf-8"
-        )
+        (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
         (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
         settle_folder(staged)
         # Replaces an empty folder only.
@@ -83,25 +75,24 @@ def export(plan: ExportPlan) -> ExportSummary:
     )
 
 
-def _write_adapter(weights: Path, folder: Path) -> None:
+def _write_adapter(weights: Path, folder: Path, section: PolicySection) -> None:
     from safetensors.torch import load_file, save_file
 
-    config = json.loads(shutil.copyfile(weights / ADAPTER_CONFIG_FILE, folder / ADAPTER_CONFIG_FILE).read_text())
+    config = json.loads((weights / ADAPTER_CONFIG_FILE).read_text())
+    # Of a revision, the stored one names this machine's copy.
+    config |= {"base_model_name_or_path": section.model, "revision": section.revision}
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
     metadata = {"format": "pt", _METADATA: json.dumps(config, sort_keys=True)}
     save_file(load_file(weights / ADAPTER_FILE), folder / ADAPTER_FILE, metadata)
 
 
-def _record(plan: ExportPlan, exported: Path) -> dict[str, Any]:
-    config, policy, digest = plan.config, plan.config.policy.model_dump(mode="json"), plan.base_digest
-    if plan.base is None and policy["adapter"] is not None:
-        # The export has what the run began with and what it learned, as one adapter over the model itself.
-        settings = adapter_settings(read_adapter_config(exported, str(plan.folder)))
-        policy |= {"adapter": None, "lora": asdict(settings)}
-        digest = model_digest(config.policy.model, config.policy.revision)
+def _record(plan: ExportPlan) -> dict[str, Any]:
+    config = plan.config
     return {
-        "policy": policy,
+        "policy": config.policy.model_dump(mode="json"),
         "rollout": config.rollout.model_dump(mode="json"),
-        "base_digest": digest,
+        # Of a run that started from an adapter it covers that too, which the export does not need.
+        "base_digest": plan.base_digest if config.policy.adapter is None else None,
         "version": plan.policy.version,
         "digest": plan.policy.digest,
     }

@@ -7,8 +7,7 @@ from flows.export.usage import usage
 from tasks.reports.text import in_cell, markdown_table, number
 from tasks.runs.layout import evaluation_folder
 from tasks.runs.records import StoredEvaluation
-from tasks.runs.stored import find_evaluation
-from tasks.storage.artifacts.reference import PolicyRef
+from tasks.runs.stored import choose_policy, find_evaluation
 
 _LICENCE = (
     "Not stated. The licences of the base model and of the data apply; add yours as `license:` at the top of this file."
@@ -62,22 +61,24 @@ def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
     trained = "every weight" if lora is None else f"adapters of rank {lora.rank}, alpha {lora.alpha:g}"
     if config.policy.adapter is not None:
         trained = f"the adapter {config.policy.adapter}"
-    if plan.policy.is_averaged:
-        trained += f"; the moving average of its values, decay {config.update.ema:g}"
+    averaged = [("weights", "their moving average")] if plan.policy.is_averaged else []
+    revision = f"@{config.policy.revision}" if config.policy.revision is not None else ""
     return [
-        ("base", f"{config.policy.model}, {plan.base_digest[:16]}"),
+        ("base", f"{config.policy.model}{revision}, {plan.base_digest[:16]}"),
         ("trained", trained),
         ("prompts", ", ".join(files)),
         ("rewards", ", ".join(rewards)),
         ("loss", config.update.loss),
         ("version", f"{plan.policy.version} of {config.run.iterations} updates"),
+        *averaged,
         ("weights, sha256", plan.policy.digest),
     ]
 
 
 def _heldout_lines(plan: ExportPlan) -> list[str]:
     """Return a table of the mean held-out rewards of the base and of the version, as far as they were evaluated."""
-    policies = (PolicyRef(version=0, digest=plan.base_digest), plan.policy)
+    initial, _ = choose_policy(plan.store, 0, plan.base_digest)
+    policies = (initial.averaged, plan.policy)
     found = [find_evaluation(plan.store, evaluation_folder(each.version), plan.config, each) for each in policies]
     before, after = found
     if after is None:

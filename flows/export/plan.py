@@ -5,11 +5,11 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from flows.export.request import ExportRequest
-from flows.preflight.inputs import trained_model
 from grpo_core.errors import InputError
 from tasks.models.files import model_folder
+from tasks.models.initial import initial_digest
 from tasks.runs.lookup import find_run, read_description
-from tasks.runs.stored import choose_policy, chosen_version, stored_config, stored_versions
+from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import require_writable
@@ -20,8 +20,8 @@ class ExportPlan:
     """What is exported.
 
     Attributes:
-        base_digest: digest of the model, and of the adapter, that the run began with.
-        policy: the version; its moving average where the run keeps one, which is what was evaluated.
+        policy: the version; where the run keeps a moving average of the weights, that.
+        base_digest: digest of the model that was trained, and of the adapter that training started from.
         base: folder of that model; None for an adapter, which needs nothing of it.
         weights: the stored files of the version.
         folder: absolute path; does not exist, or is empty.
@@ -50,7 +50,8 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     store = find_run(request.run, request.root)
     config = stored_config(store)
     recorded = str(read_description(store).get("model_digest", ""))
-    policy, notes = choose_policy(store, chosen_version(store, request.policy), recorded)
+    chosen, notes = choose_policy(store, chosen_version(store, request.policy), recorded)
+    policy = chosen.averaged
     if policy.checkpoint is None:
         _refuse_initial(store, config, request.policy)
     assert policy.checkpoint is not None
@@ -58,9 +59,7 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     base = _require_base(store, config, recorded) if whole else None
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
-    return ExportPlan(
-        store, config, policy.averaged, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes
-    )
+    return ExportPlan(store, config, policy, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes)
 
 
 def _require_new_folder(folder: Path) -> None:
@@ -82,7 +81,7 @@ def _refuse_initial(store: ArtifactStore, config: RunConfig, chosen: str | None)
 
 def _require_base(store: ArtifactStore, config: RunConfig, recorded: str) -> Path:
     """Return the folder of the model that was trained, which has to be the one that the run began with."""
-    digest = trained_model(config).digest
+    digest = initial_digest(config.policy, store, adapter_version(config))
     if recorded and digest != recorded:
         hint = f"Its files have changed since {store.run} began ({recorded[:12]}); restore them, or leave out --merge."
         raise InputError("policy.model", digest[:12], hint)

@@ -27,6 +27,7 @@ def usage(config: RunConfig, exported: str, *, whole: bool) -> str:
 def _image_usage(config: RunConfig, rollout: ImageRolloutSection, exported: str, whole: bool) -> str:
     model = exported if whole else config.policy.model
     code = ", trust_remote_code=True" if _has_own_processor(config.policy.model) else ""
+    code += _revision(config, whole)
     lines = [
         "import torch",
         "from diffusers import GlmImagePipeline",
@@ -45,6 +46,11 @@ def _image_usage(config: RunConfig, rollout: ImageRolloutSection, exported: str,
     return "\n".join(lines)
 
 
+def _revision(config: RunConfig, whole: bool) -> str:
+    revision = config.policy.revision
+    return "" if whole or revision is None else f', revision="{revision}"'
+
+
 def _has_own_processor(model: str) -> bool:
     """Return whether the pipeline's folder has code for its processor; a hub name counts as one without."""
     index = Path(model).expanduser() / INDEX_FILE
@@ -58,7 +64,8 @@ def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, w
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
     ]
-    lines += [f'model = AutoModelForCausalLM.from_pretrained("{model}", dtype="{config.policy.dtype}")']
+    settings = f', dtype="{config.policy.dtype}"{_revision(config, whole)}'
+    lines += [f'model = AutoModelForCausalLM.from_pretrained("{model}"{settings})']
     if not whole:
         lines = ["from peft import PeftModel", *lines, f'model = PeftModel.from_pretrained(model, "{exported}")']
     if _uses_template(config.policy.model, rollout):

@@ -9,17 +9,18 @@ from configs.loader import apply_overrides
 from configs.sections import ImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.validation import Section, validated
 from flows.export.export import RECORD_FILE
-from flows.preflight.inputs import source_of, trained_model
+from flows.preflight.inputs import source_of
 from flows.sampling.request import SampleRequest
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.loading import CONFIG_FILE
 from grpo_core.policies.glm_image.settings import INDEX_FILE
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE
-from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy, require_same_model
+from tasks.models.files import model_digest
+from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
 from tasks.runs.lookup import find_run, read_description
-from tasks.runs.stored import choose_policy, chosen_version, stored_config
-from tasks.storage.artifacts.reference import PolicyRef
+from tasks.runs.stored import adapter_version, choose_policy, chosen_version, stored_config
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
 
 _CHANGEABLE = ("rollout", "placement")
@@ -46,7 +47,6 @@ class Source:
         config: sections of the model, its sampler and the device.
         spec: the model, with nothing kept for a reference.
         version: of a run's policy; None for a folder.
-        adapter: folder of an exported adapter.
         notes: messages about damaged versions that were skipped.
     """
 
@@ -55,7 +55,6 @@ class Source:
     spec: ModelSpec
     store: ArtifactStore | None = None
     version: PolicyRef | None = None
-    adapter: Path | None = None
     notes: tuple[str, ...] = ()
 
     def load(self) -> Policy:
@@ -65,15 +64,10 @@ class Source:
             InputError: the model's files are not those that the policy was trained from.
         """
         rollout, placement = self.config.rollout, self.config.placement
-        if self.store is not None and self.version is not None:
-            use_store(self.store)
-            return ResidentPolicy().at(self.version, self.spec, rollout, placement)
-        if self.adapter is not None:
-            require_same_model(self.spec)
-        policy = load_policy(self.spec, rollout, configure_torch(placement))
-        if self.adapter is not None:
-            policy.load_weights(self.adapter)
-        return policy
+        if self.store is None or self.version is None:
+            return load_policy(self.spec, rollout, configure_torch(placement))
+        use_store(self.store)
+        return ResidentPolicy().at(self.version, self.spec, rollout, placement)
 
 
 def open_source(request: SampleRequest) -> Source:
@@ -104,11 +98,11 @@ def _open_run(request: SampleRequest) -> Source:
     store = find_run(request.source, request.root)
     config = stored_config(store, request.overrides)
     digest = str(read_description(store).get("model_digest", ""))
-    version, notes = choose_policy(store, chosen_version(store, request.policy), digest)
+    chosen, notes = choose_policy(store, chosen_version(store, request.policy), digest)
     # Samples need no reference.
-    version = version.averaged.model_copy(update={"reference_digest": None})
-    spec = trained_model(config).model_copy(update={"digest": digest, "reference": "none"})
-    return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes=notes)
+    version = chosen.averaged.model_copy(update={"reference_digest": None})
+    spec = _spec(config.policy, digest, adapter_version(config))
+    return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes)
 
 
 def _open_folder(folder: Path, request: SampleRequest) -> Source:
@@ -123,18 +117,31 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     else:
         hint = f"It is an adapter without {RECORD_FILE}, which `grpo export` writes; merge it into its base first."
         raise InputError("RUN|MODEL", str(folder), hint)
-    digest = values.get("base_digest", "")
     sections = {name: values[name] for name in ("policy", "rollout") if name in values}
-    if adapter is None:
-        sections["policy"] = {**sections["policy"], "model": str(folder), "lora": None, "frozen": None}
-        sections["policy"] |= {"adapter": None, "revision": None}
+    if adapter is not None:
+        sections["policy"] |= {"adapter": str(adapter), "lora": None}
+        _require_same_base(values.get("base_digest"), sections["policy"])
+    else:
+        own = {"model": str(folder), "revision": None, "adapter": None, "lora": None, "frozen": None}
+        sections["policy"] |= own
     errors = apply_overrides(sections, request.overrides)
     if errors:
         raise InputErrors(errors)
     images = sections["policy"].get("kind") != "causal_lm"
+    if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
+        hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
+        raise InputError("rollout.height and width", None, hint)
     config = validated(_ImageModel if images else _TextModel, sections)
     assert isinstance(config, _ImageModel | _TextModel)
-    return Source(folder.resolve().name, config, _spec(config.policy, digest), adapter=adapter)
+    return Source(folder.resolve().name, config, _spec(config.policy, ""))
+
+
+def _require_same_base(recorded: str | None, policy: dict[str, Any]) -> None:
+    """Refuse an exported adapter over another model under the name of its base."""
+    found = model_digest(policy["model"], policy.get("revision")) if recorded else None
+    if found != recorded:
+        hint = f"Its files here are {str(found)[:12]}, and the adapter's base is {str(recorded)[:12]}; restore them."
+        raise InputError("policy.model", policy["model"], hint)
 
 
 def _described(folder: Path) -> dict[str, object]:
@@ -148,5 +155,5 @@ def _described(folder: Path) -> dict[str, object]:
     }
 
 
-def _spec(section: PolicySection, digest: str) -> ModelSpec:
-    return ModelSpec(section=section, digest=digest, adapter_seed=0, reference="none")
+def _spec(section: PolicySection, digest: str, adapter: ArtifactRef | None = None) -> ModelSpec:
+    return ModelSpec(section=section, digest=digest, adapter_seed=0, reference="none", adapter=adapter)

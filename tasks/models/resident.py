@@ -18,7 +18,7 @@ from tasks.models.files import REFERENCE_FOLDER, local_source, weights_folder
 from tasks.models.initial import initial_digest, training_choice
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
-from tasks.storage.artifacts.store import current_store
+from tasks.storage.artifacts.store import ArtifactStore, current_store
 
 
 class ModelSpec(BaseModel):
@@ -91,7 +91,7 @@ class ResidentPolicy:
         if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
             self._loaded = None  # frees its memory for the next one
             begun = time.perf_counter()
-            require_same_model(spec)
+            _require_same_model(spec)
             self._loaded = _Loaded(spec, device, load_policy(spec, settings, device), spec.digest, None)
             log(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
         _load_changes(self._loaded, reference)
@@ -121,9 +121,9 @@ class ResidentPolicy:
             torch.cuda.empty_cache()
 
 
-def require_same_model(spec: ModelSpec) -> None:
+def _require_same_model(spec: ModelSpec) -> None:
     """Refuse a folder or cache of this machine that has another model or adapter under the same name."""
-    found = initial_digest(spec.section, current_store(), spec.adapter)
+    found = initial_digest(spec.section, _adapter_store(spec), spec.adapter)
     if found != spec.digest:
         hint = (
             f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
@@ -132,10 +132,16 @@ def require_same_model(spec: ModelSpec) -> None:
         raise InputError("policy.model", spec.section.model, hint)
 
 
+def _adapter_store(spec: ModelSpec) -> ArtifactStore | None:
+    """Return the store of the adapter that training starts from; a model without a run needs none."""
+    return None if spec.adapter is None else current_store()
+
+
 def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     """Load a policy with its initial weights; settings are those of the family's sampler."""
     section, seed = spec.section, spec.adapter_seed
-    with training_choice(section, current_store(), spec.adapter, reference=spec.reference, seed=seed) as choice:
+    store = _adapter_store(spec)
+    with training_choice(section, store, spec.adapter, reference=spec.reference, seed=seed) as choice:
         return spec.family.load(
             local_source(section.model, section.revision),
             settings,

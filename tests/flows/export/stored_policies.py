@@ -8,7 +8,7 @@ import yaml
 
 from configs.loader import read_config
 from grpo_core.policies.protocol import Policy
-from tasks.models.files import model_digest, weights_digest
+from tasks.models.files import EMA_FOLDER, model_digest, weights_digest
 from tasks.runs.lookup import write_description
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 from tests.flows.conftest import TINY, TINY_TEXT
@@ -17,7 +17,15 @@ from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
 
 
-def store_run(root: Path, name: str, policy: Policy, rewards: Mapping[int, float], *, lora: bool = True) -> RunMaker:
+def store_run(
+    root: Path,
+    name: str,
+    policy: Policy,
+    rewards: Mapping[int, float],
+    *,
+    lora: bool = True,
+    average: Policy | None = None,
+) -> RunMaker:
     """Store these weights as versions 1 and 2, and evaluations of versions with these mean rewards less 0.5."""
     texts = hasattr(policy, "tokenizer")
     model, file = (TEXT_MODEL, TINY_TEXT) if texts else (IMAGE_MODEL, TINY)
@@ -33,6 +41,8 @@ def store_run(root: Path, name: str, policy: Policy, rewards: Mapping[int, float
     for version in (1, 2):
         with maker.store.staging() as staged:
             policy.save_weights(staged)
+            if average is not None:
+                average.save_weights(staged / EMA_FOLDER)
             digests[version] = weights_digest(staged)
             state = {"policy_version": version, "policy_digest": digests[version]}
             (staged / "training_state.json").write_text(json.dumps(state))

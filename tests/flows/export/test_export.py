@@ -12,6 +12,7 @@ from diffusers import GlmImagePipeline
 from peft import PeftModel
 from PIL import Image, ImageChops
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.export.export import export
@@ -236,6 +237,17 @@ def test_damaged_weights_are_refused_and_the_last_valid_version_is_taken(own_run
     assert (plan.policy.version, len(plan.notes)) == (1, 1)
     with pytest.raises(InputErrors, match="policies/000002"):
         plan_export(request.model_copy(update={"policy": "2"}))
+
+
+def test_the_moving_average_is_exported_where_a_run_keeps_one(tmp_path: Path) -> None:
+    policy, average = build_text_policy(disturbed=0.05), build_text_policy(disturbed=0.1)
+    store_run(tmp_path / "runs", "averaged", policy, {}, average=average)
+    folder = exported(tmp_path / "runs", "averaged", tmp_path / "adapter")
+    average.save_weights(tmp_path / "expected")
+    written, expected = (load_file(place / ADAPTER_FILE) for place in (folder, tmp_path / "expected"))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    assert "| weights | their moving average |" in (folder / "README.md").read_text()
 
 
 def test_merged_weights_that_are_not_finite_leave_nothing_behind(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.seeds import derive_seed
 from tests.flows.export.stored_policies import store_run
+from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_policy import build_policy
 from tests.tiny_text_policy import MODEL, build_text_policy
 
@@ -72,6 +73,7 @@ def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) 
         ({"overrides": ("update.learning_rate=1",)}, "--set"),
         ({"overrides": ("rollout.temperature=-1",)}, "rollout.temperature"),
         ({"prompts": ("x" * 2000,)}, "prompt"),
+        ({"source": str(IMAGE_MODEL)}, "rollout.height and width"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_before_the_model_loads(options: dict[str, Any], place: str) -> None:
