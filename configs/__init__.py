@@ -7,5 +7,6 @@ validation      the base of every section and request; plain values -> one of th
 schema          the complete configuration of a run, of a replay, and of a file of rewards; what identifies a run
 contradictions  combinations of settings that are refused
 unknown_keys    TRL's names of keys, and suggestions for unknown keys
+yaml_files      a YAML file -> plain values
 loader          a YAML file and overrides -> a checked configuration
 """

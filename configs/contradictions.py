@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
@@ -17,7 +18,10 @@ MANIFEST_ENDING = ".manifest.json"
 
 # These fields weigh a reward in the mix, and a guardrail is not part of the mix.
 _OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
-_OF_ONE_FILE = ("prompts", "prompt_column", "columns", "limit", "targets", "target_column", "height", "width")
+_OF_ONE_FILE = (
+    *("prompts", "split", "subset", "revision", "streaming", "prompt_column", "columns", "limit"),
+    *("targets", "target_column", "height", "width"),
+)
 
 
 def contradictions(config: RunConfig) -> list[InputError]:
@@ -25,6 +29,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
     return [
         *_datasets(config),
         *_sizes(config),
+        *_messages(config),
         *reward_contradictions(config),
         *_batches(config),
         *_policy(config),
@@ -42,7 +47,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
     for place, section in sections.items():
         for field in _OF_ONE_FILE if section.datasets else ():
             value = getattr(section, field)
-            if value is not None:
+            if value not in (None, False):
                 hint = f"With {place}.datasets it has no effect; move it into one of them."
                 yield InputError(f"{place}.{field}", value, hint)
         for name, times in Counter(each.name for each in section.datasets).items():
@@ -80,6 +85,19 @@ def _sizes(config: RunConfig) -> Iterator[InputError]:
                     yield InputError(f"{where}.{name}", value, "Texts have no size; leave it out.")
                 elif len(given) == 1:
                     yield InputError(f"{where}.{name}", value, "Give width and height, or neither for the rollout's.")
+
+
+def _messages(config: RunConfig) -> Iterator[InputError]:
+    """Yield every set of prompts that are messages for a model that takes one text."""
+    for place, section in (("data", config.data), ("evaluate", config.evaluate)):
+        for index, dataset in enumerate(section.sets):
+            roles, where = dataset.prompt_column, f"{place}.datasets.{index}" if section.datasets else place
+            if isinstance(roles, str | None):
+                continue
+            if policy_family(config.policy.kind).modality != "text":
+                yield InputError(f"{where}.prompt_column", roles, "An image's prompt is one text; name one column.")
+            elif not roles:
+                yield InputError(f"{where}.prompt_column", roles, "Give a column for at least one role, such as user.")
 
 
 def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
@@ -171,12 +189,20 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
 
 def _policy(config: RunConfig) -> Iterator[InputError]:
     policy = config.policy
-    if policy.lora is None and policy.dtype != "float32":
+    if not policy.trains_adapters and policy.dtype != "float32":
         hint = "Small steps round away in 16 bits when every weight is trained; use float32, or set policy.lora."
         yield InputError("policy.dtype", policy.dtype, hint)
-    if policy.lora is not None and policy.frozen is not None:
+    if policy.trains_adapters and policy.frozen is not None:
         hint = "Adapters already freeze every weight of the model; set policy.lora to null, or leave this out."
         yield InputError("policy.frozen", policy.frozen, hint)
+    if policy.lora is not None and policy.lora.modules_to_save and policy.dtype != "float32":
+        hint = "Small steps round away in 16 bits when a module is trained whole; set policy.dtype to float32."
+        yield InputError("policy.lora.modules_to_save", list(policy.lora.modules_to_save), hint)
+    if policy.revision is not None and Path(policy.model).expanduser().is_dir():
+        yield InputError("policy.revision", policy.revision, "policy.model is a folder, not a hub name; leave it out.")
+    if policy.attn_implementation == "flash_attention_2" and policy.in_fp32:
+        hint = "It computes in 16 bits only; set policy.dtype or policy.autocast to bfloat16, or use sdpa."
+        yield InputError("policy.attn_implementation", policy.attn_implementation, hint)
     if policy.autocast is not None and policy.dtype != "float32":
         hint = "It computes in 16 bits over float32 weights; set policy.dtype to float32, or leave this out."
         yield InputError("policy.autocast", policy.autocast, hint)
@@ -192,8 +218,8 @@ def _reference(config: RunConfig) -> Iterator[InputError]:
     if reference.refresh_every and not any(coefficients.values()):
         hint = "Nothing uses the reference; set update.kl_coef above 0, or this to 0."
         yield InputError("update.reference.refresh_every", reference.refresh_every, hint)
-    if config.policy.lora is not None and reference.placement == "cpu":
-        hint = "With adapters the reference is the model without them and takes no memory; set it to auto."
+    if config.policy.trains_adapters and reference.placement == "cpu":
+        hint = "With adapters the reference takes no memory, or that of the adapters; set it to auto."
         yield InputError("update.reference.placement", "cpu", hint)
 
 
@@ -213,6 +239,10 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
 
 def _placement(config: RunConfig) -> Iterator[InputError]:
     placement, pooled = config.placement, any(section.pool for section in config.rewards)
+    lora = config.policy.lora
+    if placement.sharding == "fsdp2" and lora is not None and (lora.use_dora or lora.modules_to_save):
+        hint = "policy.lora.use_dora and modules_to_save need the whole model in each process; set it to ddp."
+        yield InputError("placement.sharding", "fsdp2", hint)
     for name, where, known in (("rollouts", placement.rollouts, False), ("rewards", placement.rewards, pooled)):
         if where.shards > 1 and where.pool is None and not known:
             hint = f"Shards run on the workers of a work pool; set placement.{name}.pool, or set this to 1."

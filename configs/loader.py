@@ -1,59 +1,17 @@
 """Read a YAML file and `--set key=value` overrides into a checked configuration, or report every error at once."""
 
-import difflib
-import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from configs.contradictions import contradictions
 from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
 from configs.sections import PolicySection
 from configs.unknown_keys import TRL_NAMES, translate
 from configs.validation import validated
+from configs.yaml_files import parse_yaml, read_mapping
 from grpo_core.errors import InputError, InputErrors
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error and 1e-5 is a number."""
-
-
-def _unique_keys(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if not isinstance(key, Hashable):
-            raise yaml.constructor.ConstructorError(None, None, "a key is a name, not a list", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_keys)
-# YAML 1.1 reads 1e-5 as text; people write learning rates like that.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def parse_yaml(text: str, place: str) -> Any:
-    """Parse YAML text to plain values.
-
-    Raises:
-        InputError: the text is not YAML; names the line.
-    """
-    try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{place}, line {mark.line + 1}" if mark else place
-        problem = getattr(error, "problem", None) or "it is not YAML"
-        # An unclosed bracket is reported at the end of the text, possibly after its last line.
-        lines = [*text.splitlines(), ""]
-        raise InputError(where, lines[mark.line].strip() if mark else text, f"{problem}. Correct the YAML.") from error
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -69,9 +27,31 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         values = read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
     except InputError as error:
         raise InputErrors([error]) from error
+    return _overridden(values, overrides)
+
+
+def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a checked configuration from a file, plain values, or a configuration that was built in Python.
+
+    Args:
+        given: the path of a YAML file, a mapping with the same sections, or a RunConfig.
+        overrides: as for :func:`read_config`.
+
+    Raises:
+        InputErrors: as read_config.
+    """
+    if isinstance(given, str | Path):
+        return read_config(given, overrides)
+    # A RunConfig that was built directly has not been checked for contradictions between its sections.
+    return _overridden(
+        given.model_dump(mode="json") if isinstance(given, RunConfig) else deepcopy(dict(given)), overrides
+    )
+
+
+def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     # The file is translated first: an option may override a key that the file sets under its other name.
     errors = translate(values)
-    errors += _apply_overrides(values, overrides)
+    errors += apply_overrides(values, overrides)
     try:
         config = check_config(values)
     except InputErrors as error:
@@ -97,28 +77,6 @@ def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
     return validated(RewardsFile, values)
 
 
-def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> dict[str, Any]:
-    """Read a YAML file whose top level is a mapping, as plain values.
-
-    Args:
-        place: the argument or option that names it, for messages.
-
-    Raises:
-        InputError: it cannot be read, or is not a mapping.
-    """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
-        hint = f" Did you mean {file.parent / near[0]}?" if near else ""
-        raise InputError(place, str(path), f"Give a readable YAML file, such as {example}.{hint}") from error
-    values = parse_yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise InputError(str(path), values, f"It has to be a mapping with the sections {keys}, ...")
-    return values
-
-
 def check_config(values: Mapping[str, Any]) -> RunConfig:
     """Validate plain values as a configuration.
 
@@ -136,8 +94,8 @@ def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
     return RUN_CONFIGS[kind if isinstance(kind, str) and kind in RUN_CONFIGS else default]
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
-    """Change values in place; return the errors of the overrides."""
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
+    """Change plain values in place by `section.key=value`; return the errors of the overrides."""
     errors: list[InputError] = []
     names: dict[str, str] = {}
     for override in overrides:

@@ -1,11 +1,12 @@
 """The sections of a configuration about rewards: each reward of the mix, and the watch for reward hacking."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.validation import Name, Section
+from configs.validation import NAME_PATTERN, Name, Section
 from grpo_core.rewards.hacking import HackingRule
 from grpo_core.rewards.mix.terms import RewardTerm
 
@@ -18,7 +19,9 @@ class RewardSection(Section, RewardTerm):
     memory_settings = frozenset({"max_failures", "batch_size", "processes", "pool"})
 
     reward: str = Field(min_length=1, description="registered name")
-    name: Name | None = Field(None, description="name in tables and plots; null: the reward's name")
+    name: Name | None = Field(
+        None, description="name in tables and plots; null: the reward's name, of `function` the function's"
+    )
     datasets: tuple[str, ...] | None = Field(None, description="score these datasets only; null: all")
     where: dict[str, tuple[Scalar, ...]] | None = Field(
         None, description="score only prompts whose column has one of these values; null: all"
@@ -36,7 +39,15 @@ class RewardSection(Section, RewardTerm):
     @property
     def label(self) -> str:
         """The name in tables and plots."""
-        return self.name or self.reward
+        return self.name or self._function_name() or self.reward
+
+    def _function_name(self) -> str | None:
+        """Return the name of the function that a reward calls, as TRL names it; None for other rewards."""
+        function = self.settings.get("function") if self.reward == "function" else None
+        if not isinstance(function, str):
+            return None
+        name = function.rpartition(":")[2].lstrip("_")
+        return name if re.fullmatch(NAME_PATTERN, name) else None
 
     def scores(self, dataset: str) -> bool:
         """Return whether the reward scores the dataset."""

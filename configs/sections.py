@@ -4,14 +4,27 @@ A section that the core uses inherits the core's settings: fields, ranges and de
 section adds the fields that only a configuration has.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.validation import Name, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
+from grpo_core.policies.trained import LoraSettings
+
+
+class KeepPoliciesSection(Section):
+    """The policy versions that stay stored, each with its optimizer state; a training deletes the others."""
+
+    last: PositiveInt = Field(2, description="this many at the end; more if run.staleness samples with more")
+    every: PositiveInt | None = Field(None, description="versions N, 2N, ...; null: none of them")
+    best: bool = Field(True, description="the version with the highest held-out reward so far")
+
+    def count(self, iterations: int, staleness: int) -> int:
+        """Return the maximum number of versions that are stored at once, with the one that is being written."""
+        on_the_way = iterations // self.every if self.every else 0
+        return min(iterations, max(self.last, staleness + 1) + 1 + on_the_way + self.best)
 
 
 class RunSection(Section):
@@ -23,47 +36,91 @@ class RunSection(Section):
     staleness: NonNegativeInt = Field(
         0, description="rollouts are sampled by a policy this many versions older, during updates; 0: in turn"
     )
+    trackers: tuple[str, ...] = Field(
+        (), description="where metrics and samples are logged: tensorboard, wandb, mlflow, trackio, swanlab"
+    )
+    project: str = Field("grpo", min_length=1, description="project of the trackers; mlflow calls it an experiment")
+    continue_from: str | None = Field(
+        None,
+        min_length=1,
+        description="start from the weights of a policy of another run of storage.root, as RUN or RUN@N, with a new "
+        "optimizer; null: from the model",
+    )
+    on_change: Literal["refuse", "restart"] = Field(
+        "refuse",
+        description="what a start does whose settings, code or prompts are not those of the stored policies; restart: "
+        "begin at iteration 1 and move the results to previous/",
+    )
+    keep_policies: KeepPoliciesSection | None = Field(None, description="null keeps every policy version")
 
 
 class LoraSection(Section, LoraSettings):
-    """Low-rank adapters over the frozen model."""
+    """Low-rank adapters over the frozen model; the names are peft's."""
+
+    optional_settings = frozenset({"use_rslora", "use_dora", "modules_to_save", "init_lora_weights"})
 
 
 class PolicySection(Section):
     """The model that is trained."""
 
     memory_settings = frozenset({"gradient_checkpointing"})
+    optional_settings = frozenset({"revision", "attn_implementation", "adapter"})
 
     kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="the policy family")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
+    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a hub name; null: main")
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
+        None, description="of the trained model, as in transformers; null: transformers' default"
+    )
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     autocast: Literal["bfloat16"] | None = Field(
         None, description="compute in 16 bits over float32 weights, while sampling and while training"
     )
-    lora: LoraSection | None = Field(LoraSection(), description="null trains every weight that is not frozen")
+    lora: LoraSection | None = Field(
+        LoraSection(), description="null trains every weight that is not frozen, or follows the adapter"
+    )
+    adapter: str | None = Field(
+        None, min_length=1, description="LoRA to start from: a folder, RUN@VERSION of the storage root, or a hub name"
+    )
     frozen: str | None = Field(None, description="regular expression: parameters frozen when lora is null")
     gradient_checkpointing: bool = Field(False, description="less memory in the update, one more forward pass")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_adapter(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("adapter") is not None and "lora" not in values:
+            return {**values, "lora": None}
+        return values
 
     @property
     def in_fp32(self) -> bool:
         """Whether log-probs are computed in fp32."""
         return self.dtype == "float32" and self.autocast is None
 
-    def training_choice(self, *, reference: Reference, seed: int) -> TrainingChoice:
-        """Return which parameters of the model are trained.
-
-        Args:
-            reference: where the reference's weights are kept when every weight is trained.
-        """
-        return TrainingChoice(self.lora, self.frozen, reference, self.gradient_checkpointing, seed)
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained, and not the weights of the model."""
+        return self.lora is not None or self.adapter is not None
 
 
-_PROMPTS = "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, or a folder of files with one of these endings"
+_PROMPTS = (
+    "a .txt, .jsonl, .json, .csv, .tsv or .parquet file, a folder of files with one of these endings, or a dataset of "
+    "the Hugging Face Hub as hf://datasets/owner/name or owner/name"
+)
 
 
 class _OnePromptFile(Section):
+    memory_settings = frozenset({"streaming"})
+    optional_settings = frozenset({"split", "subset", "revision"})
+
     prompts: str | None = Field(None, min_length=1, description=_PROMPTS)
-    prompt_column: str | None = Field(None, description="null: found by its usual names")
+    split: str | None = Field(None, min_length=1, description="of a dataset, such as train[:1000]; null: train")
+    subset: str | None = Field(None, min_length=1, description="of a dataset with several; datasets calls it name")
+    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of the Hub; null: main")
+    streaming: bool = Field(False, description="read a dataset's first rows, as many as limit, without downloading all")
+    prompt_column: str | dict[str, str] | None = Field(
+        None, description="null: found by its usual names; a column per role, {system: a, user: b}: messages"
+    )
     columns: tuple[str, ...] | None = Field(
         None, description="the other columns that go along to the rewards; null: all but binary ones"
     )

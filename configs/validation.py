@@ -40,13 +40,20 @@ class Section(BaseModel):
     memory_settings: ClassVar[frozenset[str]] = frozenset()
     """Fields about memory, speed or placement; they change results by rounding at most."""
 
+    optional_settings: ClassVar[frozenset[str]] = frozenset()
+    """Fields that identify results only where they differ from their default, so that a new one changes no key."""
+
     def result_settings(self) -> dict[str, Any]:
         """Return the fields that determine results, as JSON values, for cache keys and the run's identity."""
         values = self.model_dump(mode="json", exclude=set(self.memory_settings))
         for name in values:
             if isinstance(section := getattr(self, name), Section):
                 values[name] = section.result_settings()
-        return values
+            elif isinstance(section, tuple) and all(isinstance(each, Section) for each in section):
+                values[name] = [each.result_settings() for each in section]
+        fields = type(self).model_fields
+        unset = {name for name in self.optional_settings if getattr(self, name) == fields[name].default}
+        return {name: value for name, value in values.items() if name not in unset}
 
     @model_validator(mode="after")
     def _refuse_combinations(self, info: ValidationInfo) -> "Section":

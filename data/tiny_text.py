@@ -183,6 +183,9 @@ def save_tiny_text_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizer
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # transformers 5 saves a class name that transformers 4 does not know; both know the previous one.
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
 
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"

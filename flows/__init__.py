@@ -1,10 +1,15 @@
 """The flows of the program `grpo`. They read as the algorithm; no tensors here.
 
+functions      the flows as plain functions for scripts and notebooks: `from flows import train`
+
 training       the loop; start reading at training/train.py
+tracking       metrics and samples in TensorBoard, W&B, MLflow, trackio and SwanLab
 pipeline       what all flows share: an open run, how a stage is called, requests and forms
-evaluation, replay, rescoring   one folder per command: plan (checks the request against a run) and flow
+evaluation, replaying, rescoring   one folder per command: plan (checks the request against a run) and flow
 rewards        `grpo rewards`: analysis of stored scores, a server that scores for others
-inspection     `grpo inspect`
+init           `grpo init`
+inspection     `grpo inspect`, `grpo list`
+comparison     `grpo compare`
 pruning        `grpo prune`
 preflight      checks before any model loads, `grpo doctor`
 deployment, server, workers     Prefect: `grpo deploy`, `grpo ui` and `grpo worker`
@@ -14,9 +19,18 @@ tiny_models    trains the shipped tiny models again
 prefect_settings   Prefect's settings, applied before it is imported
 """
 
+import importlib
 import logging
+from typing import TYPE_CHECKING
 
 from flows.prefect_settings import apply_settings
+
+if TYPE_CHECKING:
+    from flows.functions import evaluate, replay, rescore, train
+    from flows.training.hooks import StopTraining
+    from tasks.runs.frames import open_run
+
+__all__ = ["StopTraining", "evaluate", "open_run", "replay", "rescore", "train"]
 
 # With bitsandbytes installed, transformers imports it, and on the CPU it logs messages about unused 4-bit kernels.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in str(record.msg))
@@ -26,3 +40,12 @@ logging.getLogger("prefect.task_runs").addFilter(
 )
 # Prefect reads its settings when it is imported, and everything here imports it after this.
 apply_settings()
+
+_MODULES = {"StopTraining": "flows.training.hooks", "open_run": "tasks.runs.frames"}
+
+
+def __getattr__(name: str) -> object:
+    """Import a function when it is first used: the program `grpo` imports this package and starts at once."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES.get(name, "flows.functions")), name)

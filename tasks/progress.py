@@ -59,3 +59,24 @@ def progress_of(stage: str, total: int) -> Callable[[int], None]:
 def log(line: str) -> None:
     """Show a line of text to people."""
     _REPORTER.get().log(line)
+
+
+RunBar = Callable[[int, int, float | None], None]
+"""Shows how far a run is: iterations that are done, their total, and seconds per iteration where that is known."""
+
+_RUN_BAR: ContextVar[RunBar | None] = ContextVar("run_bar", default=None)
+
+
+def show_run(bar: RunBar) -> None:
+    """Show how far the run of this context is."""
+    _RUN_BAR.set(bar)
+
+
+def advance_run(done: int, total: int, pace: float | None) -> None:
+    """Report that an iteration of the run has ended.
+
+    Args:
+        pace: seconds per iteration; None before one was trained.
+    """
+    if (bar := _RUN_BAR.get()) is not None:
+        bar(done, total, pace)

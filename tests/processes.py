@@ -1,7 +1,7 @@
 """A function in several processes at once that find each other.
 
-They are forked from a server that has imported the libraries and done nothing else: the imports take many seconds, and
-a fork of this process would hang in the thread pools of polars.
+They are forked from a server that has imported the module of the first such function and done nothing else: imports
+take many seconds, and a fork of this process would hang in the thread pools of polars.
 """
 
 import multiprocessing
@@ -12,16 +12,6 @@ from typing import Any
 
 from torch.multiprocessing import start_processes
 
-_IMPORTED = [
-    "pytest",
-    "grpo_core.policies.causal_lm.policy",
-    "grpo_core.policies.glm_image.policy",
-    "grpo_core.update.accelerated",
-    "tasks.rollouts.collect_rollouts",
-    "tasks.update.job",
-    "transformers.models.llama.modeling_llama",
-]
-
 
 def in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
     """Run a module's function in each of `count` processes, as `accelerate launch` would.
@@ -30,7 +20,7 @@ def in_processes(count: int, function: Callable[..., None], *arguments: Any) -> 
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload(_IMPORTED)
+    multiprocessing.set_forkserver_preload([function.__module__])
     start_processes(_joined, (count, port, function, arguments), count, start_method="forkserver")
 
 

@@ -11,7 +11,6 @@ from transformers import (
     ByT5Tokenizer,
     GlmImageConfig,
     GlmImageForConditionalGeneration,
-    GlmImageProcessor,
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
@@ -20,6 +19,7 @@ from transformers.models.glm_image.image_processing_pil_glm_image import GlmImag
 
 from data.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
 from data.tiny_glm_image.recipe import TinyRecipe
+from grpo_core.policies.glm_image.processor import UnitProcessor
 
 IMAGE_START_ID = CODEBOOK_SIZE
 IMAGE_END_ID = CODEBOOK_SIZE + 1
@@ -159,7 +159,7 @@ def build_pipeline(recipe: TinyRecipe) -> GlmImagePipeline:
     return pipeline
 
 
-def _build_processor(tokenizer: PreTrainedTokenizerFast) -> GlmImageProcessor:
+def _build_processor(tokenizer: PreTrainedTokenizerFast) -> UnitProcessor:
     image_processor = GlmImageImageProcessorPil(
         patch_size=16,
         temporal_patch_size=1,
@@ -169,7 +169,7 @@ def _build_processor(tokenizer: PreTrainedTokenizerFast) -> GlmImageProcessor:
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )
-    return GlmImageProcessor(image_processor=image_processor, tokenizer=tokenizer, chat_template=_CHAT_TEMPLATE)
+    return UnitProcessor(image_processor, tokenizer, chat_template=_CHAT_TEMPLATE, unit=CELL_PIXELS)
 
 
 def _autoregressive_config(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> GlmImageConfig:
@@ -258,5 +258,10 @@ LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "numpy")
 
 
 def save_tiny_model(pipeline: GlmImagePipeline, folder: Path) -> None:
-    """Save the seven components; `GlmImagePipeline.from_pretrained(folder)` loads them without this project."""
+    """Save the seven components; `GlmImagePipeline.from_pretrained` loads them without this project.
+
+    It needs `trust_remote_code=True`: transformers' own processor assumes tokens of 32 pixels, so the folder has one.
+    """
+    # The name of the file in the component's folder, not of the module that the class has here.
+    pipeline.register_to_config(processor=("processor", UnitProcessor.__name__))
     pipeline.save_pretrained(folder)

@@ -29,8 +29,7 @@ from data.shapes import (
 from data.tiny_glm_image.recipe import TinyRecipe
 from data.training import ProgressCallback, train
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, UnitProcessor, encode_prompts, score_tokens
-from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts, score_tokens
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,9 @@ class AutoregressiveMetrics:
 
 def encode_scenes(pipeline: GlmImagePipeline, scenes: Sequence[Scene]) -> EncodedPrompts:
     """Encode the scenes' captions for the autoregressive model, one row per scene."""
-    stock = pipeline.processor
-    processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
-    processor.unit = pixel_unit(pipeline)
     captions = [scene.caption for scene in scenes]
-    return encode_prompts(
-        pipeline.vision_language_encoder.model, processor, captions, ImageSize(IMAGE_PIXELS, IMAGE_PIXELS)
-    )
+    size = ImageSize(IMAGE_PIXELS, IMAGE_PIXELS)
+    return encode_prompts(pipeline.vision_language_encoder.model, pipeline.processor, captions, size)
 
 
 def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Tensor) -> Tensor:

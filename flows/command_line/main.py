@@ -5,33 +5,36 @@ reported before Prefect and the models' libraries are imported, which takes many
 """
 
 import asyncio
+import importlib.metadata
 import json
 import os
-from collections.abc import Coroutine
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows import functions
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
+from flows.command_line.questions import RESTART, ask_for_init, is_terminal, settle_change
 from flows.command_line.rewards import commands as reward_commands
+from flows.export.request import ExportRequest
+from flows.init.write import InitRequest, write_folder
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.pruning.request import PruneRequest, check_request
+from flows.sampling.request import SampleRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
-R = TypeVar("R")
-
 application = typer.Typer(
     name="grpo",
     help="Train image generators and language models with rewards.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 application.add_typer(reward_commands)
@@ -44,34 +47,33 @@ def main() -> None:
     application()
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"grpo {importlib.metadata.version('grpo-staged')}")
+        raise typer.Exit
+
+
 @application.callback()
-def program() -> None:
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and stop")
+    ] = False,
+) -> None:
     """Train image generators and language models with rewards."""
 
 
-def resolved(config: Path, run: str | None, overrides: list[str] | None) -> "RunConfig":
-    """Read the configuration with its overrides."""
-    # Checking rewards imports torch, which a command without a configuration does not need.
+def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> "RunConfig":
+    """Read the configuration with its overrides, those of other options and answers last."""
+    from configs.yaml_files import read_mapping
+
+    # A file that cannot be read is reported before torch is imported, which checking needs and which takes seconds.
+    read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
+    if "torch" not in sys.modules:
+        typer.echo(f"reading {config} ...", err=True)
     from configs.loader import read_config
 
     named = [f"run.name={json.dumps(run)}"] if run is not None else []
-    return read_config(config, [*(overrides or []), *named])
-
-
-def _require_runs(*sources: str, root: str) -> None:
-    """Refuse names of runs that do not exist before the models' libraries are imported."""
-    from tasks.runs.lookup import find_run
-
-    for source in sources:
-        find_run(source, root)
-
-
-def _followed(work: Coroutine[Any, Any, R]) -> R:
-    """Run a flow and show its progress."""
-    from flows.terminal.progress import training_progress
-
-    with training_progress():
-        return asyncio.run(work)
+    return read_config(config, [*(overrides or []), *named, *chosen])
 
 
 @application.command()
@@ -82,18 +84,28 @@ def train(
     accept_code: Annotated[
         bool, typer.Option("--accept-code", help="resume with stored results that other code made, and record it")
     ] = False,
+    continue_from: Annotated[
+        str | None,
+        typer.Option(metavar="RUN[@N]", help="train a new run from another's weights, by default the last"),
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="with other settings, begin anew; earlier results move to previous/")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start or resume a training run."""
     with handle_errors(as_json):
-        checked = resolved(config, run, overrides)
+        chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
+        chosen += [RESTART] if restart else []
+        checked = resolved(config, run, overrides, *chosen)
         from flows.preflight.inputs import check_inputs
 
         check_inputs(checked)
         from flows.terminal.summaries import show_training
-        from flows.training.train import train as train_flow
 
-        summary = _followed(train_flow(checked, accept_code=accept_code))
+        if answer := settle_change(checked, accept_code=accept_code, ask=is_terminal()):
+            checked = resolved(config, run, overrides, *chosen, *answer)
+        summary = functions.train_checked(checked, accept_code=accept_code)
         show_training(summary)
         if as_json:
             typer.echo(summary.model_dump_json())
@@ -103,14 +115,9 @@ def train(
 @takes_request(ReplayRequest)
 def replay(request: ReplayRequest, as_json: Json = False) -> None:
     """Train a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
-    _require_runs(request.source, root=request.root)
-    from flows.replay.plan import plan_replay
-
-    plan_replay(request)
-    from flows.replay.replay import replay as replay_flow
+    summary = functions.replay(request)
     from flows.terminal.summaries import show_training
 
-    summary = _followed(replay_flow(request))
     show_training(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
@@ -120,14 +127,9 @@ def replay(request: ReplayRequest, as_json: Json = False) -> None:
 @takes_request(RescoreRequest)
 def rescore(request: RescoreRequest, as_json: Json = False) -> None:
     """Score stored rollouts with other rewards or weights and report what changed; only missing scores are computed."""
-    _require_runs(*request.sources, root=request.root)
-    from flows.rescoring.plan import plan_rescore
-
-    plan_rescore(request)
-    from flows.rescoring.rescore import rescore as rescore_flow
+    done = functions.rescore(request)
     from flows.terminal.rewards import show_rescoring
 
-    done = _followed(rescore_flow(request))
     show_rescoring(done)
     if as_json:
         typer.echo(done.summary.model_dump_json())
@@ -137,14 +139,9 @@ def rescore(request: RescoreRequest, as_json: Json = False) -> None:
 @takes_request(EvaluateRequest)
 def evaluate(request: EvaluateRequest, as_json: Json = False) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
-    _require_runs(request.run, root=request.root)
-    from flows.evaluation.plan import plan_evaluate
-
-    plan_evaluate(request)
-    from flows.evaluation.evaluate import evaluate as evaluate_flow
+    summary = functions.evaluate(request)
     from flows.terminal.summaries import show_evaluation
 
-    summary = _followed(evaluate_flow(request))
     show_evaluation(summary)
     if as_json:
         typer.echo(summary.model_dump_json())
@@ -189,6 +186,18 @@ def doctor(config: Config, overrides: Overrides = None, as_json: Json = False) -
 
 
 @application.command()
+@takes_request(InitRequest)
+def init(request: InitRequest, as_json: Json = False) -> None:
+    """Write a folder with a commented configuration for your own prompts, reward and model; asks without options."""
+    files = write_folder(ask_for_init(request) if request.asks_for_nothing and is_terminal() else request)
+    for path in files:
+        typer.echo(f"wrote {path}", err=True)
+    typer.echo(f"next: grpo doctor {files[0]}, then grpo train {files[0]}", err=True)
+    if as_json:
+        typer.echo(json.dumps({"files": [str(path) for path in files]}))
+
+
+@application.command()
 def inspect(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or the path of its folder")],
     iteration: Annotated[int | None, typer.Option(help="iteration to show; by default the last with rewards")] = None,
@@ -196,30 +205,132 @@ def inspect(
     root: Annotated[
         str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
     ] = "runs",
+    everything: Annotated[bool, typer.Option("--all", help="show every curve and metric, and more prompts")] = False,
+    config: Annotated[bool, typer.Option("--config", help="show the configuration with all defaults")] = False,
     as_json: Json = False,
 ) -> None:
     """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
     with handle_errors(as_json):
         from flows.inspection.inspect_run import inspect_run
-        from flows.terminal.inspection import report
 
         inspection = inspect_run(run, root=root, iteration=iteration, html=html)
-        report(inspection, html, to_stderr=as_json)
         if as_json:
             typer.echo(inspection.summary(html).model_dump_json())
+            return
+        from rich.console import Console
+
+        from flows.terminal.inspection import report
+
+        report(inspection, html, Console(), everything=everything, config=config)
+
+
+@application.command("list")
+def list_runs(
+    root: Annotated[str, typer.Argument(metavar="[ROOT]", help="a folder or any fsspec URL")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List the runs below a folder: state, iterations, rewards, when they last made progress."""
+    with handle_errors(as_json):
+        from flows.inspection.list_runs import list_runs as listed
+
+        runs = listed(root)
+        if as_json:
+            typer.echo(json.dumps({"root": root, "runs": [each.model_dump(mode="json") for each in runs]}))
+            return
+        from rich.console import Console
+
+        from flows.terminal.summaries import show_runs
+
+        show_runs(root, runs, Console())
+
+
+@application.command()
+@takes_request(ExportRequest)
+def export(request: ExportRequest, as_json: Json = False) -> None:
+    """Write a policy version as a folder that diffusers, transformers and peft load: adapter or whole model."""
+    from flows.export.plan import plan_export
+
+    plan = plan_export(request)
+    for note in plan.notes:
+        typer.echo(note, err=True)
+    from flows.export.export import export as write_export
+    from flows.export.usage import usage
+    from flows.terminal.summaries import show_export
+
+    summary = write_export(plan)
+    show_export(summary, usage(plan.config, request.push_to_hub or request.folder, whole=summary.kind == "model"))
+    if as_json:
+        typer.echo(summary.model_dump_json())
+
+
+@application.command()
+@takes_request(SampleRequest)
+def sample(request: SampleRequest, as_json: Json = False) -> None:
+    """Draw or answer prompts at once, with a run's policy, an exported folder or any model."""
+    from flows.sampling.source import open_source
+
+    source = open_source(request)
+    from rich.console import Console
+
+    from flows.sampling.sample import sample as draw_samples
+    from flows.terminal.samples import show_sample
+
+    for note in source.notes:
+        typer.echo(note, err=True)
+    samples, console = [], Console(stderr=as_json)
+    for each in draw_samples(request, source):
+        show_sample(each, console)
+        samples.append(each.model_dump())
+    if as_json:
+        typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))
+
+
+@application.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
+    ],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
+    root: Annotated[
+        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
+    ] = "runs",
+    as_json: Json = False,
+) -> None:
+    """Compare runs with the first: settings, curves, held-out samples side by side, paired differences."""
+    with handle_errors(as_json):
+        from flows.comparison.compare_runs import compare as compare_runs
+        from flows.terminal.comparison import show_comparison
+
+        compared = compare_runs(runs, root=root, html=html)
+        show_comparison(compared, html, to_stderr=as_json)
+        if as_json:
+            typer.echo(compared.summary(html).model_dump_json())
 
 
 @application.command()
 @takes_request(PruneRequest)
-def prune(request: PruneRequest, as_json: Json = False) -> None:
+def prune(
+    request: PruneRequest,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="delete without asking")] = False,
+    as_json: Json = False,
+) -> None:
     """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
     check_request(request)
-    _require_runs(*request.sources, root=request.root)
+    functions.require_runs(request.sources, request.root)
     from rich.console import Console
 
     from flows.pruning.prune import prune as prune_runs
     from flows.terminal.summaries import show_pruned
 
+    if not (yes or request.dry_run):
+        if not is_terminal():
+            hint = "Add --yes to delete without a question, or --dry-run to see what would be deleted."
+            raise InputError("grpo prune", "no terminal to ask in", hint)
+        planned = prune_runs(request.model_copy(update={"dry_run": True}))
+        show_pruned(planned, Console(stderr=True))
+        if planned.bytes:
+            typer.confirm("Delete this?", abort=True, err=True)
     summary = prune_runs(request)
     show_pruned(summary, Console(stderr=as_json))
     if as_json:
@@ -257,9 +368,11 @@ def worker(
             typer.secho(
                 "the server keeps its records in SQLite, which stalls with workers: see docs/operations.md", err=True
             )
+        from flows.terminal.progress import training_progress
         from flows.workers.worker import serve as serve_pool
 
-        _followed(serve_pool(pool, idle, limit))
+        with training_progress():
+            asyncio.run(serve_pool(pool, idle, limit))
 
 
 if __name__ == "__main__":

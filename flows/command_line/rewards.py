@@ -1,15 +1,22 @@
-"""The commands `grpo rewards ...`: list rewards, analyse stored scores, serve rewards over HTTP."""
+"""The commands `grpo rewards ...`: list rewards, fetch their weights, analyse stored scores, serve over HTTP."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.command_line.options import Json, handle_errors
+from grpo_core.errors import InputError, InputErrors
+
+if TYPE_CHECKING:
+    from grpo_core.rewards.weights.fetch import Download
 
 commands = typer.Typer(
-    name="rewards", help="List rewards, analyse stored scores, serve rewards over HTTP.", no_args_is_help=True
+    name="rewards",
+    help="List rewards, fetch weights, analyse stored scores, serve rewards over HTTP.",
+    no_args_is_help=True,
 )
 
 
@@ -28,6 +35,45 @@ def list_rewards(as_json: Json = False) -> None:
                 name: {setting: str(default) for setting, default in reward_settings(name).items()} for name in REWARDS
             }
             typer.echo(json.dumps(listed))
+
+
+@commands.command("fetch")
+def fetch_weights(
+    rewards: Annotated[
+        list[str], typer.Argument(metavar="REWARD...|CONFIG", help="names of rewards, or YAML files with `rewards:`")
+    ],
+    folder: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="where files go that no setting names; not those of the Hub")
+    ] = Path("weights"),
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    as_json: Json = False,
+) -> None:
+    """Download the published weights of rewards, checked by their sha256; says what, how large, and asks."""
+    with handle_errors(as_json):
+        from flows.rewards.fetching import fetch, plan_fetch
+        from flows.terminal.rewards import show_downloads, show_fetched
+        from flows.terminal.tables import stderr
+
+        downloads = plan_fetch(rewards, folder)
+        missing = [download for download in downloads if not download.present]
+        if missing:
+            show_downloads(missing, stderr())
+            if not yes:
+                _require_consent(missing)
+        fetched = fetch(downloads, stderr())
+        show_fetched(fetched, stderr())
+        if as_json:
+            listed = [{"reward": each.reward, "setting": each.setting, "path": path} for each, path in fetched]
+            typer.echo(json.dumps({"fetched": listed}))
+
+
+def _require_consent(missing: Sequence["Download"]) -> None:
+    try:
+        agreed = typer.confirm("Download?", err=True)
+    except typer.Abort:
+        agreed = False
+    if not agreed:
+        raise InputError("--yes", None, f"Nothing was downloaded ({len(missing)} missing). Answer y, or give --yes.")
 
 
 @commands.command()
@@ -75,7 +121,6 @@ def serve_rewards(
         from configs.loader import read_rewards_file
         from configs.sections import PlacementSection
         from flows.rewards.server import serve
-        from grpo_core.errors import InputError, InputErrors
         from grpo_core.rewards.registry import build_reward
         from tasks.models.resident import configure_torch
 

@@ -19,6 +19,7 @@ from flows.pipeline.stages import (
     score_rewards,
 )
 from tasks.progress import log
+from tasks.reports.text import number
 from tasks.rollouts.draw_baseline import draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import BASELINES, GUARDRAILS, REWARDS, Baseline, baseline_folder
@@ -156,5 +157,5 @@ async def publish(summary: EvaluateSummary) -> None:
         for kind, group in (("reward", summary.rewards), ("guardrail", summary.guardrails))
         for label, metrics in group.items()
     ]
-    description = f"{summary.run}, policy {summary.policy}: held-out reward {summary.heldout}"
+    description = f"{summary.run}, policy {summary.policy}: held-out reward {number(summary.heldout)}"
     await acreate_table_artifact(rows, key=artifact_key(f"evaluate-{summary.run}"), description=description)

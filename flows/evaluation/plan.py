@@ -11,11 +11,10 @@ from configs.schema import RunConfig
 from configs.sections import DataSection
 from configs.training import UpdateSection
 from flows.pipeline.requests import EvaluateRequest
-from flows.pipeline.run import heldout_digest, plan_heldout, trained_model
-from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks
+from flows.pipeline.run import heldout_digest, plan_heldout
+from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks, trained_model
 from flows.server.reachable import require_server
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.prompts.curriculum import PromptSet
 from tasks.rewards.stored import scores_key
@@ -71,13 +70,14 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
         raise InputErrors([InputError("--prompts", None, hint)])
     prompts = _check_inputs(config)
     heldout = prompts.usable("evaluate")
-    digest = model_digest(config.policy.model)
+    model = trained_model(config)
+    digest = model.digest
     if described.get("model_digest") not in (None, digest):
         hint = f"Its files have changed since {store.run} began ({described['model_digest'][:12]}); restore them."
         raise InputErrors([InputError("policy.model", digest[:12], hint)])
-    policy, notes = choose_policy(store, request.policy, digest)
+    chosen, notes = choose_policy(store, request.policy, digest)
+    policy = chosen.averaged
     refuse_prompt_texts(config, heldout)
-    model = trained_model(config, digest)
     rollouts = plan_heldout(config, heldout, policy.version)
     assert rollouts is not None, "there are held-out prompts"
     same = _determining(own) == _determining(config) and described.get("evaluation") == heldout_digest(config, heldout)
@@ -105,8 +105,8 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
     """Replace the run's held-out prompts by the requested file; targets are found in the same way."""
     if request.prompts is None:
         return []
-    unset = dict.fromkeys(("prompt_column", "columns", "limit"))
-    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], **unset}
+    unset = dict.fromkeys(("split", "subset", "revision", "prompt_column", "columns", "limit"))
+    changed: dict[str, object] = {"prompts": request.prompts, "datasets": [], "streaming": False, **unset}
     return [f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()]
 
 

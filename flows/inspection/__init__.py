@@ -1,1 +1,1 @@
-"""`grpo inspect`: what a run recorded, read back for the terminal and the page."""
+"""`grpo inspect` and `grpo list`: what runs recorded, read back for the terminal and the page."""

@@ -1,22 +1,22 @@
 """Read what `grpo inspect` shows of a run: metrics, the samples of one iteration, warnings; write the page."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from tasks.reports.hacking import Verdict, hacking_verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.pages import require_page_path, write_page
-from tasks.reports.run_page import Heldout, read_heldout, render_run_page
+from tasks.reports.run_page import Heldout, read_appearances, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, Groups, read_groups
 from tasks.reports.text import baseline_rows, change
-from tasks.runs.layout import ROLLOUTS, SIGNS_FILE
+from tasks.runs.layout import ROLLOUTS
 from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import RunSummary, RunView
+from tasks.runs.run_view import RunSummary, RunView, summary_of
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 
 MAX_GROUPS = 60
@@ -30,6 +30,7 @@ class InspectSummary(RunSummary):
         iteration: shown iteration; None for a run without iterations.
         iterations_planned: number in the configuration; None without a readable one.
         finished: whether every planned iteration is done.
+        hacking: whether the reward is hacked as far as the evaluations show, with the reasons.
         warnings: damaged and missing files, as sentences.
         quarantined: place and reason of damaged files in `quarantine/`.
         previous: place and reason of what is in `previous/`, made by an older configuration.
@@ -39,6 +40,7 @@ class InspectSummary(RunSummary):
     iteration: int | None
     iterations_planned: int | None
     finished: bool
+    hacking: Verdict
     warnings: list[str]
     quarantined: list[dict[str, str]]
     previous: list[dict[str, str]]
@@ -61,23 +63,20 @@ class Inspection:
     heldout: Heldout | None
     warnings: tuple[str, ...]
 
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the reward is hacked, as far as the evaluations show."""
+        return hacking_verdict(self.run)
+
     def summary(self, html: Path | None) -> InspectSummary:
         """Return what `--json` prints, with the path of the page."""
-        run, rewards, evaluated = self.run, self.run.series("reward"), self.run.evaluated
+        run = self.run
         return InspectSummary(
-            run=run.name,
-            iterations=run.policy_version,
-            reward_first=rewards[0][1] if rewards else None,
-            reward_last=rewards[-1][1] if rewards else None,
-            heldout_before=evaluated[0].reward if evaluated else None,
-            heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
-            heldout_baselines=dict(run.baselines),
-            policy_digest=run.policy_digest,
-            seconds=run.seconds,
-            folder=run.folder,
+            **summary_of(run).model_dump(),
             iteration=run.shown.iteration if run.shown else None,
             iterations_planned=run.planned,
             finished=run.finished,
+            hacking=self.verdict,
             warnings=list(self.warnings),
             quarantined=_moved(run, QUARANTINE),
             previous=_moved(run, PREVIOUS),
@@ -112,15 +111,16 @@ def inspect_run(name: str, *, root: str, iteration: int | None = None, html: Pat
         stages = run.shown.stages if run.shown else {}
         groups = read_groups(reader, stages, Path(fetched), targets, limit=MAX_GROUPS)
         heldout = read_heldout(reader, run, Path(fetched), targets, limit=MAX_GROUPS)
+        appearances = read_appearances(reader, run, groups, Path(fetched)) if html is not None else {}
     inspection = Inspection(run, groups, heldout, tuple(_warnings(reader, run, targets)))
     if html is not None:
-        page = render_run_page(run, groups, heldout, inspection.warnings, heading(inspection.summary(html)))
+        summary, verdict = inspection.summary(html), inspection.verdict
+        page = render_run_page(run, groups, appearances, heldout, verdict, inspection.warnings, heading(summary))
         write_page(html, page)
     return inspection
 
 
 def _warnings(reader: RunReader, run: RunView, targets: TargetReader) -> Iterator[str]:
-    yield from _signs(reader)
     yield from _pruned(reader, run)
     for damage in run.damages:
         yield f"{damage.place}: {damage.reason}"
@@ -148,20 +148,6 @@ def _pruned(reader: RunReader, run: RunView) -> Iterator[str]:
             yield f"{name}: its images were removed on {on} by `{by}`; everything else is stored"
 
 
-def _signs(reader: RunReader) -> Iterator[str]:
-    """Repeat the signs of reward hacking that the last evaluation reported."""
-    content = reader.read_bytes(SIGNS_FILE)
-    if content is None:
-        return
-    try:
-        reported = json.loads(content)
-        stopped = " (the run was stopped)" if reported["stopped"] else ""
-        for sign in reported["signs"]:
-            yield f"watch, policy {reported['version']}: {sign}{stopped}"
-    except (ValueError, KeyError, TypeError):
-        yield f"{SIGNS_FILE}: it is damaged; the next evaluation writes it again"
-
-
 def heading(summary: InspectSummary) -> list[tuple[str, str]]:
     """Return the names and values at the top of the page and of the terminal's output."""
     return [
@@ -170,5 +156,6 @@ def heading(summary: InspectSummary) -> list[tuple[str, str]]:
         *baseline_rows(summary.heldout_baselines),
         ("policy updates", f"{summary.iterations}"),
         ("seconds of all stages", f"{summary.seconds['total']:.1f}"),
+        ("reward hacking", summary.hacking.summary),
         ("policy digest", (summary.policy_digest or "unknown")[:12]),
     ]

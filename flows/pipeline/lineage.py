@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.schema import RunConfig, changed_settings, run_identity
+from configs.schema import ReplayConfig, RunConfig, changed_settings, run_identity
 from grpo_core.errors import InputError
 from tasks.execution.caching import accept_code, accepted_fingerprint
 from tasks.execution.call import clear_calls
@@ -19,9 +19,12 @@ from tasks.execution.stages import STAGES, stage_named
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet
+from tasks.reports.text import counted
 from tasks.rewards.stored import scores_key
 from tasks.runs.layout import is_result
 from tasks.runs.lookup import read_description
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.artifacts.tombstones import LINEAGE
@@ -29,8 +32,14 @@ from tasks.storage.artifacts.tombstones import LINEAGE
 IDENTITY, ACCEPTED = "identity", "accepted_code"
 
 
-def identify(config: RunConfig, model: ModelSpec, training: Sequence[PromptSet]) -> dict[str, Any]:
-    """Return the identity of a run that trains this model on these prompts, as JSON values."""
+def identify(
+    config: RunConfig, model: ModelSpec, training: Sequence[PromptSet], start: PolicyRef | None
+) -> dict[str, Any]:
+    """Return the identity of a run that trains this model on these prompts, as JSON values.
+
+    Args:
+        start: policy of another run that is trained on; None if it is the model.
+    """
     settings = run_identity(config)
     for section in settings["rewards"].values():
         # An address or a path among them may change; what they determine is in the provenance.
@@ -41,6 +50,7 @@ def identify(config: RunConfig, model: ModelSpec, training: Sequence[PromptSet])
         "settings": settings,
         "scores": [scores_key(section) for section in config.rewards],
         "model": model.digest,
+        **({"start": start.digest} if start else {}),
         "prompts": hashlib.sha256(json.dumps([prompts, targets], sort_keys=True).encode()).hexdigest(),
         "code": {name: accepted_fingerprint(roots) for name, roots in stage_code(config, model).items()},
     }
@@ -94,6 +104,42 @@ def read_valid_description(store: ArtifactStore) -> Mapping[str, Any] | None:
         return None
 
 
+class ChangedRunError(InputError):
+    """A start has other settings, code or prompts than the policies that the run has stored.
+
+    Attributes:
+        difference: what is different, in words.
+        iterations: number of iterations that the run has trained.
+    """
+
+    def __init__(self, config: RunConfig, difference: str, iterations: int) -> None:
+        """Say what is different, and how one can go on."""
+        self.difference, self.iterations, name = difference, iterations, config.run.name
+        if isinstance(config, ReplayConfig):
+            choices = "--run NAME replays in a new run; --set run.on_change=restart begins anew"
+        else:
+            choices = (
+                "--run NAME trains in a new run and reuses the stages that are unchanged; --continue-from "
+                f"{name} --run NAME trains a new run from its weights; --restart (run.on_change: restart) begins at "
+                "iteration 1"
+            )
+        hint = (
+            f"{difference}. It has trained {counted(iterations, 'iteration')} with what was there before. Choose: "
+            f"{choices} and moves its results to previous/."
+        )
+        super().__init__("run.name", name, f"{hint[:1].upper()}{hint[1:]}")
+
+
+def find_change(
+    config: RunConfig, store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]
+) -> ChangedRunError | None:
+    """Return how a start differs from what made the stored policies; None if it does not, or if there are none."""
+    if described is None or described.get(LINEAGE) == lineage_digest(identity):
+        return None
+    trained = len(RunReader(store).policies())
+    return ChangedRunError(config, _difference(described.get(IDENTITY, {}), identity), trained) if trained else None
+
+
 def move_other_lineage(store: ArtifactStore, described: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> bool:
     """Move to `previous/` what another identity made; stages restore by its key what is still valid.
 
@@ -130,4 +176,6 @@ def _difference(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> str
     stages = sorted(name for name, fingerprint in identity["code"].items() if code.get(name) != fingerprint)
     if stages:
         return f"the code of {', '.join(stages)} changed (--accept-code keeps the results)"
+    if previous.get("start") != identity.get("start"):
+        return "it starts from another policy (run.continue_from)"
     return "the model, prompts, or a reward's function or weights changed"

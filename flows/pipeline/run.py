@@ -15,6 +15,8 @@ from configs.training import UpdateSection
 from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
+    ChangedRunError,
+    find_change,
     identify,
     lineage_digest,
     move_other_lineage,
@@ -22,8 +24,8 @@ from flows.pipeline.lineage import (
     settle_code,
     stage_code,
 )
+from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import check_inputs
-from grpo_core.seeds import derive_seed
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -31,6 +33,8 @@ from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import require_schema, write_description
+from tasks.runs.starts import record_start
+from tasks.runs.stored import START
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import LINEAGE
@@ -40,7 +44,11 @@ from tasks.storage.tables.schemas import SCHEMA_VERSION
 
 @dataclass(frozen=True)
 class Run:
-    """A training run whose inputs have been checked and whose folder is open and locked by this process."""
+    """A training run whose inputs have been checked and whose folder is open and locked by this process.
+
+    Attributes:
+        start: another run's policy as version 0; None if the run starts from its model.
+    """
 
     config: RunConfig
     store: ArtifactStore
@@ -48,11 +56,12 @@ class Run:
     model: ModelSpec
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
+    start: PolicyRef | None = None
 
     @property
     def base_policy(self) -> PolicyRef:
-        """Version 0: the model as it was given."""
-        return PolicyRef(version=0, digest=self.model.digest)
+        """Version 0: the policy that the run starts from, or the model as it was given."""
+        return self.start or PolicyRef(version=0, digest=self.model.digest)
 
     @property
     def update(self) -> UpdateSection:
@@ -120,14 +129,19 @@ def _shares_noise(config: RunConfig) -> bool:
     return isinstance(config.rollout, ImageRolloutSection) and config.rollout.shared_noise
 
 
-def trained_model(config: RunConfig, digest: str) -> ModelSpec:
-    """Describe the model that a run trains, whose files have this sha256."""
-    return ModelSpec(
-        section=config.policy,
-        digest=digest,
-        adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
-    )
+def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunError | None:
+    """Return what `open_run` would refuse; None if this start can go on with what is stored.
+
+    Raises:
+        InputErrors: as for open_run.
+    """
+    inputs = check_inputs(config)
+    require_schema(inputs.store)
+    if (described := read_valid_description(inputs.store)) is None:
+        return None
+    _, start = settle_start(config, described)
+    settle_code(stage_code(config, inputs.model), described, accept=accept_code)
+    return find_change(config, inputs.store, described, identify(config, inputs.model, inputs.training, start))
 
 
 @contextmanager
@@ -139,19 +153,22 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
     Raises:
         InputErrors: everything that is wrong with the inputs, before anything is written.
         InputError: another process writes the run.
+        ChangedRunError: its policies were made with something else, and `run.on_change` is refuse.
     """
     inputs = check_inputs(config)
-    store = inputs.store
-    model = trained_model(config, inputs.model_digest)
+    store, model = inputs.store, inputs.model
     with locked(store, setting="run.name", value=config.run.name) as lock:
         require_schema(store)
-        run = Run(config, store, lock, model, inputs.training, inputs.heldout)
+        previous = read_valid_description(store)
+        config, start = settle_start(config, previous or {})
+        run = Run(config, store, lock, model, inputs.training, inputs.heldout, start)
         store.clear_abandoned()
         for note in inputs.notes:
             log(note)
-        previous = read_valid_description(store)
         accepted = settle_code(stage_code(config, model), previous or {}, accept=accept_code)
-        identity = identify(config, model, inputs.training)
+        identity = identify(config, model, inputs.training, start)
+        if config.run.on_change == "refuse" and (change := find_change(config, store, previous, identity)) is not None:
+            raise change
         current = previous if move_other_lineage(store, previous, identity) else None
         recorded = (current or {}).get("evaluation")
         evaluation = heldout_digest(config, inputs.heldout) or recorded
@@ -160,6 +177,7 @@ def open_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
             reason = "the held-out prompts, their targets, number or seed changed"
             store.move_to_previous([EVALUATIONS], reason=reason)
         _write_description(run, identity, accepted, previous or {}, evaluation)
+        record_start(store)
         yield run
 
 
@@ -173,7 +191,9 @@ def _write_description(
     store, versions = run.store, {"python": platform.python_version(), **library_versions()}
     if changed := changed_versions(previous.get("versions", versions), versions):
         log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
-    config = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    # What to do with earlier results is a decision of one start, not of the run.
+    settings = run.config.model_dump(mode="json", exclude={"run": {"on_change"}})
+    config = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     described = {
         "name": run.config.run.name,
         "schema_version": SCHEMA_VERSION,
@@ -183,6 +203,7 @@ def _write_description(
         "model": run.config.policy.model,
         "model_digest": run.model.digest,
         ACCEPTED: accepted,
+        **({START: {"from": run.config.run.continue_from, "policy": run.start.model_dump()}} if run.start else {}),
         "versions": versions,
         "prompts": sum(len(each.prompts) for each in run.training),
         "heldout_prompts": sum(len(each.prompts) for each in run.heldout),

@@ -13,14 +13,16 @@ from PIL import features
 from configs.contradictions import pools_of
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection
-from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files, refuse_prompt_texts
+from flows.preflight.inputs import CHECKS, PromptFiles, read_prompt_files, refuse_prompt_texts, source_of
 from flows.server.reachable import require_pools, require_server, server_url, workers_online
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
+from tasks.models.initial import training_choice
 from tasks.reports.text import counted
+from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.filesystem.files import is_local
 
@@ -67,9 +69,11 @@ def examine(config: RunConfig) -> Diagnosis:
     if all(finding.healthy for finding in findings if finding.subject == "model"):
         sizes = _prompts_by_size(prompts)
         try:
-            choice = config.policy.training_choice(reference=config.reference_placement, seed=0)
-            notes = policy_family(config.policy.kind).check_choice(config.policy.model, choice)
-            estimate = estimate_model(config, choice, tuple(sizes))
+            policy, reference, version = config.policy, config.reference_placement, adapter_version(config)
+            store = open_store(config.storage, config.run.name) if version else None
+            with training_choice(policy, store, version, reference=reference) as choice:
+                notes = policy_family(policy.kind).check_choice(source_of(config), choice)
+                estimate = estimate_model(config, choice, tuple(sizes))
             memory, checkpoint = estimate.memory, estimate.checkpoint
             weights = _weights(config, estimate.counted)
             findings += [*(Finding("model", True, note) for note in notes), weights, _memory(config, memory)]
@@ -98,6 +102,7 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
         "device": f"{config.placement.device}, optimizer {config.update.optimizer}",
         "storage": config.storage.root,
+        "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",
     }[subject]
 
 
@@ -125,17 +130,17 @@ def estimate_model(config: RunConfig, choice: TrainingChoice, sizes: tuple[Image
         prompts_per_batch=rollout.prompts_per_batch,
         micro_batch_size=config.update.micro_batch_size,
         eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
+        ema=config.update.ema is not None,
         sizes=sizes,
     )
-    return estimate_resources(config.policy.kind, config.policy.model, rollout, choice, workload)
+    return estimate_resources(config.policy.kind, source_of(config), rollout, choice, workload)
 
 
 def _weights(config: RunConfig, counted: str) -> Finding:
-    model = config.policy.model
-    folder = Path(model).expanduser()
+    model, folder = config.policy.model, Path(source_of(config)).expanduser()
     if folder.is_dir() and not any(folder.rglob("*.safetensors")):
         return Finding("weights", False, f"{model}: {counted}", "The folder holds no weights; save the model there.")
-    if folder.is_dir() or _cached(model):
+    if folder.is_dir() or _cached(source_of(config)):
         return Finding("weights", True, f"{model}: {counted}")
     hint = f"They are not on this machine: run `hf download {model}`, or set policy.model to a folder."
     return Finding("weights", False, f"{model}: {counted}", hint)
@@ -181,13 +186,17 @@ def _disk(config: RunConfig, checkpoint: int, prompts: Mapping[ImageSize, int]) 
         # Uncompressed, so that a PNG of noise is covered too.
         images = samples * max(size.pixels for size in (prompts or (rollout.size,))) * 3 / GIB
         message = f"{samples} images take at most {images:.2g} GiB, "
-    policies = config.run.iterations * checkpoint / GIB
+    keep = config.run.keep_policies
+    versions = keep.count(config.run.iterations, config.run.staleness) if keep else config.run.iterations
+    policies = versions * checkpoint / GIB
     message = (
         f"{config.storage.root}: {free:.3g} GiB free; {message}"
-        f"{config.run.iterations} policies with their optimizer state {policies:.2g} GiB"
+        f"{counted(versions, 'policy version')} with optimizer state {policies:.2g} GiB"
     )
     enough = free > images + policies
-    return Finding("disk", enough, message, "" if enough else "Free some space, or set storage.root to a larger disk.")
+    fewer = "" if keep else ", or set run.keep_policies"
+    hint = f"Free some space, set storage.root to a larger disk{fewer}."
+    return Finding("disk", enough, message, "" if enough else hint)
 
 
 def _fonts() -> Finding:

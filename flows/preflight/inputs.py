@@ -18,16 +18,22 @@ from configs.scoring import RewardSection
 from configs.sections import DatasetSection, PromptsSection
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
 from flows.server.reachable import require_pools, require_server, require_ui
+from flows.tracking.available import tracker_problems
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.protocol import policy_family
+from grpo_core.policies.trained import refuse_unavailable_attention
 from grpo_core.rewards.registry import build_reward
-from tasks.models.files import model_digest
-from tasks.models.resident import torch_device
+from grpo_core.seeds import derive_seed
+from tasks.models.files import local_source
+from tasks.models.initial import initial_digest, training_choice
+from tasks.models.resident import ModelSpec, torch_device
 from tasks.prompts.curriculum import PromptSet
-from tasks.prompts.read import LONG_PROMPT, read_prompts
+from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.read import LONG_PROMPT, PromptFile, read_prompts
 from tasks.prompts.sizes import read_sizes
 from tasks.prompts.targets import pair_targets
+from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import ArtifactStore, open_store
 from tasks.update.job import refuse_unusable_placement
 
@@ -40,13 +46,13 @@ SECTIONS = ("data", "evaluate")
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run: its folder, unchanged, the sha256 of the model's files, and the prompts.
+    """The checked inputs of a run: its folder, unchanged, the model, and the prompts.
 
     `notes` say what a person should know about inputs that can be used.
     """
 
     store: ArtifactStore
-    model_digest: str
+    model: ModelSpec
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
     notes: tuple[str, ...]
@@ -102,14 +108,14 @@ def check_inputs(config: RunConfig) -> RunInputs:
         if config.watch.on_sign == "pause":
             require_ui("watch.on_sign", "pause")
         # A hub name may be downloaded here, so everything else has been checked.
-        digest = model_digest(config.policy.model)
+        store = open_store(config.storage, config.run.name)
+        model = trained_model(config)
         # What was downloaded can be read, and it is not loaded yet.
         if problems := list(_model_problems(config, prompts)):
             raise InputErrors(problems)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
-        choice = config.policy.training_choice(reference="none", seed=0)
-        notes = policy_family(config.policy.kind).check_choice(config.policy.model, choice)
-        store = open_store(config.storage, config.run.name)
+        with training_choice(config.policy, store, model.adapter) as choice:
+            notes = policy_family(config.policy.kind).check_choice(source_of(config), choice)
         store.require_writable()
         if config.storage.cache_dir is not None and store.files.cache is not None:
             store.files.cache.require_usable()
@@ -117,7 +123,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         require_server()
     except InputError as error:
         raise InputErrors([error]) from error
-    return RunInputs(store, digest, prompts.usable("data"), prompts.usable("evaluate"), (*prompts.notes, *notes))
+    return RunInputs(store, model, prompts.usable("data"), prompts.usable("evaluate"), (*prompts.notes, *notes))
 
 
 def run_checks(config: RunConfig) -> PromptFiles:
@@ -137,7 +143,28 @@ def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:
     """Raise InputError when the model cannot read one of the prompts; only its tokenizer is loaded."""
     family = policy_family(config.policy.kind)
     texts = [prompt.text for each in sets for prompt in each.prompts]
-    family.refuse_prompts(config.policy.model, config.rollout, texts)
+    family.refuse_prompts(source_of(config), config.rollout, texts)
+
+
+def trained_model(config: RunConfig) -> ModelSpec:
+    """Describe the model that a run trains; a hub name may be downloaded.
+
+    Raises:
+        InputError: its files, or those of its adapter, cannot be found.
+    """
+    adapter = adapter_version(config)
+    return ModelSpec(
+        section=config.policy,
+        digest=initial_digest(config.policy, open_store(config.storage, config.run.name), adapter),
+        adapter_seed=derive_seed(config.run.seed, "adapter"),
+        reference=config.reference_placement,
+        adapter=adapter,
+    )
+
+
+def source_of(config: RunConfig) -> str:
+    """Return the folder or hub name that the model is loaded from."""
+    return local_source(config.policy.model, config.policy.revision)
 
 
 def read_prompt_files(config: RunConfig) -> PromptFiles:
@@ -151,22 +178,30 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
         for index, dataset in enumerate(section.sets):
             own = f"{name}.datasets.{index}." if section.datasets else f"{name}."
             try:
-                column, prompts = _read_prompt_set(config, dataset)
+                file, prompts = _read_prompt_set(config, dataset)
             except InputError as error:
                 problems.append(InputError(error.place.replace("data.", own, 1), error.value, error.hint))
                 read.append(None)
                 continue
             read.append(prompts)
-            notes += [f"{own}prompts: {dataset.prompts}: {note}" for note in _notes(dataset, column, prompts)]
+            notes += [f"{own}prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
         sets[name] = tuple(read)
     return PromptFiles(sets, tuple(problems), tuple(notes))
 
 
-def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[str, PromptSet]:
-    """Return the column of the prompts, and the prompts with their targets and sizes."""
+def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[PromptFile, PromptSet]:
+    """Return the file as it was read, and its prompts with their targets and sizes."""
     column = dataset.target_column
     roles = () if column is None else (column,)
-    file = read_prompts(dataset.prompts, column=dataset.prompt_column, columns=dataset.columns, also=roles)
+    choice = DatasetChoice(dataset.split, dataset.subset, dataset.revision, dataset.streaming)
+    file = read_prompts(
+        dataset.prompts,
+        column=dataset.prompt_column,
+        columns=dataset.columns,
+        also=roles,
+        limit=dataset.limit if dataset.streaming else None,
+        choice=choice,
+    )
     default = default_size(config, dataset)
     # Of a text model, columns of these names are ordinary ones.
     sizes = read_sizes(file.prompts, source=dataset.prompts, default=default) if default else ()
@@ -174,12 +209,14 @@ def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[str, P
     targets = pair_targets(file.prompts, folder=dataset.targets, column=column, base=file.folder, sizes=sizes)
     within = slice(dataset.limit)
     limited = PromptSet(dataset.name, dataset.weight, file.prompts[within], targets[within], sizes[within])
-    return file.column, limited
+    return file, limited
 
 
-def _notes(dataset: DatasetSection, column: str, prompts: PromptSet) -> Iterator[str]:
-    if dataset.prompt_column is None and column != "prompt":
-        yield f"the prompts are column {column}"
+def _notes(dataset: DatasetSection, file: PromptFile, prompts: PromptSet) -> Iterator[str]:
+    if dataset.prompt_column is None and file.column != "prompt":
+        yield f"the prompts are column {file.column}"
+    if file.commit is not None and file.commit != dataset.revision:
+        yield f"commit {file.commit}; set revision to it, and the prompts stay these when the dataset changes"
     lengths = {row: len(prompt.text) for row, prompt in enumerate(prompts.prompts, start=1)}
     longer = [row for row, length in lengths.items() if length > LONG_PROMPT]
     if longer:
@@ -198,8 +235,8 @@ def _prompt_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
 def _model_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
     family = policy_family(config.policy.kind)
     try:
-        family.refuse_missing(config.policy.model)
-        family.refuse_unusable(config.policy.model, config.rollout)
+        family.refuse_missing(source_of(config))
+        family.refuse_unusable(source_of(config), config.rollout)
     except InputError as error:
         yield error
         return
@@ -252,6 +289,7 @@ def _device_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
     checks: tuple[Callable[[], None], ...] = (
         lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
         lambda: refuse_unusable_placement(config.placement, config.update),
+        lambda: refuse_unavailable_attention(config.policy.attn_implementation),
     )
     for check in checks:
         try:
@@ -267,6 +305,10 @@ def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[Input
         yield error
 
 
+def _tracker_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
+    yield from tracker_problems(config.run.trackers)
+
+
 Check = Callable[[RunConfig, PromptFiles], Iterator[InputError]]
 
 CHECKS: Mapping[str, Check] = MappingProxyType(
@@ -276,6 +318,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "rewards": _reward_problems,
         "device": _device_problems,
         "storage": _storage_problems,
+        "trackers": _tracker_problems,
     }
 )
 """Checks by subject that load no model, write no file and do not import Prefect."""

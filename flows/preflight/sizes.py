@@ -10,6 +10,7 @@ from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
+from tasks.models.files import local_source
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.read import Prompt
 from tasks.prompts.sizes import size_place
@@ -33,10 +34,11 @@ def default_size(config: RunConfig, dataset: DatasetSection) -> ImageSize | None
 def generation_problems(config: RunConfig, sets: Sets) -> list[InputError]:
     """Return an error for each size that the model cannot generate, with the nearest that it can."""
     refuse = policy_family(config.policy.kind).refuse_unusable
+    source = local_source(config.policy.model, config.policy.revision)
     problems = []
     for size, where in _sizes(config, sets, sets):
         try:
-            refuse(config.policy.model, config.rollout.model_copy(update=size._asdict()))
+            refuse(source, config.rollout.model_copy(update=size._asdict()))
         except InputError as error:
             problems.append(InputError(where, str(size), error.hint))
     return _first(problems)

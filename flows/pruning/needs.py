@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from flows.server.reachable import require_server, server_url
 from flows.training.history import is_evaluated
 from grpo_core.errors import InputError, InputErrors
 from tasks.checkout import CHECKOUT
-from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, evaluation_folder
+from tasks.runs.layout import POLICIES, evaluation_folder
 from tasks.runs.reader import RunReader
-from tasks.runs.stored import find_evaluation, read_range
+from tasks.runs.stored import find_evaluation, heldout_rewards, read_range
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import is_local
@@ -63,12 +64,11 @@ def find_needs(
 ) -> Needs:
     """Find what of a run is needed, apart from its last versions; `versions` are those that have their files."""
     needs = Needs()
-    rewards = rewards_of(store, EVALUATIONS)
+    rewards = heldout_rewards(store)
     if trained := [version for version in versions if version in rewards]:
         needs.policies[max(trained, key=rewards.__getitem__)].append(BEST)
     _add_training(needs, store, config, config, versions, "the next start of the run")
-    for replay, start in _unfinished_replays(store):
-        needs.policies[start].append(f"the replay {replay} starts from it and is not finished")
+    add_dependents(needs, store)
     for each in scheduled:
         given, request = _mapping(each.parameters.get("config")), _mapping(each.parameters.get("request"))
         if each.flow == TRAIN and (planned := _scheduled_config(store, given)) is not None:
@@ -84,6 +84,21 @@ def find_needs(
             if any(means_run(store, source, _root(request)) for source in named):
                 needs.iterations.append((*_range(request.get("iterations")), f"{each.name} scores them again"))
     return needs
+
+
+def add_dependents(needs: Needs, store: ArtifactStore) -> None:
+    """Add the versions that unfinished replays and runs start from, and those whose adapter another run trains."""
+    for name, config in _other_configs(store):
+        run, _, version = str(_mapping(config.get("policy")).get("adapter")).rpartition("@")
+        if run == store.run and version.isdigit():
+            needs.policies[int(version)].append(f"the run {name} starts from its adapter")
+        replay = _mapping(config.get("replay"))
+        start = replay.get("policy") if replay.get("source") == store.run else None
+        if isinstance(start, int) and start and _is_unfinished(store, name, config):
+            needs.policies[start].append(f"the replay {name} starts from it and is not finished")
+        run, _, version = str(_mapping(config.get("run")).get("continue_from")).rpartition("@")
+        if run == store.run and version.isdigit() and _is_unfinished(store, name, config):
+            needs.policies[int(version)].append(f"the run {name} continues from it and is not finished")
 
 
 def _add_training(
@@ -136,35 +151,27 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def rewards_of(store: ArtifactStore, folder: str) -> dict[int, float]:
-    """Return the mean held-out reward of the evaluations in a folder of the run, by policy version."""
-    rewards: dict[int, float] = {}
-    for version in RunReader(store).evaluations(folder):
-        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/{ADVANTAGES}"))
-        reward = _mapping(manifest.described.get("metrics") if manifest else None).get("reward")
-        if isinstance(reward, float):
-            rewards[version] = reward
-    return rewards
-
-
-def _unfinished_replays(store: ArtifactStore) -> Iterator[tuple[str, int]]:
-    """Yield the name and the first policy version of each replay of a run that is stored next to it and unfinished."""
+def _other_configs(store: ArtifactStore) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name and the configuration of each run under the same root that may start from a version of this."""
     entries = store.filesystem.ls(store.root, detail=True)
     folders = sorted(str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
     for name in (folder.rsplit("/", 1)[-1] for folder in folders):
         if name == store.run or name.startswith("."):
             continue
-        try:
-            values = yaml.safe_load(store.read_shared(f"{name}/config.yaml") or b"")
-            replay, end = values["replay"], int(values["run"]["iterations"])
-            start = int(replay["policy"]) if replay["source"] == store.run else 0
-        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-            # It is no replay, or one that cannot be continued.
-            continue
-        found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
-        numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
-        if start and max((int(number) for number in numbers if number.isdigit()), default=0) < end:
-            yield name, start
+        content = store.read_shared(f"{name}/config.yaml") or b""
+        # A training looks at all runs after each iteration, and parsing YAML is slow.
+        if b"\nreplay:" in content or f"{store.run}@".encode() in content:
+            with suppress(yaml.YAMLError, UnicodeDecodeError):
+                yield name, _mapping(yaml.safe_load(content))
+
+
+def _is_unfinished(store: ArtifactStore, name: str, config: Mapping[str, Any]) -> bool:
+    end = _mapping(config.get("run")).get("iterations")
+    found = store.filesystem.glob(f"{store.root}/{name}/{POLICIES}/*{MANIFEST_ENDING}")
+    numbers = [str(path).rsplit("/", 1)[-1].removesuffix(MANIFEST_ENDING) for path in found]
+    done = max((int(number) for number in numbers if number.isdigit()), default=0)
+    # One that does not say where it ends cannot be continued.
+    return isinstance(end, int) and done < end
 
 
 def read_scheduled() -> tuple[ScheduledFlow, ...] | None:

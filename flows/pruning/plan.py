@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.sections import TextRolloutSection
-from flows.pruning.needs import BEST, Needs, ScheduledFlow, find_needs, rewards_of
+from flows.pruning.needs import BEST, Needs, ScheduledFlow, find_needs
 from flows.pruning.request import PruneRequest, read_age
 from tasks.pruning import (
     Prunable,
@@ -32,6 +32,7 @@ from tasks.runs.layout import (
     stage_folder,
 )
 from tasks.runs.reader import RunReader
+from tasks.runs.stored import heldout_rewards
 from tasks.storage.artifacts.store import ArtifactStore, lineage_of
 from tasks.storage.artifacts.tombstones import LINEAGE, replace_artifact
 
@@ -46,9 +47,10 @@ UNSCORED = "its scores or advantages are not complete"
 
 @dataclass(frozen=True)
 class Deletion:
-    """Something to delete: its kind, the bytes that this frees, and what deletes it; a second call does no more."""
+    """Something to delete: its kind and name, the bytes that this frees, and what deletes it, which may be repeated."""
 
     kind: str
+    name: str
     size: int
     delete: Callable[[], object]
 
@@ -59,6 +61,8 @@ class RunPlan:
 
     Attributes:
         now: what ages are counted from.
+        by: the command or setting that deletes policy versions, for their tombstones; None: the request's options.
+        trusted: versions that this process has written, whose files are not verified again.
         kept: names of what the rules would delete, by kind and reason.
         notes: what else people should know.
     """
@@ -66,6 +70,8 @@ class RunPlan:
     store: ArtifactStore
     request: PruneRequest
     now: datetime
+    by: str | None = None
+    trusted: frozenset[int] = frozenset()
     deleted: list[Deletion] = field(default_factory=list)
     kept: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -77,19 +83,19 @@ class RunPlan:
         if reasons:
             self.kept.setdefault((kind, "; ".join(dict.fromkeys(reasons))), []).append(name)
         else:
-            self.deleted.append(Deletion(kind, size(), delete))
+            self.deleted.append(Deletion(kind, name, size(), delete))
 
     def decide_images(self, kind: str, prunable: Prunable, reasons: Sequence[str]) -> None:
         """Delete the images of rollouts unless there are reasons to keep them."""
-        tombstone = self.tombstone(prunable, "images", self.request.image_rule)
+        tombstone = self.tombstone(prunable, "images", f"grpo prune {self.request.image_rule}")
         delete = partial(delete_images, self.store, prunable, tombstone)
         # An interrupted deletion can only be finished, since some images are gone.
         reasons = reasons if prunable.is_complete else []
         self.decide(kind, stage_folder(prunable.folder), reasons, partial(image_bytes, self.store, prunable), delete)
 
-    def tombstone(self, prunable: Prunable, removed: str, rule: str) -> Mapping[str, Any]:
+    def tombstone(self, prunable: Prunable, removed: str, by: str) -> Mapping[str, Any]:
         """Describe a deletion for the manifest; one that was interrupted keeps its own description."""
-        pruned = {"removed": removed, "by": f"grpo prune {rule}".strip(), "on": f"{self.now:%Y-%m-%d}"}
+        pruned = {"removed": removed, "by": by.strip(), "on": f"{self.now:%Y-%m-%d}"}
         return prunable.manifest.pruned or {**pruned, LINEAGE: lineage_of(self.store, prunable.folder)}
 
     def images_are_due(self, prunable: Prunable, age: str | None, number: int, last: int) -> bool:
@@ -110,7 +116,7 @@ def plan_run(
     complete = [version for version, prunable in versions.items() if prunable.is_complete]
     needed = request.last is not None or request.images_older_than is not None
     needs = find_needs(store, config, complete, scheduled) if needed else Needs()
-    _plan_versions(plan, config, versions, needs)
+    plan_versions(plan, config, versions, needs)
     _plan_images(plan, config, needs)
     if (age := read_age(request.previous_older_than)) is not None:
         for each in moved_folders(store):
@@ -119,14 +125,15 @@ def plan_run(
                 delete = partial(delete_moved, store, each.folder)
                 plan.decide(MOVED, each.folder, reasons, partial(int, each.size), delete)
     for path in old_calls(store, now):
-        plan.deleted.append(Deletion(CALLS, bytes_below(store, path), partial(store.filesystem.rm_file, path)))
+        plan.decide(CALLS, path, [], partial(bytes_below, store, path), partial(store.filesystem.rm_file, path))
     for folder in abandoned_writes(store):
         # clear_abandoned checks once more whether their processes are gone.
-        plan.deleted.append(Deletion(WRITES, bytes_below(store, folder), store.clear_abandoned))
+        plan.decide(WRITES, folder, [], partial(bytes_below, store, folder), store.clear_abandoned)
     return plan
 
 
-def _plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prunable], needs: Needs) -> None:
+def plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prunable], needs: Needs) -> None:
+    """Decide which of these policy versions are deleted."""
     store, request, sampling = plan.store, plan.request, config.run.staleness + 1
     # The last versions whose files are all valid, latest first, and the damaged ones among them.
     last: list[int] = []
@@ -134,7 +141,8 @@ def _plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prun
     for version in reversed([version for version, prunable in versions.items() if prunable.is_complete]):
         if request.last is None or len(last) == max(request.last, sampling):
             break
-        (last if store.find(policy_folder(version)) is not None else damaged).append(version)
+        valid = version in plan.trusted or store.find(policy_folder(version)) is not None
+        (last if valid else damaged).append(version)
     for version, prunable in versions.items():
         on_the_way = request.policies_every is not None and version % request.policies_every == 0
         if prunable.is_complete and (request.last is None or version in last[: request.last] or on_the_way):
@@ -146,7 +154,7 @@ def _plan_versions(plan: RunPlan, config: RunConfig, versions: Mapping[int, Prun
             reasons += needs.policies.get(version, [])
         elif not prunable.half_pruned:
             continue
-        tombstone = plan.tombstone(prunable, "files", request.policy_rule)
+        tombstone = plan.tombstone(prunable, "files", plan.by or f"grpo prune {request.policy_rule}")
         delete = partial(replace_artifact, store, prunable.reference, None, pruned=tombstone)
         plan.decide(VERSIONS, str(version), reasons, partial(bytes_below, store, store.path(prunable.folder)), delete)
 
@@ -184,7 +192,7 @@ def _plan_evaluations(plan: RunPlan, folder: str, needed: Mapping[int, list[str]
         for version in RunReader(plan.store).evaluations(folder)
         if (prunable := find_prunable(plan.store, f"{folder}/{version:06d}/{ROLLOUTS}")) is not None
     }
-    rewards = rewards_of(plan.store, folder)
+    rewards = heldout_rewards(plan.store, folder)
     best = max(rewards, key=rewards.__getitem__) if rewards else None
     for version, prunable in rollouts.items():
         if not plan.images_are_due(prunable, age, version, last):

@@ -78,7 +78,7 @@ def prune(request: PruneRequest) -> PruneSummary:
         for store, held in zip(stores, locks, strict=True):
             plan = plan_run(store, stored_config(store), request, scheduled or (), now)
             if not request.dry_run:
-                _carry_out(plan, held)
+                carry_out(plan, held)
             runs.append(_report(plan))
     freed = sum(each.bytes for run in runs for each in run.deleted)
     return PruneSummary(dry_run=request.dry_run, bytes=freed, schedules=scheduled is not None, runs=runs)
@@ -91,16 +91,28 @@ def _locked(store: ArtifactStore) -> Iterator[list[RunLock]]:
     Raises:
         InputError: another process has one of the locks.
     """
+    with locked(store, setting="RUN", value=store.run) as run, locked_apart(store, LOCKED_APART) as parts:
+        yield [run, *parts]
+
+
+@contextmanager
+def locked_apart(store: ArtifactStore, patterns: Sequence[str]) -> Iterator[list[RunLock]]:
+    """Lock the folders of a run that match and have been locked before.
+
+    Raises:
+        InputError: another process has one of the locks.
+    """
     with ExitStack() as stack:
-        locks = [stack.enter_context(locked(store, setting="RUN", value=store.run))]
-        for pattern in LOCKED_APART:
+        locks = []
+        for pattern in patterns:
             for path in sorted(store.filesystem.glob(store.path(f"{pattern}/{LOCK}"))):
                 place = str(path).rstrip("/").removesuffix(f"/{LOCK}").removeprefix(f"{store.path()}/")
                 locks.append(stack.enter_context(locked(store, place, setting="RUN", value=f"{store.run}/{place}")))
         yield locks
 
 
-def _carry_out(plan: RunPlan, locks: Sequence[RunLock]) -> None:
+def carry_out(plan: RunPlan, locks: Sequence[RunLock]) -> None:
+    """Delete what the plan deletes; damaged artifacts are noted and left alone."""
     for deletion in list(plan.deleted):
         for lock in locks:
             lock.require_held()

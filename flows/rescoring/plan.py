@@ -23,11 +23,11 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from tasks.reports.pages import require_page_path
 from tasks.rewards.stored import NeededScores, StoredScores
-from tasks.runs.layout import RESCORED, REWARDS, rescoring_folder, stage_folder
+from tasks.runs.layout import RECOMPUTED, RESCORED, REWARDS, STORED, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import StoredIteration
-from tasks.runs.stored import RECOMPUTED, STORED, first_iteration, read_iterations, read_range, stored_config
+from tasks.runs.stored import first_iteration, read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 
 _OF_PROMPTS = ("dataset", "columns", "target_uri", "width", "height")

@@ -1,1 +1,1 @@
-"""`grpo rewards`: analyse stored scores and serve rewards over HTTP."""
+"""`grpo rewards`: fetch weights, analyse stored scores and serve rewards over HTTP."""

@@ -19,12 +19,12 @@ from tasks.reports.reward_analysis import analyse, read_scores, score_again
 from tasks.reports.reward_page import render_reward_page
 from tasks.reports.reward_plots import plot_rewards, plot_watch
 from tasks.reports.statistics import Statistics
-from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, WATCH_PLOT, rescoring_folder
+from tasks.runs.layout import ANALYSIS, REPORT_FILE, REPORT_PAGE, REWARDS_FILE, STORED, WATCH_PLOT, rescoring_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound
-from tasks.runs.stored import STORED, read_iterations, read_range, stored_config
+from tasks.runs.stored import read_iterations, read_range, stored_config
 from tasks.storage.artifacts.store import ArtifactStore
 
 REPEATED = 32

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
-from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
 
 # A handle instead of a process id, which may be another process's by then.
@@ -33,7 +32,9 @@ def ending_with_temporary_server() -> Iterator[None]:
     A signal to the whole group, as Ctrl-C in a terminal, ends both at once. Prefect would then try each last request,
     and each batch of logs, for minutes.
     """
-    server = SubprocessASGIServer().server_process
+    # Prefect imports it to start one. Importing it here would cost seconds, also where a server is running already.
+    module = sys.modules.get("prefect.server.api.server")
+    server = module.SubprocessASGIServer().server_process if module is not None else None
     if server is None:
         yield
         return

@@ -1,7 +1,7 @@
 """Rewards in the terminal: the list of them, what stored scores are worth, and what a rescoring changed."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from flows.terminal.summaries import size
 from flows.terminal.tables import key_values, plain, relative, reward_table, stderr, table_of
 from grpo_core.rewards.reward import Reward
 from tasks.reports import rescoring
@@ -20,6 +21,7 @@ from tasks.reports.text import counted, number, one_line
 if TYPE_CHECKING:
     from flows.rescoring.rescore import RescoreSummary, Rescoring
     from flows.rewards.analysis import AnalysisSummary
+    from grpo_core.rewards.weights.fetch import Download
 
 MAX_PAIRS = 12
 PROMPT_LETTERS = 60
@@ -35,6 +37,26 @@ def show_rewards(rewards: Mapping[str, type[Reward]], console: Console) -> None:
     table = table_of("Rewards", ("reward", "value", "settings"), rows)
     table.show_lines = True
     console.print(table)
+
+
+def show_downloads(downloads: Sequence["Download"], console: Console) -> None:
+    """Print what would be downloaded: size, licence, address, and where it goes."""
+    rows, total = [], 0
+    for each in downloads:
+        bytes_, source = each.size(), str(each.weights.source)
+        total += bytes_ or 0
+        target = source if each.url else "the Hub's cache"
+        licence = each.licence or "see its page"
+        rows.append((each.reward, "unknown" if bytes_ is None else size(bytes_), licence, each.url or source, target))
+    table = table_of("To download", ("reward", "size", "licence", "from", "to"), rows)
+    table.caption = f"{size(total)} in total"
+    console.print(table)
+
+
+def show_fetched(fetched: Iterable[tuple["Download", str]], console: Console) -> None:
+    """Print the settings that name the weights."""
+    rows = [(each.reward, f"{each.setting}: {each.weights.source}") for each, _ in fetched]
+    console.print(key_values("Here; in the settings of the rewards" if rows else "These rewards need no weights", rows))
 
 
 def show_analysis(analysis: Statistics, console: Console) -> None:

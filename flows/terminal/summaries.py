@@ -1,5 +1,6 @@
 """What commands print at their end: the summary of a training, an evaluation, a pruning, a deployment; findings."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,6 +12,8 @@ from tasks.reports.text import baseline_rows, change, counted, number
 if TYPE_CHECKING:
     from flows.deployment.deploy import DeployedRun
     from flows.evaluation.evaluate import EvaluateSummary
+    from flows.export.export import ExportSummary
+    from flows.inspection.list_runs import ListedRun
     from flows.preflight.doctor import Diagnosis
     from flows.pruning.prune import PruneSummary
     from flows.training.summary import TrainSummary
@@ -30,6 +33,7 @@ def training_rows(summary: "TrainSummary") -> list[tuple[str, str]]:
         ("held-out reward, before → after", change(summary.heldout_before, summary.heldout_after)),
         *baseline_rows(summary.heldout_baselines),
         *_seconds(summary.seconds),
+        *((f"reused from run {name}", counted(count, "iteration")) for name, count in summary.reused.items()),
         ("policy digest", (summary.policy_digest or "none")[:16]),
         ("stored in", relative(summary.folder)),
     ]
@@ -83,6 +87,26 @@ def show_diagnosis(diagnosis: "Diagnosis", console: Console | None = None) -> No
         console.print(table_of("GPU memory, estimated", ("part", "GiB", "from"), rows, right=(1,)))
 
 
+def show_runs(root: str, runs: "Sequence[ListedRun]", console: Console) -> None:
+    """Print a table of runs, the one that made progress last at the end."""
+    if not runs:
+        console.print(plain(f"no runs in {root}; `grpo train CONFIG` starts one"), soft_wrap=True)
+        return
+    rows = [
+        (
+            each.run,
+            each.state,
+            f"{each.iterations:,} of {'?' if each.planned is None else f'{each.planned:,}'}",
+            "" if each.reward is None else number(each.reward),
+            "" if each.heldout is None else number(each.heldout),
+            "" if each.progress is None else f"{each.progress:%Y-%m-%d %H:%M}",
+        )
+        for each in runs
+    ]
+    headings = ("run", "state", "iterations", "reward", "held-out", "last progress")
+    console.print(table_of(root, headings, rows, right=(2, 3, 4)))
+
+
 def show_pruned(summary: "PruneSummary", console: Console) -> None:
     """Print, run by run, what was deleted, and what was kept with the reason."""
     for run in summary.runs:
@@ -123,6 +147,19 @@ def show_deployed(deployed: "DeployedRun") -> None:
     say(f"  prefect deployment run '{deployed.deployments[0].name}'")
     if "://" not in deployed.root and not deployed.root.startswith(("/", "~")):
         say(f"Runs are kept in {deployed.root}/ of the worker's checkout.")
+
+
+def show_export(summary: "ExportSummary", usage: str, console: Console | None = None) -> None:
+    """Print what was written, where it is, and the lines of Python that use it."""
+    console = console or stderr()
+    rows = [
+        ("written", "a whole model" if summary.kind == "model" else "an adapter, in peft's format"),
+        ("policy digest", summary.policy_digest[:16]),
+        ("folder", relative(summary.folder)),
+        *([("hub", summary.url)] if summary.url else []),
+    ]
+    console.print(key_values(f"{summary.run}, policy {summary.policy}", rows))
+    console.print(plain(usage), soft_wrap=True)
 
 
 def size(count: int) -> str:

@@ -3,6 +3,7 @@
 The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
@@ -20,12 +21,16 @@ from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.events import emit_evaluated, emit_hacking_sign
 from flows.pipeline.flow_run_page import artifact_key, folder_link
 from flows.pipeline.run import Run, plan_heldout
+from flows.training.hooks import call_hook
+from flows.training.pace import Pace, find_reused, name_reused
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
-from tasks.progress import log
+from tasks.progress import advance_run, log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
-from tasks.runs.layout import WATCH_PLOT, Baseline
-from tasks.runs.metrics_table import gather_metrics, has_metrics, write_metrics
+from tasks.reports.text import duration
+from tasks.rollouts.plan import RolloutPlan
+from tasks.runs.layout import ROLLOUTS, UPDATE, WATCH_PLOT, Baseline
+from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -47,6 +52,9 @@ class TrainingHistory:
         baselines: advantages of the images that no policy made.
         guardrails: scores of the held-out samples by policy version and guardrail.
         signs: guardrails that had fallen at the last evaluation while the reward rose.
+        since: when the current iteration began, on the clock of this process.
+        pace: how fast this start trains.
+        stop_reason: why the hook of `on_iteration` ends the run; None while it does not.
         new_signs: those that had not fallen at the evaluation before.
         progress: the artifact in Prefect's UI that shows how far the run is; None before this start's first report.
     """
@@ -57,6 +65,9 @@ class TrainingHistory:
     baselines: Mapping[Baseline, ArtifactRef] = field(default_factory=dict)
     guardrails: dict[int, Mapping[str, ArtifactRef]] = field(default_factory=dict)
     signs: list[HackingSign] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+    pace: Pace = field(default_factory=Pace)
+    stop_reason: str | None = None
     new_signs: list[HackingSign] = field(default_factory=list)
     progress: UUID | None = None
 
@@ -64,6 +75,11 @@ class TrainingHistory:
     def last_advantages(self) -> ArtifactRef | None:
         """Advantages of the iteration that was sampled last; None before the first."""
         return self.sampled[-1] if self.sampled else None
+
+    def lap(self) -> float:
+        """Return the seconds since the current iteration began, and begin the next one."""
+        before, self.since = self.since, time.perf_counter()
+        return self.since - before
 
     def stopped_by(self, config: RunConfig, version: int) -> bool:
         """Whether the watch ends the run at this policy version, before its last iteration."""
@@ -88,11 +104,14 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
     plan = plan_heldout(run.config, run.heldout, policy.version)
     if plan is None:
         return
+    if _is_lost(run, policy, plan):
+        log(f"policy {policy.version} is not evaluated, because its files were deleted")
+        return
     # A run that resumes passes its previous evaluations, whose events were sent.
-    is_new = not has_metrics(run.store, max(policy.version, 1))
+    is_new = not read_metrics(run.store, max(policy.version, 1))
     if policy.version == 0:
         history.baselines = evaluate_baselines(run, plan)
-    done, section = evaluate_policy(run, policy, plan), run.config.watch
+    done, section = evaluate_policy(run, policy.averaged, plan), run.config.watch
     history.heldout[policy.version], history.guardrails[policy.version] = done.advantages, done.guardrails
     if is_new:
         emit_evaluated(run.config.run.name, policy, done)
@@ -102,6 +121,13 @@ def evaluate(run: Run, policy: PolicyRef, history: TrainingHistory) -> None:
         history.new_signs = [sign for sign in history.signs if sign.guardrail not in known]
         for sign in history.new_signs if is_new else ():
             emit_hacking_sign(run.config.run.name, policy, sign)
+
+
+def _is_lost(run: Run, policy: PolicyRef, plan: RolloutPlan) -> bool:
+    """Whether held-out samples are missing whose policy was deleted, since they were not due or others were."""
+    if policy.checkpoint is None or run.store.pruned_reason(policy.checkpoint) is None:
+        return False
+    return run.store.find(f"{plan.folder}/{ROLLOUTS}") is None
 
 
 def held_out_series(
@@ -144,26 +170,42 @@ async def report_iteration(
     iteration, iterations = policy.version, run.config.run.iterations
     heldout, guardrails = history.heldout.get(iteration), history.guardrails.get(iteration)
     previous = history.iterations[-1].metrics if history.iterations else None
-    metrics = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails, previous)
+    earlier = read_metrics(run.store, iteration)
+    gathered = gather_metrics(() if replayed else rounds, advantages, policy.checkpoint, heldout, guardrails, previous)
+    metrics = with_earlier(gathered, earlier, history.lap())
     record = IterationRecord(
         iteration=iteration,
         rounds=rounds,
         advantages=advantages,
         metrics=metrics,
         heldout=heldout.metrics.get("reward") if heldout else None,
+        reused=find_reused(run.store, () if replayed else rounds, advantages, policy.checkpoint),
+        stored=bool(earlier),
     )
     history.iterations.append(record)
-    log(format_progress_line(record, iterations))
+    pace = history.pace.add(trained=UPDATE not in record.reused and not record.stored)
+    advance_run(iteration, iterations, pace)
+    log(format_progress_line(record, iterations, pace))
     # A run that resumes passes its previous iterations, which have been reported.
-    if not has_metrics(run.store, iteration) or iteration == iterations:
+    if not record.stored or iteration == iterations:
         await publish(run, history)
     write_metrics(run.store, iteration, metrics)
+    # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
+    history.stop_reason = await call_hook(record)
 
 
-def format_progress_line(record: IterationRecord, iterations: int) -> str:
-    """Format an iteration as one line of the log."""
+def format_progress_line(record: IterationRecord, iterations: int, pace: float | None = None) -> str:
+    """Format an iteration as one line of the log.
+
+    Args:
+        pace: seconds per iteration, for the time that is left; None if it is not known.
+    """
     parts = [f"{title} {record.metrics[name]:.3f}" for title, name in LOGGED_METRICS if name in record.metrics]
-    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}, {record.metrics['step_time']:.1f} s"
+    parts += [f"{sum(record.seconds.values()):.1f} s"] if record.seconds else []
+    parts += [name_reused(record.reused)] if record.reused else []
+    left = iterations - record.iteration
+    parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
+    return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
 
 
 async def publish(run: Run, history: TrainingHistory) -> None:

@@ -1,6 +1,7 @@
 """The summary of a training run: first and last rewards, time by stage, where to look."""
 
 import io
+from collections import Counter
 
 from PIL import Image
 from prefect import get_run_logger
@@ -31,8 +32,9 @@ class TrainSummary(RunSummary):
         heldout_texts: page of the held-out completions before and after; None for images.
         watch: plot of the held-out reward and the guardrails; None without guardrails.
         hacking: guardrails that had fallen at the last evaluation while the reward rose, in words.
-        stopped_early: whether the watch ended the run.
+        stopped_early: whether the watch, or a hook, ended the run before its last iteration.
         quarantined: damaged files that this start moved to `quarantine/`, and why.
+        reused: number of iterations with results of another run, by its name; their seconds are not counted.
         previous: what this start moved to `previous/`, made by an older configuration, and why.
     """
 
@@ -43,24 +45,23 @@ class TrainSummary(RunSummary):
     stopped_early: bool
     quarantined: list[str]
     previous: list[str]
+    reused: dict[str, int]
 
 
-def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: float) -> TrainSummary:
-    """Gather the summary, and store the held-out samples before and after; `seconds` is the time of this start."""
+def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, elapsed: float) -> TrainSummary:
+    """Gather the summary, and store the held-out samples before and after; `elapsed` is the time of this start."""
     iterations, heldout = history.iterations, history.heldout
     rewards = [record.metrics["reward"] for record in iterations if "reward" in record.metrics]
-    by_stage = {"total": seconds}
+    by_stage = {"total": elapsed}
     for record in iterations:
-        for name, value in record.metrics.items():
-            if name.startswith("seconds/"):
-                stage = name.removeprefix("seconds/")
-                by_stage[stage] = by_stage.get(stage, 0.0) + value
+        for stage, seconds in record.seconds.items():
+            by_stage[stage] = by_stage.get(stage, 0.0) + seconds
     versions = sorted(heldout)
     ends = (heldout[versions[0]], heldout[versions[-1]]) if versions else None
     title, texts = f"{run.config.run.name}: held-out prompts", isinstance(run.config.rollout, TextRolloutSection)
     return TrainSummary(
         run=run.config.run.name,
-        iterations=policy.version,
+        iterations=len(iterations),
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         heldout_before=heldout[versions[0]].metrics.get("reward") if versions else None,
@@ -75,9 +76,10 @@ def summarize(run: Run, policy: PolicyRef, history: TrainingHistory, seconds: fl
         heldout_texts=write_heldout_texts(run.store, *ends, title) if ends and texts else None,
         watch=write_watch_plot(run.store, heldout, history.guardrails) if any(history.guardrails.values()) else None,
         hacking=[str(sign) for sign in history.signs],
-        stopped_early=history.stopped_by(run.config, policy.version),
+        stopped_early=policy.version < run.config.run.iterations,
         quarantined=[reason for reason in run.store.reasons if reason.startswith(QUARANTINE)],
         previous=[reason for reason in run.store.reasons if reason.startswith(PREVIOUS)],
+        reused=Counter(name for record in iterations for name in dict.fromkeys(record.reused.values())),
     )
 
 

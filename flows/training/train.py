@@ -21,9 +21,9 @@ from configs.schema import CORRECTION, corrected
 from flows.pipeline.forms import TrainConfig
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
-from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
+from flows.training.callbacks import open_callbacks
+from flows.training.history import TrainingHistory, evaluate, is_evaluated
 from flows.training.prefetch import ScoredRollouts, prefetching
-from flows.training.signs import ends_at_sign
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import REWARDS
@@ -35,19 +35,19 @@ from tasks.storage.artifacts.reference import PolicyRef
 async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
     """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
     started = time.perf_counter()
-    with open_run(config, accept_code=accept_code) as run:
+    with open_run(config, accept_code=accept_code) as run, open_callbacks(run) as callbacks:
         history, policy = TrainingHistory(), run.base_policy
         async with recording(run.store, run.lock):
             with prefetching(config.run, policy, partial(sample_rollouts, run, history)) as prefetcher:
                 evaluate(run, policy, history)
+                callbacks.on_train_begin(history)
                 for iteration in range(1, config.run.iterations + 1):
                     batch = prefetcher.next_batch(iteration)
                     policy = train_policy(run, policy, batch, iteration)
                     prefetcher.publish_policy(policy)
                     if is_evaluated(config, iteration):
                         evaluate(run, policy, history)
-                    await report_iteration(run, history, policy, batch.rounds, batch.advantages)
-                    if await ends_at_sign(run, history, policy):
+                    if await callbacks.on_iteration_end(history, policy, batch.rounds, batch.advantages):
                         break
         summary = summarize(run, policy, history, time.perf_counter() - started)
         await publish_summary(run, summary)

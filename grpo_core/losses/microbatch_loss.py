@@ -66,16 +66,22 @@ class TokenLoss:
 
 
 def compute_microbatch_loss(
-    inputs: LossInputs, settings: LossSettings, denominators: Denominators
+    inputs: LossInputs, settings: LossSettings | None = None, denominators: Denominators | None = None
 ) -> tuple[Float[Tensor, ""], TokenLoss]:
     """Compute a microbatch's share of the minibatch's loss.
 
     reduce(policy term + kl_coef KL) - entropy_coef * (mean entropy). With the counts of the whole minibatch, the
     values and gradients of its microbatches add up to the minibatch's.
 
+    Args:
+        settings: None for the defaults: grpo, clipped at 0.2, without KL and entropy bonus.
+        denominators: counts of the whole minibatch; None: these rows are the whole minibatch.
+
     Raises:
         ValueError: a term is switched on and one of its inputs is missing.
     """
+    settings = LossSettings() if settings is None else settings
+    denominators = Denominators.of(inputs.loss_mask, inputs.entropy_mask) if denominators is None else denominators
     _require_inputs(inputs, settings)
     mask, definition = inputs.loss_mask, settings.definition
     terms = _term_inputs(inputs, settings, denominators)

@@ -94,6 +94,19 @@ class Denominators:
         assert 0 <= self.entropy_tokens <= self.tokens <= self.rollout_tokens, "a minibatch is part of the rollout set"
         assert self.max_completion_length >= 1, "a row can have a token"
 
+    @classmethod
+    def of(
+        cls, loss_mask: Bool[Tensor, "batch time"], entropy_mask: Bool[Tensor, "batch time"] | None = None
+    ) -> "Denominators":
+        """Count a batch that is a whole minibatch, and the only one of its rollout set.
+
+        Args:
+            entropy_mask: the tokens that the entropy bonus is taken over; None: all trained ones.
+        """
+        (rows, time), tokens = loss_mask.shape, int(loss_mask.sum())
+        entropy_tokens = tokens if entropy_mask is None else int((loss_mask & entropy_mask).sum())
+        return cls(rows, tokens, entropy_tokens, rows, tokens, max_completion_length=time)
+
     @property
     def expected_tokens(self) -> float:
         """Average number of tokens in a minibatch of this many rows of the rollout set."""

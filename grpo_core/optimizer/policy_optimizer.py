@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import OptimizerKind, OptimizerSettings
@@ -69,6 +68,9 @@ class PolicyOptimizer:
             "weight_decay": settings.weight_decay,
         }
         if self._kind == "adamw":
+            # Its import takes seconds, and every command that reads a configuration imports this module.
+            from torch.distributed.tensor import DTensor
+
             # Multi-tensor steps do not accept full and sharded parameters together.
             mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
             return torch.optim.AdamW(trained, foreach=False if mixed else None, **values)

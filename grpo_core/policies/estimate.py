@@ -100,6 +100,7 @@ class Workload:
         micro_batch_size: rows per forward and backward pass.
         eight_bit_optimizer: the optimizer's moments take one byte each.
         sizes: of the images, each once; empty: texts, or images of the size in the settings.
+        ema: a moving average of the trained parameters is kept.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -108,6 +109,7 @@ class Workload:
     micro_batch_size: int
     eight_bit_optimizer: bool
     sizes: tuple[ImageSize, ...] = ()
+    ema: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ class TransformerEstimate:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a policy version on disk: adapters or the model, and AdamW's two moments."""
-        saved = self.trained if self.choice.lora else self.parameters
+        """Bytes of a policy version on disk: adapters or the model, their moving average, AdamW's two moments."""
+        saved = (self.trained if self.choice.lora else self.parameters) * (1 + self.workload.ema)
         return saved * self.trained_bytes + 2 * self.trained * self.trained_bytes
 
     @property
@@ -186,11 +188,13 @@ class TransformerEstimate:
         count, each = self.trained, self.trained_bytes
         moment = 1 if self.workload.eight_bit_optimizer else each
         what = f"{count / 1e6:.4g} M trained parameters x {each} bytes"
-        copies = count * each if self.choice.lora is None and self.choice.reference == "device" else 0
+        copied = self.choice.lora is not None or self.choice.reference == "device"
+        copies = count * each if copied and not self.choice.starts_as_base else 0
         return [
             MemoryPart("adapters", "always", count * each if self.choice.lora else 0, what),
             MemoryPart("reference model", "always", copies, "the trained parameters once more"),
             MemoryPart("device overhead", "always", GIB, "CUDA context and the libraries' own buffers"),
+            MemoryPart("moving average", "update", count * each if self.workload.ema else 0, what),
             MemoryPart("gradients", "update", count * each, what),
             MemoryPart("optimizer moments", "update", 2 * count * moment, f"2 x {count} moments x {moment} bytes"),
             # The multi-tensor step makes one more tensor for each parameter.

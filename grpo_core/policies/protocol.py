@@ -92,8 +92,12 @@ class PolicyFamily(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         autocast: torch.dtype | None,
+        attn_implementation: str | None = None,
     ) -> Policy:
         """Load a model by folder or hub name.
+
+        Args:
+            attn_implementation: of the trained model, as in transformers; None: transformers' default.
 
         Raises:
             InputError: no such model, settings that it cannot sample with, or no parameter to train.
@@ -107,6 +111,16 @@ class PolicyFamily(Protocol):
 
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
+
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+        """Write the base with trained weights in place of its own, as diffusers or transformers load it.
+
+        Args:
+            base: folder of the model that was trained.
+            weights: folder with what `save_weights` of a policy wrote.
+            folder: empty.
+            dtype: of the base's weights during training; merged weights are saved in it.
+        """
 
     def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
         """Return what a person should know about the choice; the model is built on the meta device.

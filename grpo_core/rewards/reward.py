@@ -193,6 +193,29 @@ class Reward(abc.ABC):
         """List what prevents scoring (missing weights, wrong digest), each with its hint. Loads no model."""
         return []
 
+    def __call__(
+        self,
+        outputs: Sequence[Image.Image] | Sequence[str],
+        *,
+        prompts: Sequence[str] | None = None,
+        targets: Sequence[Image.Image | None] | None = None,
+        group_ids: Sequence[str] | None = None,
+        **columns: Sequence[object],
+    ) -> list[Score]:
+        """Score images or texts outside of a run: `build_reward("ssim")([image], targets=[target])`.
+
+        Args:
+            outputs: the images, or the texts.
+            prompts: one per output; None for empty ones.
+            targets: the target image of each output; None where there is none.
+            group_ids: the same for siblings; None: all outputs are siblings.
+            columns: other columns of a prompt file, one value per output.
+
+        Raises:
+            InputError: an argument that the reward needs is missing, or has another length; as :meth:`score`.
+        """
+        return score_samples(self, _loose_batch(self, outputs, prompts, targets, group_ids, columns))
+
     @abc.abstractmethod
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Return one score per sample, in order; a sample's depends on no other sample except its siblings.
@@ -203,6 +226,44 @@ class Reward(abc.ABC):
             InputError: weights, packages, columns, tokens or groups that it needs are missing or wrong; an image of an
                 unknown mode, or of a size that it cannot score; a service or function that breaks its contract.
         """
+
+
+def _loose_batch(
+    reward: Reward,
+    outputs: Sequence[Image.Image] | Sequence[str],
+    prompts: Sequence[str] | None,
+    targets: Sequence[Image.Image | None] | None,
+    group_ids: Sequence[str] | None,
+    columns: Mapping[str, Sequence[object]],
+) -> ScoringBatch:
+    """Return outputs that come from no run as a batch, with everything that the reward needs."""
+    place = f"rewards.{reward.name}"
+    if isinstance(outputs, str | Image.Image):
+        raise InputError(place, outputs, "Give a list of outputs, also for a single one.")
+    images = [each for each in outputs if isinstance(each, Image.Image)]
+    texts = [each for each in outputs if isinstance(each, str)]
+    if len(outputs) not in (len(images), len(texts)):
+        raise InputError(place, [type(each).__name__ for each in outputs], "Give PIL images only, or texts only.")
+    if outputs and ("image" if images else "text") not in reward.media:
+        raise InputError(place, type(outputs[0]).__name__, f"It scores {' or '.join(reward.media)}s.")
+    if reward.needs_target and targets is None:
+        raise InputError(f"{place}, targets", None, "It compares with target images: give one per output, or None.")
+    if reward.needs_column is not None and reward.needs_column not in columns:
+        hint = f"It reads this column of the prompts: give {reward.needs_column}=[...] with one value per output."
+        raise InputError(f"{place}, {reward.needs_column}", None, hint)
+    given = {"prompts": prompts, "targets": targets, "group_ids": group_ids, **columns}
+    for name, values in given.items():
+        if values is not None and len(values) != len(outputs):
+            raise InputError(f"{place}, {name}", f"{len(values)} values", f"Give one per output: {len(outputs)}.")
+    return ScoringBatch(
+        sample_ids=[f"output {number}" for number in range(len(outputs))],
+        prompts=[""] * len(outputs) if prompts is None else prompts,
+        images=images,
+        targets=targets or (),
+        columns=columns,
+        completions=texts,
+        group_ids=["all"] * len(outputs) if group_ids is None else group_ids,
+    )
 
 
 def score_samples(reward: Reward, batch: ScoringBatch) -> list[Score]:

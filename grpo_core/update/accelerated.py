@@ -172,7 +172,7 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         super().distribute(trained)
         _shard(trained.model, init_device_mesh(self.device.type, (self.count,)))
         parameters = trained.trainable_parameters()
-        trained.change_reference(lambda name, value: _share_of(value, parameters[name]))
+        trained.change_copies(lambda name, value: _share_of(value, parameters[name]))
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
         """Load this process's share of a state that every process has completely."""
@@ -194,7 +194,7 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         Sharded values are in CPU memory afterwards, and empty in all but the first process.
         """
         super().collect(trained)
-        trained.change_reference(lambda _, value: self._gather(value))
+        trained.change_copies(lambda _, value: self._gather(value))
         # Of a model with adapters only the adapters are saved.
         adapters_only = isinstance(trained.model, PeftModel)
         for module in trained.model.modules():

@@ -33,6 +33,8 @@ def update_policy(
 ) -> UpdateResult:
     """Train the policy on the rows.
 
+    With `settings.ema` the policy's average has to be begun before, and follows every step.
+
     Rows that other weights sampled skip the parity gate: their log-probs are expected to differ, and
     `settings.mismatch` corrects the difference.
 
@@ -64,6 +66,8 @@ def update_policy(
     for indices in minibatches(len(rows), minibatch_size, settings.epochs, seed):
         minibatch = make_minibatch(rows, indices, trained, settings)
         steps.append(optimizer_step(policy, optimizer, minibatch, settings, process_group, tick))
+        if settings.ema is not None:
+            policy.trained.update_average(1 - settings.ema)
     return UpdateResult(before, tuple(steps))
 
 

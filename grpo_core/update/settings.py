@@ -23,6 +23,8 @@ class UpdateSettings(LossSettings):
         mask_truncated: rows that were truncated at their maximum length stay out of the loss (DAPO, arXiv:2503.14476,
             section 3.4, overlong filtering); they stay in the statistics of their group.
         max_grad_norm: gradients are scaled to this norm.
+        ema: decay of an exponential moving average of the trained parameters, after every optimizer step
+            average = ema * average + (1 - ema) * parameter; None keeps none.
 
     Raises:
         InputError: as LossSettings.
@@ -34,6 +36,7 @@ class UpdateSettings(LossSettings):
     entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     mask_truncated: bool = False
     max_grad_norm: PositiveFloat = 1.0
+    ema: Annotated[float | None, Field(gt=0, lt=1)] = None
 
     @property
     def with_reference(self) -> bool:

@@ -5,24 +5,35 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from types import MappingProxyType
 
-from tasks.metrics.names import ALL_TOKENS, RUNNING, SECONDS, STEP_TIME, TOKENS
+from tasks.metrics.names import (
+    ALL_TOKENS,
+    COMPLETION_LENGTH,
+    GPU_MEMORY,
+    RUNNING,
+    SAMPLES_PER_SECOND,
+    SECONDS,
+    STEP_TIME,
+    TOKENS,
+    TOKENS_PER_SECOND,
+)
 from tasks.storage.artifacts.reference import ArtifactRef
+
+Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]
+"""An artifact per sampling round, by stage and reward label (empty for other stages), in the order of the stages."""
 
 _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
     {TOKENS: sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
 )
 
 
-def stage_metrics(
-    stages: Mapping[tuple[str, str], Sequence[ArtifactRef]], previous: Mapping[str, float] | None
-) -> dict[str, float]:
-    """Pool the metrics of each stage over the sampling rounds; add num_tokens and the seconds of each stage and of all.
+def stage_metrics(stages: Stages, previous: Mapping[str, float] | None) -> dict[str, float]:
+    """Pool the metrics of each stage over the sampling rounds; add num_tokens, times, speeds and memory.
 
     As in TRL, num_tokens is the number of tokens of prompts and completions since the start of the run, with a prompt
     counted for each of its completions; it is left out after an iteration without it.
 
     Args:
-        stages: an artifact per round, by stage and reward label (empty for other stages), in the order of the stages.
+        stages: the artifacts of the iteration.
         previous: metrics of the iteration before; None for the first.
     """
     metrics: dict[str, float] = {}
@@ -37,7 +48,31 @@ def stage_metrics(
         # The rewards of a round are computed concurrently, so the slowest counts.
         seconds[stage] = sum(max(part.seconds for part in each if part) for each in zip_longest(*parts))
     metrics |= {f"{SECONDS}{stage}": spent for stage, spent in seconds.items()}
-    return metrics | {STEP_TIME: sum(seconds.values())}
+    return metrics | {STEP_TIME: sum(seconds.values())} | _speeds(stages) | _memory(stages)
+
+
+def _speeds(stages: Stages) -> dict[str, float]:
+    """Return samples and sampled tokens per second of sampling; empty where nothing was sampled."""
+    sampled = [part for rounds in stages.values() for part in rounds if COMPLETION_LENGTH in part.metrics]
+    seconds = sum(part.seconds for part in sampled)
+    if not seconds:
+        return {}
+    tokens = sum(part.metrics[COMPLETION_LENGTH] * part.rows for part in sampled)
+    return {
+        SAMPLES_PER_SECOND: sum(part.rows for part in sampled) / seconds,
+        TOKENS_PER_SECOND: tokens / seconds,
+    }
+
+
+def _memory(stages: Stages) -> dict[str, float]:
+    """Return the peak of each stage that ran on a GPU, in GiB."""
+    peaks: dict[str, float] = {}
+    for (stage, _), rounds in stages.items():
+        for peak in (part.peak_memory for part in rounds):
+            if peak is not None:
+                name = f"{GPU_MEMORY}{stage}"
+                peaks[name] = max(peaks.get(name, 0.0), peak / 2**30)
+    return peaks
 
 
 def pool_rounds(rounds: Sequence[ArtifactRef]) -> dict[str, float]:

@@ -5,22 +5,26 @@ from functools import lru_cache
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from tasks.storage.artifacts.reference import PolicyRef
 
 _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
 
 
 @lru_cache(maxsize=4)
-def model_digest(model: str) -> str:
+def model_digest(model: str, revision: str | None = None) -> str:
     """Compute the digest of a model: of the content of a folder's files, or the commit of a hub snapshot.
 
     A hub name whose files are not on this machine is downloaded, unless the hub is switched off.
 
+    Args:
+        revision: branch, tag or commit of a hub name; None: main.
+
     Raises:
         InputError: the hub's files are not on this machine and cannot be downloaded.
     """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return _snapshot(model).name
+    folder = model_folder(model, revision)
+    if not Path(model).expanduser().is_dir():
+        return folder.name
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _DETERMINING:
@@ -28,15 +32,55 @@ def model_digest(model: str) -> str:
     return digest.hexdigest()
 
 
-def _snapshot(model: str) -> Path:
+def model_folder(model: str, revision: str | None = None) -> Path:
+    """Return a model's folder on this machine: the one that is named, or the snapshot of a hub name.
+
+    Args:
+        revision: branch, tag or commit of a hub name; None: main.
+
+    Raises:
+        InputError: the hub's files are not on this machine and cannot be downloaded.
+    """
+    folder = Path(model).expanduser()
+    return folder if folder.is_dir() else snapshot("policy.model", model, revision)
+
+
+def snapshot(place: str, name: str, revision: str | None, *, patterns: list[str] | None = None) -> Path:
+    """Return the local folder of a hub repository, which is downloaded unless the hub is switched off.
+
+    Args:
+        place: the setting that names it, for the error.
+        revision: branch, tag or commit; None: main.
+        patterns: of the files that are needed; None: all.
+
+    Raises:
+        InputError: its files are not on this machine and cannot be downloaded.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        hint = f"Its files are not here and cannot be downloaded: run `hf download {model}`, or give a folder."
-        raise InputError("policy.model", model, hint) from error
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+        hint = f"Its files are not here and cannot be downloaded: run `{command}`, or give a folder."
+        raise InputError(place, name, hint) from error
+
+
+def local_source(model: str, revision: str | None) -> str:
+    """Return what a model is loaded from: its name, or the folder of a hub revision on this machine.
+
+    A revision that is not on this machine is named `model@revision`, which no check takes for another one's files.
+    """
+    if revision is None:
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return f"{model}@{revision}"
 
 
 def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
@@ -48,7 +92,18 @@ def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
 WEIGHT_FILES = ("adapter_model*.safetensors", "model*.safetensors")
 
 
-REFERENCE_FOLDER = "reference"
+REFERENCE_FOLDER, EMA_FOLDER = "reference", "ema"
+"""Folders of a policy version with the weights of its reference and of its moving average."""
+
+
+def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
+    """Return the folder with the weights of a version, or with their moving average if that is what it refers to.
+
+    Args:
+        checkpoint: local folder of the version's checkpoint.
+        policy: the version; `policy.averaged` refers to its moving average.
+    """
+    return checkpoint / EMA_FOLDER if policy.is_averaged else checkpoint
 
 
 def weights_digest(folder: Path) -> str:

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
-from grpo_core.policies.trained import Reference, TrainingChoice
-from tasks.models.files import REFERENCE_FOLDER, model_digest
+from grpo_core.policies.trained import Reference
+from tasks.models.files import REFERENCE_FOLDER, local_source, weights_folder
+from tasks.models.initial import initial_digest, training_choice
 from tasks.progress import log
-from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 
 
@@ -24,9 +25,10 @@ class ModelSpec(BaseModel):
     """Which model is trained, and how.
 
     Attributes:
-        digest: digest of the model's files.
+        digest: digest of the model's files, and of the adapter that training starts from.
         adapter_seed: seed of the adapters' random initialisation.
         reference: where the reference is kept when every weight is trained; `none` if it is not needed.
+        adapter: checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,15 +37,12 @@ class ModelSpec(BaseModel):
     digest: str
     adapter_seed: int
     reference: Reference
+    adapter: ArtifactRef | None = None
 
     @property
     def family(self) -> PolicyFamily:
         """The kind of policy."""
         return policy_family(self.section.kind)
-
-    def choice(self) -> TrainingChoice:
-        """Return which of the model's weights are trained."""
-        return self.section.training_choice(reference=self.reference, seed=self.adapter_seed)
 
 
 def configure_torch(placement: PlacementSection) -> torch.device:
@@ -92,8 +91,8 @@ class ResidentPolicy:
         if self._loaded is None or (self._loaded.spec, self._loaded.device) != (spec, device):
             self._loaded = None  # frees its memory for the next one
             begun = time.perf_counter()
-            _require_same_model(spec)
-            self._loaded = _Loaded(spec, device, _load(spec, settings, device), spec.digest, None)
+            require_same_model(spec)
+            self._loaded = _Loaded(spec, device, load_policy(spec, settings, device), spec.digest, None)
             log(f"loaded {spec.section.model} in {time.perf_counter() - begun:.1f} s")
         _load_changes(self._loaded, reference)
         self._loaded.policy.sample_with(settings)
@@ -122,9 +121,9 @@ class ResidentPolicy:
             torch.cuda.empty_cache()
 
 
-def _require_same_model(spec: ModelSpec) -> None:
-    """Refuse a folder or cache of this machine that has another model under the same name."""
-    found = model_digest(spec.section.model)
+def require_same_model(spec: ModelSpec) -> None:
+    """Refuse a folder or cache of this machine that has another model or adapter under the same name."""
+    found = initial_digest(spec.section, current_store(), spec.adapter)
     if found != spec.digest:
         hint = (
             f"Its files here are {found[:12]} and the run's are {spec.digest[:12]}; put the same files there on every "
@@ -133,16 +132,19 @@ def _require_same_model(spec: ModelSpec) -> None:
         raise InputError("policy.model", spec.section.model, hint)
 
 
-def _load(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
-    section = spec.section
-    return spec.family.load(
-        section.model,
-        settings,
-        spec.choice(),
-        dtype=getattr(torch, section.dtype),
-        device=device,
-        autocast=None if section.autocast is None else getattr(torch, section.autocast),
-    )
+def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
+    """Load a policy with its initial weights; settings are those of the family's sampler."""
+    section, seed = spec.section, spec.adapter_seed
+    with training_choice(section, current_store(), spec.adapter, reference=spec.reference, seed=seed) as choice:
+        return spec.family.load(
+            local_source(section.model, section.revision),
+            settings,
+            choice,
+            dtype=getattr(torch, section.dtype),
+            device=device,
+            autocast=None if section.autocast is None else getattr(torch, section.autocast),
+            attn_implementation=section.attn_implementation,
+        )
 
 
 def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
@@ -159,7 +161,7 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     with tempfile.TemporaryDirectory() as fetched:
         folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
         if new_weights:
-            loaded.policy.load_weights(folder)
+            loaded.policy.load_weights(None if folder is None else weights_folder(folder, version))
         if new_reference:
             refreshed = folder is not None and version.reference_digest is not None
             loaded.policy.trained.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)

@@ -1,1 +1,1 @@
-"""Prompt files, datasets, the curriculum and target images."""
+"""Prompt files, repositories of `datasets`, the curriculum and target images."""

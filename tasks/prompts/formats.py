@@ -92,10 +92,10 @@ def _open_parquet(file: InputFile, place: str) -> PromptTable:
                 for record in batch.to_pylist():
                     number += 1
                     where = f"{place}, row {number}"
-                    values = {name: _plain(record[name], f"{where}, column {name}") for name in wanted}
+                    values = {name: plain_value(record[name], f"{where}, column {name}") for name in wanted}
                     yield PromptRow(where, values)
 
-    binary = frozenset(field.name for field in schema if _has_bytes(field.type))
+    binary = frozenset(field.name for field in schema if has_bytes(field.type))
     return PromptTable(place, tuple(schema.names), binary, read)
 
 
@@ -115,19 +115,19 @@ def _parquet(file: InputFile, place: str) -> Iterator[pq.ParquetFile]:
             raise InputError(place, f"unreadable Parquet ({error})", "Write the file again.") from error
 
 
-def _has_bytes(kind: pa.DataType) -> bool:
+def has_bytes(kind: pa.DataType) -> bool:
     """Return whether values of this type are bytes or contain them, as an image does."""
     match kind:
         case pa.BaseExtensionType():
-            return _has_bytes(kind.storage_type)
+            return has_bytes(kind.storage_type)
         case pa.DictionaryType():
-            return _has_bytes(kind.value_type)
+            return has_bytes(kind.value_type)
     if any(test(kind) for test in _BYTES):
         return True
-    return any(_has_bytes(kind.field(index).type) for index in range(kind.num_fields))
+    return any(has_bytes(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def _plain(value: object, place: str) -> object:
+def plain_value(value: object, place: str) -> object:
     """Convert a Parquet value to a JSON value; times become ISO 8601 text, decimals become floats."""
     match value:
         case None | bool() | int() | str():
@@ -139,9 +139,9 @@ def _plain(value: object, place: str) -> object:
         case datetime.date() | datetime.time():
             return value.isoformat()
         case list():
-            return [_plain(item, place) for item in value]
+            return [plain_value(item, place) for item in value]
         case dict():
-            return {name: _plain(item, place) for name, item in value.items()}
+            return {name: plain_value(item, place) for name, item in value.items()}
         case _:
             hint = "Write it as text, or leave the column out of those that the configuration lists as `columns`."
             raise InputError(place, f"a value of type {type(value).__name__}", hint)

@@ -15,6 +15,7 @@ from grpo_core.visible_text import has_visible_text
 from tasks.prompts.delimited import convert_numbers
 from tasks.prompts.files import file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, PromptTable, open_table
+from tasks.prompts.hub import DatasetChoice, names_dataset, open_dataset
 from tasks.prompts.text import PromptRow
 
 PROMPT_COLUMNS = (("prompt",), ("prompt_en",), ("prompt_raw",), ("prompts",), ("instruction",), ("caption", "text"))
@@ -53,78 +54,92 @@ class PromptFile:
 
     Attributes:
         folder: folder of the file or files, spelled like the source; empty is the working directory.
-        column: the column of the prompts; `prompt` for plain text.
+        column: the column of the prompts, of messages several; `prompt` for plain text.
         prompts: in the order of the file; of a folder, in the natural order of its files' names.
+        commit: of a dataset of the Hub: the commit that was read; None where it is not known.
     """
 
     folder: str
     column: str
     prompts: tuple[Prompt, ...]
+    commit: str | None = None
 
 
 def read_prompts(
     source: str | Path,
     *,
-    column: str | None = None,
+    column: str | Mapping[str, str] | None = None,
     columns: Sequence[str] | None = None,
     also: Collection[str] = (),
     limit: int | None = None,
+    choice: DatasetChoice | None = None,
 ) -> PromptFile:
-    """Read the prompts of a file, or of all files of a folder, which have one ending.
+    """Read the prompts of a file, of all files of a folder, which have one ending, or of a `datasets` repository.
 
     Formats: ``.txt`` (one per line; in a folder one per file, with the column ``file_name``), ``.jsonl``, ``.json``
     (JSONL or one array, of objects or of strings), ``.csv``, ``.tsv``, ``.parquet``; all but the last may be
     compressed as ``.gz``. Text is UTF-8, or UTF-16 with a byte order mark; blank lines are skipped.
 
     Args:
-        column: the column of the prompt; by default one of :data:`PROMPT_COLUMNS`.
+        column: the column of the prompt; by default one of :data:`PROMPT_COLUMNS`. A mapping of roles to columns makes
+            messages of them, in its order, and leaves out an empty system message.
         columns: names of the other columns that go along with a prompt; None for all that are not binary. No other
             column is read.
         also: columns that go along, where the file has them, even if `columns` does not name them.
-        limit: use only the first prompts, this many. The complete file is still read and must be well-formed.
+        limit: use only the first prompts, this many. The complete file is still read and must be well-formed; of a
+            stream nothing else is read.
+        choice: split, subset and revision of a dataset; None for the defaults.
 
     Raises:
-        InputError: the file cannot be read, is malformed, or has no prompts; a prompt is missing, not text, or
-            invisible; or a column is unknown, ambiguous or binary.
+        InputError: the file or dataset cannot be read, is malformed, or has no prompts; a prompt is missing, not text,
+            or invisible; or a column is unknown, ambiguous or binary.
     """
     if limit is not None and limit < 1:
         raise InputError("data.limit", limit, "Give at least 1, or leave it out for all prompts.")
     place = f"data.prompts: {source}"
-    files = find_files(str(source), place="data.prompts", endings=ENDINGS)
-    # Files of a bucket take long one after another.
-    with ThreadPoolExecutor(min(len(files), 16)) as pool:
-        tables = list(pool.map(partial(open_table, in_folder=files[0].uri != str(source)), files))
+    commit = None
+    choice = choice or DatasetChoice()
+    if names_dataset(str(source), choice):
+        table, commit = open_dataset(str(source), choice, limit)
+        tables, folder, typed = [table], str(source), True
+    else:
+        files = find_files(str(source), place="data.prompts", endings=ENDINGS)
+        # Files of a bucket take long one after another.
+        with ThreadPoolExecutor(min(len(files), 16)) as pool:
+            tables = list(pool.map(partial(open_table, in_folder=files[0].uri != str(source)), files))
+        folder, typed = posixpath.dirname(files[0].uri), file_ending(files[0].path) not in (".csv", ".tsv")
     found = tuple(dict.fromkeys(name for table in tables for name in table.columns))
     if not found:
         raise InputError(place, "no prompts", "Put at least one prompt into the file.")
-    chosen = _choose_column(found, column, place)
+    roles = column if isinstance(column, Mapping) else {"": _choose_column(found, column, place)}
+    chosen = {_choose_column(found, name, place) for name in roles.values()}
     binary = {name for table in tables for name in table.binary}
-    if chosen in binary:
-        raise InputError(f"{place}, column {chosen}", "bytes", "A prompt is text. Write the column as text.")
+    for name in sorted(chosen & binary):
+        raise InputError(f"{place}, column {name}", "bytes", "A prompt is text. Write the column as text.")
     _refuse_columns(columns or (), found, binary, place)
     wanted = set(found) if columns is None else {*columns, *also}
     rows = _read_rows(tables, chosen, (wanted & set(found)) - binary)
-    if file_ending(files[0].path) in (".csv", ".tsv"):
-        convert_numbers(rows, text_columns=lambda name: name == chosen or _is_known(name))
+    if not typed:
+        convert_numbers(rows, text_columns=lambda name: name in chosen or _is_known(name))
     if not rows:
         raise InputError(place, "no prompts", "Put at least one prompt into the file.")
-    return PromptFile(posixpath.dirname(files[0].uri), chosen, _named(rows[:limit], chosen))
+    return PromptFile(folder, ", ".join(roles.values()), _named(rows[:limit], roles), commit)
 
 
-def _read_rows(tables: Sequence[PromptTable], chosen: str, along: Collection[str]) -> list[PromptRow]:
+def _read_rows(tables: Sequence[PromptTable], chosen: Collection[str], along: Collection[str]) -> list[PromptRow]:
     for table in tables:
-        if table.columns and chosen not in table.columns:
+        for name in sorted(set(chosen) - set(table.columns)) if table.columns else ():
             hint = f"Other files of the folder have it; this one has {_listed(table.columns)}."
-            raise InputError(table.place, f"no column {chosen}", hint)
-    return [row for table in tables for row in table.read({chosen, *along})]
+            raise InputError(table.place, f"no column {name}", hint)
+    return [row for table in tables for row in table.read({*chosen, *along})]
 
 
-def _named(rows: Iterable[PromptRow], chosen: str) -> tuple[Prompt, ...]:
+def _named(rows: Iterable[PromptRow], roles: Mapping[str, str]) -> tuple[Prompt, ...]:
     seen: Counter[str] = Counter()
     prompts = []
     for row in rows:
-        text = _prompt_text(row, chosen)
-        others = {name: value for name, value in row.values.items() if name != chosen}
+        text = _prompt_text(row, roles[""]) if "" in roles else _messages(row, roles)
+        others = {name: value for name, value in row.values.items() if name not in roles.values()}
         prompt_id = hashlib.sha256(json.dumps([text, seen[text]]).encode()).hexdigest()[:16]
         prompts.append(Prompt(prompt_id, text, others))
         seen[text] += 1
@@ -166,8 +181,18 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
 
 
+def _messages(row: PromptRow, roles: Mapping[str, str]) -> str:
+    """Return a message per role as JSON, which is how a prompt of several messages is written."""
+    empty = [column for role, column in roles.items() if role == "system" and not row.values.get(column)]
+    contents = {role: _prompt_text(row, column) for role, column in roles.items() if column not in empty}
+    return json.dumps([{"role": role, "content": text} for role, text in contents.items()], ensure_ascii=False)
+
+
 def _prompt_text(row: PromptRow, column: str) -> str:
     value = row.values.get(column)
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
+        # Messages, as conversational datasets have them.
+        value = json.dumps(value, ensure_ascii=False)
     if isinstance(value, str) and has_visible_text(value):
         return value.strip()
     wanted = "Write the prompt there, or remove the row."

@@ -7,6 +7,10 @@ metric_titles     the table of metrics (metrics.csv): title, meaning, where each
 iteration         the report and the table of each iteration in Prefect's UI
 heldout           the held-out samples before and after training, as a sheet of images or a page of texts
 run_page          a run as one HTML file
+hacking           whether a run hacks its reward, with reasons
+comparison        runs with their held-out samples paired; compare_page shows it
+compared_runs     settings, curves and rewards that runs have in common or not
+pairing           paired differences and their confidence intervals
 rescoring         what changed when rollouts were scored again, and its page
 reward_analysis   the analysis of each reward; reward_page shows it
 statistics        columns checked and rounded, spread, rank correlation, quantiles

@@ -2,11 +2,12 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from PIL import Image
 
+from tasks.metrics.names import SECONDS
 from tasks.reports.images import PRUNED, fitted, image_uri
 from tasks.reports.metric_titles import REPORTED, REPORTED_OF_TEXTS, metric_title
 from tasks.reports.samples import Row, Samples, best_first, read_samples, verified
@@ -33,6 +34,8 @@ class IterationRecord:
         advantages: rewards and advantages of the samples of all rounds.
         metrics: metrics of all its stages, by name.
         heldout: held-out reward of the policy that it made, where that was evaluated.
+        reused: name of the run that a stage's results were copied from, by stage; own results are left out.
+        stored: whether an earlier start of the run has reported it already.
     """
 
     iteration: int
@@ -40,6 +43,16 @@ class IterationRecord:
     advantages: ArtifactRef
     metrics: Mapping[str, float]
     heldout: float | None = None
+    reused: Mapping[str, str] = field(default_factory=dict)
+    stored: bool = False
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this run's own stages, by stage."""
+        measured = {
+            name.removeprefix(SECONDS): value for name, value in self.metrics.items() if name.startswith(SECONDS)
+        }
+        return {stage: value for stage, value in measured.items() if stage not in self.reused}
 
 
 def iteration_table(record: IterationRecord) -> list[dict[str, object]]:

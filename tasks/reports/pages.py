@@ -1,32 +1,62 @@
-"""HTML pages: the environment of all templates; every page is one file that opens offline."""
+"""HTML pages: the environment of all templates; every page is one file that opens offline.
 
+A page can be read without its script, which only filters, sorts and enlarges what is there.
+"""
+
+import base64
 import functools
+import hashlib
 import os
 import tempfile
 from pathlib import Path
 
 import fsspec
 import jinja2
+from jinja2.runtime import Context
+from markupsafe import Markup
+from PIL import Image
 
 from grpo_core.errors import InputError
-from tasks.reports.images import image_uri, shrunk
-from tasks.reports.samples import SMALL
+from tasks.reports.images import LOSSLESS_SIDE, image_uri, shrunk
 from tasks.reports.text import excerpt, number, signed
 from tasks.storage.filesystem.files import write_file_atomically
 
 THUMBNAIL = 256
 """Longest side of an image on a page about rewards, in pixels; smaller ones are unchanged."""
 
+MAX_BYTES = 20 * 2**20
+"""Bytes of the images and long texts of a page; it says so in place of everything further."""
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+class _Room:
+    """The bytes that the images and long texts of a page may still take."""
+
+    def __init__(self) -> None:
+        self._left = MAX_BYTES
+
+    def take(self, content: str) -> str | None:
+        """Return the content; None where it has no room."""
+        size = len(content.encode())
+        if size > self._left:
+            return None
+        self._left -= size
+        return content
+
 
 def render(template: str, **values: object) -> str:
     """Fill a file of the folder `templates`; nothing in `values` is markup, and a missing value is an error."""
-    return _environment().get_template(template).render(**values)
+    script = (_TEMPLATES / "page.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    own = {"script": Markup(script), "script_sha256": digest, "room": _Room()}
+    return _environment().get_template(template).render(**values, **own)
 
 
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -34,13 +64,32 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {
         "excerpt": excerpt,
-        "image": image_uri,
+        "image": _image,
         "number": number,
         "signed": signed,
-        "small_image": lambda image: image_uri(shrunk(image, SMALL)),
-        "thumbnail": lambda image: image_uri(shrunk(image.convert("RGB"), THUMBNAIL)),
+        "whole": _whole,
     }
     return environment
+
+
+@jinja2.pass_context
+def _image(context: Context, image: Image.Image, side: int | None = None, lossless: bool = True) -> str | None:
+    """Encode an image as a link while the page has room for it.
+
+    Args:
+        context: of the page.
+        image: of any size.
+        side: longest side to which it is reduced; None keeps its size.
+        lossless: whether each of its pixels matters if it is small, which is not so for a reduced image.
+    """
+    small = image.convert("RGB") if side is None else shrunk(image.convert("RGB"), side)
+    return _whole(context, image_uri(small, lossless_side=LOSSLESS_SIDE if lossless else 0))
+
+
+@jinja2.pass_context
+def _whole(context: Context, content: str) -> str | None:
+    room: _Room = context["room"]
+    return room.take(content)
 
 
 def write_page(path: Path, page: str) -> None:

@@ -29,6 +29,9 @@ MAX_MARKERS = 60
 _THEME = {INK: "--ink", SOFT: "--soft", LINE: "--line", **{COLOURS[index]: f"--s{index}" for index in range(6)}}
 """Variables of the pages' style sheet by the colour that represents them in a figure."""
 
+DASHES = ("solid", "dashed", "dotted")
+"""Of the first six series, the next six, and those after them."""
+
 _TOOLTIP = "tooltip:"
 
 BINS = 40
@@ -105,8 +108,8 @@ def line_plot(
     The series are (iteration, value) points by name, in the order of the iterations and finite; the size is in pixels.
 
     Returns:
-        The title, the meaning, and whether the page writes a legend; the plot as `svg`; and in `lines` the name and
-        last value of each line, in the order of their colours.
+        The title, the meaning, and whether the page writes a legend; the plot as `svg`; and in `lines` the name, the
+        last value and the number of the colour of each line. A series keeps its colour where others have no points.
     """
     lines = {name: points for name, points in series.items() if points}
     if not lines:
@@ -121,13 +124,15 @@ def line_plot(
     ticks = _value_ticks([y for points in lines.values() for _, y in points])
     axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     axes.set_ylim(ticks[0], ticks[-1])
-    for index, (name, points) in enumerate(lines.items()):
+    for index, (name, points) in enumerate(series.items()):
+        if not points:
+            continue
         colour = colour_of(index % 6)
-        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8)
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8, linestyle=DASHES[index // 6 % len(DASHES)])
         for x, y in points if len(points) <= MAX_MARKERS else points[-1:]:
             (marker,) = axes.plot(x, y, "o", color=colour, markersize=4.5, markeredgewidth=0)
             set_tooltip(marker, f"{name}, iteration {x:g}: {y:.4g}")
-    last = [(name, f"{points[-1][1]:.4g}") for name, points in lines.items()]
+    last = [(name, f"{points[-1][1]:.4g}", index % 6) for index, (name, points) in enumerate(series.items()) if points]
     svg = svg_of(figure, f"{title} over iterations")
     return {"title": title, "meaning": meaning, "lines": last, "svg": svg, "legend": legend}
 
@@ -135,8 +140,10 @@ def line_plot(
 def _value_ticks(values: Sequence[float]) -> Sequence[float]:
     """Choose about three round steps from below the least to above the largest value."""
     low, high = min(values), max(values)
-    if low == high:
-        margin = abs(low) * 0.1 or 1.0
+    if low == high == 0:
+        high = 1.0
+    elif low == high:
+        margin = abs(low) * 0.1
         low, high = low - margin, high + margin
     return [float(tick) for tick in MaxNLocator(nbins=3, steps=[1, 2, 5, 10]).tick_values(low, high)]
 

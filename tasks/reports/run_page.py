@@ -1,49 +1,106 @@
-"""A run as one HTML file: plots and images embedded, no script, no request to any server."""
+"""A run as one HTML file: plots and images embedded, no request to any server."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
+import pyarrow.parquet as pq
+
+from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
 from tasks.reports.pages import render
-from tasks.reports.samples import TRAITS, Group, Groups, read_groups, varying
+from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
+from tasks.storage.filesystem.files import is_local
+
+
+class Curve(NamedTuple):
+    """A plot over iterations: title, meaning, points by series, and whether its lines need a legend."""
+
+    title: str
+    meaning: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    legend: bool = True
+
+
+MAX_VERSIONS = 8
+"""Versions that the history of a held-out prompt shows."""
+
+MAX_ITERATIONS = 200
+"""Iterations, back from the shown one, in which earlier appearances of its prompts are looked for."""
+
+Appearance = tuple[int, float]
+"""An iteration that sampled a prompt, and the prompt's mean reward there."""
 
 
 @dataclass(frozen=True)
 class Heldout:
-    """The held-out prompts of two policies, paired.
+    """The held-out prompts over the versions of the policy.
 
     Attributes:
-        first: version of the earlier policy.
-        last: version of the later policy.
-        pairs: each prompt's group by the earlier and by the later policy, their samples ordered by id.
+        versions: evaluated versions that are shown, in order; the first and the last of all are among them.
+        prompts: each prompt's group by every version, their samples ordered by id.
         total: number of prompts.
-        same_seeds: every pair of samples was sampled with the same seed.
+        same_seeds: whether all versions sampled with the same seeds.
     """
 
-    first: int
-    last: int
-    pairs: Sequence[tuple[Group, Group]]
+    versions: Sequence[int]
+    prompts: Sequence[Sequence[Group]]
     total: int
     same_seeds: bool
+
+    @property
+    def pairs(self) -> list[tuple[Group, Group]]:
+        """Each prompt's group by the first and by the last version."""
+        return [(groups[0], groups[-1]) for groups in self.prompts]
 
 
 def read_heldout(
     reader: RunReader, run: RunView, fetched: Path, targets: TargetReader, *, limit: int
 ) -> Heldout | None:
-    """Pair the first groups of the first and the last evaluation by their ids; None with fewer than two evaluations."""
-    if len(run.evaluated) < 2:
+    """Read the first groups of evaluations, the first and the last among them; None with fewer than two."""
+    count = len(run.evaluated)
+    if count < 2:
         return None
-    first, last = run.evaluated[0], run.evaluated[-1]
-    before, after = (read_groups(reader, each.stages, fetched, targets, limit=limit) for each in (first, last))
-    sides = [{group.samples[0]["group_id"]: _by_sample_id(group) for group in side.shown} for side in (before, after)]
-    pairs = [(group, sides[1][name]) for name, group in sides[0].items() if name in sides[1]]
-    seeds = [[[row["seed"] for row in group.samples] for group in pair] for pair in pairs]
-    same = all(earlier == later for earlier, later in seeds)
-    return Heldout(first.version, last.version, pairs, before.total, same)
+    chosen = sorted({round(place * (count - 1) / (MAX_VERSIONS - 1)) for place in range(MAX_VERSIONS)})
+    versions, sides, total = [], [], 0
+    for index in chosen:
+        ends = index in (0, count - 1)
+        side = MEDIUM if ends else SMALL
+        found = read_groups(reader, run.evaluated[index].stages, fetched, targets, limit=limit, side=side)
+        # Only the ends are certain to be valid.
+        if ends or found.shown:
+            versions.append(run.evaluated[index].version)
+            sides.append({group.samples[0]["group_id"]: _by_sample_id(group) for group in found.shown})
+            total = max(total, found.total)
+    prompts = [[side[name] for side in sides] for name in sides[0] if all(name in side for side in sides)]
+    seeds = [[[row["seed"] for row in group.samples] for group in groups] for groups in prompts]
+    return Heldout(versions, prompts, total, all(each == first for first, *others in seeds for each in others))
+
+
+def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: Path) -> dict[str, list[Appearance]]:
+    """Return when the prompts of these groups were sampled, by prompt id, over the last MAX_ITERATIONS iterations."""
+    wanted = {group.samples[0]["prompt_id"] for group in groups.shown}
+    if run.shown is None or not wanted or not is_local(reader.store.filesystem):
+        # A remote run would be copied table by table.
+        return {}
+    found: dict[str, list[Appearance]] = {}
+    for view in [view for view in run.iterations if view.iteration <= run.shown.iteration][-MAX_ITERATIONS:]:
+        rewards: dict[str, list[float]] = {}
+        for part in view.stages.get(ADVANTAGES, ()):
+            path = reader.local_folder(part, fetched) / ADVANTAGES_FILE
+            rows = pq.read_table(path, columns=["prompt_id", "reward"]).to_pydict()
+            for prompt, reward in zip(rows["prompt_id"], rows["reward"], strict=True):
+                if prompt in wanted and reward is not None:
+                    rewards.setdefault(prompt, []).append(reward)
+        for prompt, known in rewards.items():
+            found.setdefault(prompt, []).append((view.iteration, fmean(known)))
+    return found
 
 
 def _by_sample_id(group: Group) -> Group:
@@ -51,7 +108,13 @@ def _by_sample_id(group: Group) -> Group:
 
 
 def render_run_page(
-    run: RunView, groups: Groups, heldout: Heldout | None, warnings: Sequence[str], heading: Sequence[tuple[str, str]]
+    run: RunView,
+    groups: Groups,
+    appearances: Mapping[str, Sequence[Appearance]],
+    heldout: Heldout | None,
+    verdict: Verdict,
+    warnings: Sequence[str],
+    heading: Sequence[tuple[str, str]],
 ) -> str:
     """Write the page of a run, with the groups of the shown iteration and the names and values of its heading."""
     # Matplotlib takes a second to import.
@@ -66,14 +129,16 @@ def render_run_page(
         title=run.name,
         run=run,
         groups=groups,
+        appearances=appearances,
         heldout=heldout,
+        verdict=verdict,
         warnings=warnings,
         heading=heading,
         progress=progress(run),
         stages=stage_shares(run),
         reward_plot=line_plot(*title, reward, width=1120, height=250),
         narrow_reward_plot=line_plot(*title, reward, width=360, height=200),
-        plots=[plot for each in _plots(run) if (plot := line_plot(*each[:3], legend=each[3]))],
+        plots=[plot for each in _curves(run) if (plot := line_plot(*each[:3], legend=each.legend))],
         metrics=metric_rows(run.shown.metrics, run.noun) if run.shown else [],
         traits=[name for name in TRAITS if name in {*groups.varying, *varying(shown)}],
     )
@@ -105,14 +170,14 @@ def plotted_metrics(run: RunView) -> list[str]:
     return [*sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean")), *PLOTTED]
 
 
-def _plots(run: RunView) -> Iterator[tuple[str, str, Mapping[str, Sequence[tuple[float, float]]], bool]]:
-    """Yield title, meaning, series, and whether the lines need a legend."""
+def _curves(run: RunView) -> Iterator[Curve]:
     meaning = "mean of the weighted rewards of each dataset alone"
     rewards = run.dataset_rewards.items()
-    yield "Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards}, True
-    yield "Held-out reward by dataset", meaning, {name: run.heldout_series(metric) for name, metric in rewards}, True
+    yield Curve("Reward by dataset", meaning, {name: run.series(metric) for name, metric in rewards})
+    heldout = {name: run.heldout_series(metric) for name, metric in rewards}
+    yield Curve("Held-out reward by dataset", meaning, heldout)
     meaning = "mean over the held-out samples, never trained on; one that falls while the reward rises is a warning"
-    yield "Guardrails", meaning, run.guardrail_series, True
+    yield Curve("Guardrails", meaning, run.guardrail_series)
     for name in plotted_metrics(run):
         title, meaning = metric_title(name, run.noun)
-        yield title, meaning, {title: run.series(name)}, False
+        yield Curve(title, meaning, {title: run.series(name)}, legend=False)

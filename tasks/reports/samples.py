@@ -17,11 +17,11 @@ from tasks.runs.run_view import Stages
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 
-LARGE, SMALL = 320, 96
-"""Longest side in pixels of the best and worst image, and of the other siblings; smaller ones are kept."""
+LARGE, MEDIUM, SMALL = 320, 192, 96
+"""Longest side in pixels of the best and worst image, of compared ones, and of the others; smaller ones are kept."""
 
 _SHOWN = (
-    *("sample_id", "group_id", "dataset", "prompt", "rollout_logprobs", "loss_mask", "finished", "seed"),
+    *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "rollout_logprobs", "loss_mask", "finished", "seed"),
     *("target_uri", "target_sha256", "completion", "width", "height"),
 )
 _RATED = ("reward", "advantage", "dropped")
@@ -192,36 +192,55 @@ class Groups:
         return f"{self.total} groups in {times}, {self.dropped} without spread left out of the update"
 
 
-def read_groups(reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int) -> Groups:
-    """Read the first groups in the stored order; without rollouts there are none.
+def read_stages(reader: RunReader, stages: Stages, fetched: Path) -> Samples:
+    """Join the tables of an iteration or an evaluation that has rollouts.
 
     Of the verified stages, rewards and advantages may be missing; remote ones are copied below the folder `fetched`.
     """
-    if ROLLOUTS not in stages:
-        return Groups()
     rewards = [(part.folder.rsplit("/", 1)[-1], part) for part in stages.get(REWARDS, ())]
-    table = read_samples(
+    return read_samples(
         lambda reference: reader.local_folder(reference, fetched),
         stages[ROLLOUTS],
         rewards,
         stages.get(ADVANTAGES, ()),
         _SHOWN,
     )
+
+
+def read_groups(
+    reader: RunReader, stages: Stages, fetched: Path, targets: TargetReader, *, limit: int, side: int | None = None
+) -> Groups:
+    """Read the first groups in the stored order, as :func:`read_stages`; without rollouts there are none.
+
+    Images are at most `side` pixels large; by default the best and the worst of a group LARGE, the others SMALL.
+    """
+    if ROLLOUTS not in stages:
+        return Groups()
+    table = read_stages(reader, stages, fetched)
     groups = table.groups
     shown = [[*best_first(group), *(row for row in group if row["reward"] is None)] for group in groups[:limit]]
-    sides = {} if table.is_text else _sides(shown)
-    images = table.images(sides, sides)
-    for row in (row for group in shown for row in group):
-        trained = [value for value, kept in zip(row["rollout_logprobs"], row["loss_mask"], strict=True) if kept]
-        row |= {"logprob": math.fsum(trained), "length": len(trained)}
-        row["output"] = row["completion"] if table.is_text else images.get(row["sample_id"])
     return Groups(
-        shown=[Group(rows, targets.read(rows[0].get("target_uri"), rows[0].get("target_sha256"))) for rows in shown],
+        shown=show_groups(table, shown, targets, side),
         total=len(groups),
         rounds=len(table.folders),
         dropped=sum(bool(group[0]["dropped"]) for group in groups),
         varying=table.varying,
     )
+
+
+def show_groups(
+    table: Samples, groups: Sequence[Sequence[Row]], targets: TargetReader, side: int | None = None
+) -> list[Group]:
+    """Read the outputs and targets of these groups of the table; sizes are as of :func:`read_groups`."""
+    sides = {} if table.is_text else _sides(groups)
+    if side is not None:
+        sides = dict.fromkeys(sides, side)
+    images = table.images(sides, sides)
+    for row in (row for group in groups for row in group):
+        trained = [value for value, kept in zip(row["rollout_logprobs"], row["loss_mask"], strict=True) if kept]
+        row |= {"logprob": math.fsum(trained), "length": len(trained)}
+        row["output"] = row["completion"] if table.is_text else images.get(row["sample_id"])
+    return [Group(rows, targets.read(rows[0].get("target_uri"), rows[0].get("target_sha256"))) for rows in groups]
 
 
 def _sides(groups: Iterable[Sequence[Row]]) -> dict[str, int]:

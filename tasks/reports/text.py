@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 Cells = dict[str, str]
 """A row of a table for people: its cells by heading, in the order of the columns."""
@@ -88,6 +89,11 @@ def correlation(value: float | None, digits: int = 2) -> str:
 def counted(count: int, noun: str) -> str:
     """Format a count with its noun in the right number: `1 sample`, `1,024 samples`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as `0:03:05`, or `1 day, 2:10:00`."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def change(first: float | None, last: float | None) -> str:

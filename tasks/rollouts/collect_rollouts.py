@@ -13,9 +13,10 @@ from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
+from tasks.execution.peak_memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
-from tasks.metrics.names import TOKENS
+from tasks.metrics.names import COMPLETION_LENGTH, TOKENS
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.rollouts.plan import RolloutPlan
@@ -31,11 +32,12 @@ STAGE = "collect rollouts"
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     model, policy = inputs["model"], inputs["policy"]
+    settings = model.section.result_settings()
     return {
         "policy": policy.digest,
         "version": policy.version,
         # The digest covers the adapters' matrices, not their scale, which is added here.
-        "lora": model.section.result_settings()["lora"] if policy.version else None,
+        "lora": settings["lora"] if policy.version else None,
         "model": model.digest,
         "dtype": model.section.dtype,
         "autocast": model.section.autocast,
@@ -43,6 +45,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "rollout": inputs["rollout"].result_settings(),
         "with_reference": inputs["with_reference"],
         "reference": policy.reference_digest if inputs["with_reference"] else None,
+        **{name: settings[name] for name in ("attn_implementation",) if name in settings},
     }
 
 
@@ -87,6 +90,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             # Shards are sampled in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
             metrics=_joint_metrics(parts),
+            peak_memory=max((part.peak_memory for part in parts if part.peak_memory is not None), default=None),
         )
 
 
@@ -101,10 +105,10 @@ def _link_or_copy(path: Path, target: Path) -> None:
 def _joint_metrics(parts: Sequence[ArtifactRef]) -> dict[str, float]:
     rows = sum(part.rows for part in parts)
     clipped = sum(round(part.metrics["completions/clipped_ratio"] * part.rows) for part in parts)
-    completions = sum(round(part.metrics["completions/mean_length"] * part.rows) for part in parts)
+    completions = sum(round(part.metrics[COMPLETION_LENGTH] * part.rows) for part in parts)
     return {
         TOKENS: sum(part.metrics[TOKENS] for part in parts),
-        "completions/mean_length": completions / rows,
+        COMPLETION_LENGTH: completions / rows,
         "completions/min_length": min(part.metrics["completions/min_length"] for part in parts),
         "completions/max_length": max(part.metrics["completions/max_length"] for part in parts),
         "completions/clipped_ratio": clipped / rows,
@@ -125,6 +129,7 @@ def collect_rollouts_task(
 
     def sample(prompts_per_batch: int) -> ArtifactRef:
         started = time.perf_counter()
+        reset_peak_memory()
         report_progress = progress_of(title, len(plan.groups) * plan.group_size)
         sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
         requests = [plan.request(group) for group in plan.groups]
@@ -148,6 +153,7 @@ def collect_rollouts_task(
                 rows=writer.rows,
                 seconds=time.perf_counter() - started,
                 metrics=_metrics(lengths, prompt_tokens, cut),
+                peak_memory=peak_memory(),
             )
 
     return halve_on_out_of_memory(title, store.run, "rollout.prompts_per_batch", rollout.prompts_per_batch, sample)
@@ -156,7 +162,7 @@ def collect_rollouts_task(
 def _metrics(lengths: Sequence[int], prompt_tokens: int, cut: int) -> dict[str, float]:
     return {
         TOKENS: float(prompt_tokens + sum(lengths)),
-        "completions/mean_length": sum(lengths) / len(lengths),
+        COMPLETION_LENGTH: sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": cut / len(lengths),

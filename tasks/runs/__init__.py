@@ -3,8 +3,10 @@
 layout         paths and names of folders and files
 records        a sampling round, a stored iteration, a stored evaluation
 reader         lists, finds and verifies artifacts; reports damage and changes nothing
+starts         when, where and with which code the run was started
 lookup         finds a run by name or path; its description, run.json and config.yaml
 stored         configuration, iterations, evaluations and policies for flows that use them again
 run_view       records of a run for reports and summaries; read_run reads them
+frames         the tables of a run as polars frames, for scripts and notebooks
 metrics_table  the table of an iteration's metrics
 """

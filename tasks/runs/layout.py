@@ -7,6 +7,7 @@ policies/000001                                            what an update made; 
 evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
 evaluations_of/<prompts>/000001/...                        the same with other prompts or settings
 rescored/<name>/iteration_000001/...                       other rewards over stored rollouts
+trackers.json, tensorboard                                 what trackers call the run; TensorBoard's logs
 
 Beside them the storage keeps `quarantine/` (damaged files), `previous/` (results of an older configuration) and
 `.incoming/` (unfinished files): tasks/storage/artifacts/run_folder.py.
@@ -23,6 +24,9 @@ SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
 STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
 POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"
 RESCORED, ANALYSIS = "rescored", "analysis"
+STORED, RECOMPUTED = "stored", "recomputed"
+"""Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
+
 LOCKED_APART = (f"{RESCORED}/*", f"{EVALUATIONS}/*", f"{OTHER_EVALUATIONS}/*/*")
 """Patterns of the folders that commands lock without locking the run."""
 
@@ -37,6 +41,9 @@ REWARDS_FILE = "rewards.yaml"
 REPORT_PAGE, REPORT_FILE = "report.html", "report.json"
 CONTACT_SHEET, HELDOUT_TEXTS = "contact_sheet.png", "heldout.md"
 SIGNS_FILE, WATCH_PLOT = "watch.json", "watch.png"
+
+TRACKERS_FILE, TENSORBOARD = "trackers.json", "tensorboard"
+"""What each tracker calls the run, and the iteration that it was last given; the folder of TensorBoard's logs."""
 
 _ITERATION, _ROUND = re.compile(r"iteration_(\d{6,})"), re.compile(r"round_(\d{2,})")
 
@@ -95,4 +102,5 @@ def is_later_round(name: str) -> bool:
 
 def is_result(name: str) -> bool:
     """Return whether a name in a run folder is a result of the run, not a file that a person put there."""
-    return parse_iteration(name) is not None or name in (POLICIES, EVALUATIONS, OTHER_EVALUATIONS, RESCORED)
+    results = (POLICIES, EVALUATIONS, OTHER_EVALUATIONS, RESCORED, TRACKERS_FILE, TENSORBOARD)
+    return parse_iteration(name) is not None or name in results

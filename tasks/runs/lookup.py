@@ -131,11 +131,28 @@ def _store(root: str, run: str, place: str) -> ArtifactStore:
         raise InputError(place, error.value, error.hint) from error
 
 
+def runs_below(root: str, place: str = "--root") -> list[ArtifactStore] | None:
+    """Return the runs under a storage root, by name; None where there is no such folder.
+
+    Args:
+        place: the option that names the root, for messages.
+
+    Raises:
+        InputError: it is no storage root.
+    """
+    store = _store(root, "", place)
+    with translate_remote_errors(store.filesystem, store.root):
+        if not store.filesystem.isdir(store.root):
+            return None
+        stores = [_store(root, name, place) for name in RunReader(store).names() if not name.startswith(".")]
+        return [each for each in stores if _is_run(each)]
+
+
 def _known_runs(name: str, root: str) -> str:
-    store = _store(root, "", "--root")
-    if not store.filesystem.isdir(store.root):
+    found = runs_below(root)
+    if found is None:
         return f"There is no folder {root} either; name the storage root with --root, or the path of the run's folder."
-    runs = [each for each in RunReader(store).names() if _is_run(_store(root, each, "--root"))]
+    runs = [each.run for each in found]
     if not runs:
         return f"{root} has no runs; name the storage root with --root, or the path of the run's folder."
     return f"Runs in {root}: {nearest_names(name.rstrip('/').rsplit('/', 1)[-1], runs)}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tasks.metrics.names import GUARDRAILS, HELDOUT, SECONDS
+from tasks.metrics.names import GUARDRAILS, HELDOUT, SECONDS, WALL_TIME
 from tasks.metrics.pooled import stage_metrics
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES, UPDATE, metrics_file
 from tasks.runs.records import SamplingRound
@@ -15,6 +15,8 @@ from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.parquet import joint_digest, part_digests, read_table, write_table
 from tasks.storage.tables.schemas import METRICS
+
+_KEPT = (HELDOUT, WALL_TIME)
 
 
 def gather_metrics(
@@ -48,17 +50,25 @@ def gather_metrics(
     return metrics
 
 
-def has_metrics(store: ArtifactStore, iteration: int) -> bool:
-    """Whether the iteration's table has been written."""
-    return bool(store.filesystem.exists(store.path(metrics_file(iteration))))
+def read_metrics(store: ArtifactStore, iteration: int) -> dict[str, float]:
+    """Read the table that an earlier start wrote; empty where there is none, or a damaged one."""
+    content = store.read_file(metrics_file(iteration))
+    return {} if content is None else _read_table(content)
+
+
+def with_earlier(metrics: Mapping[str, float], earlier: Mapping[str, float], wall_time: float) -> dict[str, float]:
+    """Add what only the start that ran an iteration knows: its time on the clock, and evaluations made then.
+
+    Args:
+        earlier: the table of that start; empty if it is this one.
+        wall_time: seconds that the iteration took in this start.
+    """
+    kept = {name: value for name, value in earlier.items() if name in _KEPT or name.startswith(GUARDRAILS)}
+    return {**kept, **metrics} if earlier else {**metrics, WALL_TIME: wall_time}
 
 
 def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:
-    """Write the iteration's table, a row per metric; held-out metrics of an earlier start are kept."""
-    content = store.read_file(metrics_file(iteration))
-    earlier = {} if content is None else _read_table(content)
-    kept = {name: value for name, value in earlier.items() if name == HELDOUT or name.startswith(GUARDRAILS)}
-    metrics = {**kept, **metrics}
+    """Write the iteration's table, a row per metric."""
     names = sorted(metrics)
     columns: dict[str, list[Any]] = {
         "iteration": [iteration] * len(names),

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from tasks.metrics.names import HELDOUT, SECONDS, STEP_TIME
+from tasks.metrics.names import HELDOUT, is_measured
 from tasks.metrics.pooled import stage_metrics
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -29,6 +29,7 @@ from tasks.runs.layout import (
 from tasks.runs.lookup import CONFIG_FILE, CONFIG_SHA256
 from tasks.runs.reader import RunReader, StoredArtifact
 from tasks.runs.run_view import EvaluationView, IterationView, MovedFiles, RunView, Stages
+from tasks.runs.starts import read_starts
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 from tasks.storage.artifacts.store import RUN_FILE
@@ -64,7 +65,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
         reader.report_damage(RUN_FILE, "it is missing")
     version, digest = latest or (0, (described or {}).get("model_digest"))
     heldout = tuple(
-        EvaluationView(number, _references(stages), _read_guardrails(reader, number))
+        EvaluationView(number, _references(stages), _read_guardrails(reader, evaluation_folder(number)))
         for number, stages in evaluations.items()
     )
     rewards = {view.version: view.reward for view in heldout}
@@ -78,6 +79,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
     return RunView(
         name=reader.store.run,
         folder=reader.store.path(),
+        starts=read_starts(reader),
         config_text=config_text,
         config=config,
         iterations=tuple(views),
@@ -106,8 +108,21 @@ def _find_stages(reader: RunReader, folder: str) -> Found:
     return stages
 
 
-def _read_guardrails(reader: RunReader, version: int) -> dict[str, float]:
-    folder, means = f"{evaluation_folder(version)}/{GUARDRAILS}", {}
+def read_evaluation(reader: RunReader, version: int, of: str | None = None) -> EvaluationView | None:
+    """Read the evaluation of a version on the run's own held-out prompts, or of others by their name; all verified.
+
+    None unless it has samples and rewards.
+    """
+    folder = evaluation_folder(version, of)
+    stages = _find_stages(reader, folder)
+    _drop_damaged(reader, [stages], always=True)
+    if ROLLOUTS not in stages or ADVANTAGES not in stages:
+        return None
+    return EvaluationView(version, _references(stages), _read_guardrails(reader, folder))
+
+
+def _read_guardrails(reader: RunReader, evaluation: str) -> dict[str, float]:
+    folder, means = f"{evaluation}/{GUARDRAILS}", {}
     for label in reader.artifact_names(folder):
         found = reader.find(f"{folder}/{label}")
         if found is not None and f"rewards/{label}/mean" in found.reference.metrics:
@@ -187,7 +202,7 @@ def _compare_with_table(reader: RunReader, number: int, metrics: Mapping[str, fl
         reader.report_damage(name, f"it is not a valid Parquet file ({type(error).__name__}); the stages' are shown")
         return
     written = dict(zip(rows["metric"], rows["value"], strict=True))
-    compared = {metric for metric in metrics if metric != STEP_TIME and not metric.startswith(SECONDS)}
+    compared = {metric for metric in metrics if not is_measured(metric)}
     differing = sorted(metric for metric in compared if written.get(metric) != metrics[metric])
     if differing:
         reader.report_damage(name, f"{', '.join(differing[:3])} differ from the stages' metrics, which are shown")

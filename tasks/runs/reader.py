@@ -153,6 +153,16 @@ class RunReader:
         self._budget -= size
         return self.verify(artifact)
 
+    def verified_folder(self, artifact: StoredArtifact, fetched: Path) -> Path | None:
+        """Return the artifact's folder on this machine if its files verify; a remote one is copied below `fetched`."""
+        if is_local(self.store.filesystem):
+            return Path(self.store.path(artifact.reference.folder)) if self.verify(artifact) else None
+        target = fetched / artifact.reference.folder
+        reason = self.store.files.fetch(self.store.path(artifact.reference.folder), artifact.manifest, target)
+        if reason is not None:
+            self.report_damage(artifact.reference.folder, reason)
+        return None if reason is not None else target
+
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
         """Return the artifact's folder on this machine; a remote one is copied below `fetched` first."""
         if is_local(self.store.filesystem):

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from tasks.runs.layout import ADVANTAGES, ROLLOUTS, STAGES
+from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, STAGES
 from tasks.runs.reader import Damage
+from tasks.runs.starts import RunStart
 from tasks.storage.artifacts.reference import ArtifactRef
 
 Noun = Literal["image", "completion"]
@@ -59,6 +60,13 @@ class EvaluationView:
         return self.stages[ADVANTAGES][0].metrics if ADVANTAGES in self.stages else {}
 
     @property
+    def scores(self) -> dict[str, float]:
+        """Mean of each reward alone, before its weight, by label."""
+        parts = {part.folder.rsplit("/", 1)[-1]: part.metrics for part in self.stages.get(REWARDS, ())}
+        means = {label: metrics.get(f"rewards/{label}/mean") for label, metrics in parts.items()}
+        return {label: mean for label, mean in means.items() if mean is not None}
+
+    @property
     def seconds(self) -> float:
         """Seconds of all stages; rewards are computed concurrently, so the slowest counts."""
         return sum(max(part.seconds for part in parts) for parts in self.stages.values())
@@ -84,6 +92,7 @@ class RunView:
 
     Attributes:
         folder: path or URL of the run.
+        starts: its starts, in order.
         config_text: content of config.yaml; None without a readable one.
         iterations: iterations in order; only those that have at least one valid stage.
         shown: the iteration to show; None where it has no valid stage.
@@ -97,6 +106,7 @@ class RunView:
 
     name: str
     folder: str
+    starts: tuple[RunStart, ...]
     config_text: str | None
     config: Mapping[str, Any]
     iterations: tuple[IterationView, ...]
@@ -153,11 +163,12 @@ class RunView:
     @property
     def guardrail_series(self) -> dict[str, list[tuple[float, float]]]:
         """(policy version, mean over the held-out samples) of each guardrail, by label."""
-        series: dict[str, list[tuple[float, float]]] = {}
-        for view in self.evaluations:
-            for label, mean in view.guardrails.items():
-                series.setdefault(label, []).append((float(view.version), mean))
-        return series
+        return _by_label({view.version: view.guardrails for view in self.evaluations})
+
+    @property
+    def heldout_scores(self) -> dict[str, list[tuple[float, float]]]:
+        """The same of each reward alone, before its weight."""
+        return _by_label({view.version: view.scores for view in self.evaluations})
 
     @property
     def dataset_rewards(self) -> dict[str, str]:
@@ -166,6 +177,14 @@ class RunView:
         names = {name for metrics in seen for name in metrics}
         found = {dataset: name for name in names if (dataset := dataset_of(name)) is not None}
         return dict(sorted(found.items()))
+
+
+def _by_label(means: Mapping[int, Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for version, by_label in means.items():
+        for label, mean in by_label.items():
+            series.setdefault(label, []).append((float(version), mean))
+    return series
 
 
 class RunSummary(BaseModel):
@@ -193,6 +212,23 @@ class RunSummary(BaseModel):
     policy_digest: str | None
     seconds: dict[str, float]
     folder: str
+
+
+def summary_of(run: RunView) -> RunSummary:
+    """Summarize a run that was read from its folder."""
+    rewards, evaluated = run.series("reward"), run.evaluated
+    return RunSummary(
+        run=run.name,
+        iterations=run.policy_version,
+        reward_first=rewards[0][1] if rewards else None,
+        reward_last=rewards[-1][1] if rewards else None,
+        heldout_before=evaluated[0].reward if evaluated else None,
+        heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
+        heldout_baselines=dict(run.baselines),
+        policy_digest=run.policy_digest,
+        seconds=run.seconds,
+        folder=run.folder,
+    )
 
 
 def dataset_of(metric: str) -> str | None:

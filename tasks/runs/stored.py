@@ -9,31 +9,37 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from configs.loader import read_config, read_mapping
+from configs.loader import read_config
 from configs.schema import RunConfig
+from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import REFERENCE_FOLDER, weights_digest
+from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, model_digest, weights_digest
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import (
     ADVANTAGES,
+    EVALUATIONS,
     GUARDRAILS,
+    RECOMPUTED,
     RESCORED,
     REWARDS,
     ROLLOUTS,
     STATE_FILE,
+    STORED,
     iteration_folder,
     policy_folder,
     rescoring_folder,
 )
-from tasks.runs.lookup import read_config_file, spans
+from tasks.runs.lookup import find_run, read_config_file, read_description, spans
 from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.tables.schemas import SCHEMA_VERSION
 
-STORED, RECOMPUTED = "stored", "recomputed"
-"""Names of advantages that are no rescoring: those of the run, and those computed again from its rewards."""
+BEST = "best"
+"""In place of a number: the policy version with the highest held-out reward."""
+START = "start"
+"""Entry of run.json of a run that started from another run's policy: `from`, as RUN@N, and `policy`, the reference."""
 
 
 def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunConfig:
@@ -194,6 +200,38 @@ def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
     return manifest.pruned if manifest is not None and not manifest.files else None
 
 
+def heldout_rewards(store: ArtifactStore, folder: str = EVALUATIONS) -> dict[int, float]:
+    """Return the mean held-out reward of the evaluations in a folder of the run, by policy version."""
+    rewards: dict[int, float] = {}
+    for version in RunReader(store).evaluations(folder):
+        manifest = store.manifest_at(store.path(f"{folder}/{version:06d}/{ADVANTAGES}"))
+        metrics = manifest.described.get("metrics") if manifest else None
+        reward = metrics.get("reward") if isinstance(metrics, Mapping) else None
+        if isinstance(reward, float):
+            rewards[version] = reward
+    return rewards
+
+
+def chosen_version(store: ArtifactStore, chosen: str | None) -> int | None:
+    """Return the policy version that a person chose: a number as text, `best`, or None for the last valid one.
+
+    The best is the version with the highest mean held-out reward among those that are stored, the initial model
+    included; of equal ones the earliest.
+
+    Raises:
+        InputErrors: the best one is asked for, and no stored version was evaluated.
+    """
+    if chosen != BEST:
+        return None if chosen is None else int(chosen)
+    stored = {0, *stored_versions(store)}
+    rewards = {version: reward for version, reward in heldout_rewards(store).items() if version in stored}
+    if not rewards:
+        numbers = spans(sorted(stored - {0}))
+        hint = f"No stored version of {store.run} was evaluated; run `grpo evaluate`, or give a version: {numbers}."
+        raise InputErrors([InputError("--policy", chosen, hint)])
+    return max(rewards, key=rewards.__getitem__)
+
+
 def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) -> tuple[PolicyRef, tuple[str, ...]]:
     """Return a version of the policy, and a note for every damaged version that was skipped; nothing is changed.
 
@@ -212,7 +250,7 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
         if isinstance(found, PolicyRef):
             return found, tuple(notes)
         notes.append(f"{store.run}: version {each} is skipped: {found}")
-    return PolicyRef(version=0, digest=model_digest), tuple(notes)
+    return stored_start(read_description(store)) or PolicyRef(version=0, digest=model_digest), tuple(notes)
 
 
 def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
@@ -234,6 +272,46 @@ def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
     raise InputErrors([InputError("--policy", version, hint)])
 
 
+def stored_start(described: Mapping[str, Any]) -> PolicyRef | None:
+    """Return version 0 of a run that started from another run's policy; None if it started from its model.
+
+    Args:
+        described: the content of run.json.
+    """
+    start = described.get(START)
+    return PolicyRef.model_validate(start["policy"]) if start is not None else None
+
+
+def adapter_version(config: RunConfig) -> ArtifactRef | None:
+    """Return the checkpoint that `policy.adapter: RUN@VERSION` means; None without one, for a folder and a hub name.
+
+    Raises:
+        InputError: the storage root has no such run, or the run has no such version, perhaps because it was pruned.
+    """
+    name = config.policy.adapter or ""
+    found = None if Path(name).expanduser().is_dir() else re.fullmatch(r"([^/@]+)@([0-9]+)", name)
+    if found is None:
+        return None
+    try:
+        store = find_run(found[1], config.storage.root)
+        checkpoint = read_policy(store, int(found[2])).checkpoint if int(found[2]) else None
+    except (InputError, InputErrors) as error:
+        first = error.errors[0] if isinstance(error, InputErrors) else error
+        raise InputError("policy.adapter", name, first.hint) from error
+    if checkpoint is None:
+        raise InputError("policy.adapter", name, "Version 0 is the model as it was given; leave policy.adapter out.")
+    source, known = stored_config(store).policy, read_description(store).get("model_digest")
+    digest = model_digest(config.policy.model, config.policy.revision)
+    # That of a run that started from an adapter covers the adapter too.
+    if source.adapter is None and known not in (None, digest):
+        hint = (
+            f"It was trained over {source.model} ({known[:12]}), and policy.model is {config.policy.model} "
+            f"({digest[:12]}); set policy.model to that one, with the same files."
+        )
+        raise InputError("policy.adapter", name, hint)
+    return checkpoint
+
+
 def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
     """Return the version, or what is wrong with its files."""
     reader = RunReader(store)
@@ -243,6 +321,10 @@ def _find_policy(store: ArtifactStore, version: int) -> PolicyRef | str:
     with tempfile.TemporaryDirectory() as fetched:
         folder = reader.local_folder(found.reference, Path(fetched))
         digest = json.loads((folder / STATE_FILE).read_text())["policy_digest"]
-        reference = folder / REFERENCE_FOLDER
-        reference_digest = weights_digest(reference) if reference.is_dir() else None
-    return PolicyRef(version=version, digest=digest, checkpoint=found.reference, reference_digest=reference_digest)
+        reference, average = (
+            weights_digest(folder / name) if (folder / name).is_dir() else None
+            for name in (REFERENCE_FOLDER, EMA_FOLDER)
+        )
+    return PolicyRef(
+        version=version, digest=digest, checkpoint=found.reference, reference_digest=reference, ema_digest=average
+    )

@@ -4,6 +4,7 @@ On a local disk the kernel keeps the lock and frees it when the process dies, ho
 lease.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -117,6 +118,17 @@ def locked(store: ArtifactStore, place: str = "", *, setting: str, value: str) -
         yield RunLock(hold, shown, store)
     finally:
         hold.release()
+
+
+def is_locked(store: ArtifactStore) -> bool:
+    """Whether a process that may be alive has the lock of a run; a process of another machine counts as alive."""
+    place = store.path(LOCK)
+    with contextlib.suppress(FileNotFoundError):
+        if not is_local(store.filesystem):
+            place = max(store.filesystem.ls(place, detail=False))
+        holder = read_holder(store.filesystem.cat_file(place))
+        return holder is not None and not holder.is_gone
+    return False
 
 
 def _take_file(path: Path) -> FileLock | str:

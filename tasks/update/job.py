@@ -21,8 +21,9 @@ from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.protocol import Policy
 from grpo_core.seeds import derive_seed
 from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
+from tasks.execution.peak_memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
-from tasks.models.files import REFERENCE_FOLDER, weights_digest
+from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -86,19 +87,23 @@ class UpdateOutcome(BaseModel):
 
     Attributes:
         digest: of the weights.
-        reference_digest: of the reference's weights; None while the reference is the base model.
+        reference_digest: of the reference's weights; None while the reference is the initial policy.
+        ema_digest: of the moving average of the weights; None where none is kept.
         checkpoint_digest: of everything that the next update reads.
         rows: how many it trained on.
         metrics: by name.
+        peak_memory: most bytes allocated on the GPU of the first process; None without a GPU.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     digest: str
     reference_digest: str | None
+    ema_digest: str | None
     checkpoint_digest: str
     rows: int
     metrics: dict[str, float]
+    peak_memory: int | None = None
 
 
 def refuse_unusable_placement(placement: PlacementSection, update: UpdateSection) -> None:
@@ -140,6 +145,7 @@ def carry_out(
     Raises:
         InputError, ParityError, NonFiniteError, StaleReferenceError, ValueError: as the functions that it calls.
     """
+    reset_peak_memory()
     with tempfile.TemporaryDirectory() as fetched:
         stored = read_training_rows(
             current_store(),
@@ -153,6 +159,7 @@ def carry_out(
         resident = resource(ResidentPolicy)
         learner = resident.at(job.policy, job.model, stored.settings, job.placement)
         resident.begin_update()
+        _begin_average(learner, job, Path(fetched))
         process_group.distribute(learner.trained)
         optimizer = _optimizer(job, learner, process_group, Path(fetched))
         result = update_policy(
@@ -171,22 +178,26 @@ def carry_out(
     if process_group.rank:
         return None
     reference_digest = _keep_reference(learner, job, staged)
+    ema_digest = _keep_average(learner, job, staged)
     learner.save_weights(staged)
     digest = weights_digest(staged)
     _save_state(staged, moments, optimizer.steps, result, job.version, digest)
     return UpdateOutcome(
         digest=digest,
         reference_digest=reference_digest,
-        checkpoint_digest=_checkpoint_digest(staged, reference_digest),
+        ema_digest=ema_digest,
+        checkpoint_digest=_checkpoint_digest(staged, reference_digest, ema_digest),
         rows=len(stored.rows),
         metrics={**result.metrics(), **stored.metrics()},
+        peak_memory=peak_memory(),
     )
 
 
 def _optimizer(job: UpdateJob, learner: Policy, process_group: ProcessGroup, fetched: Path) -> PolicyOptimizer:
     checkpoint = job.policy.checkpoint
     parameters = learner.trainable_parameters()
-    if checkpoint is None:
+    if checkpoint is None or job.policy.version == 0:
+        # A run that starts from the weights of another begins with its own schedule and without moments.
         return PolicyOptimizer(parameters, job.update)
     folder = current_store().local_files(checkpoint, fetched / "policy")
     state = json.loads((folder / STATE_FILE).read_text())
@@ -210,6 +221,25 @@ def _keep_reference(learner: Policy, job: UpdateJob, staged: Path) -> str | None
     return weights_digest(folder)
 
 
+def _begin_average(learner: Policy, job: UpdateJob, fetched: Path) -> None:
+    """Continue the version's moving average, or begin one with its weights."""
+    if job.update.ema is None:
+        return
+    stored = job.policy.checkpoint if job.policy.ema_digest is not None else None
+    folder = None if stored is None else current_store().local_files(stored, fetched / "policy") / EMA_FOLDER
+    learner.trained.begin_average(folder)
+
+
+def _keep_average(learner: Policy, job: UpdateJob, staged: Path) -> str | None:
+    """Write the moving average next to the weights; return the digest of the files."""
+    if job.update.ema is None:
+        return None
+    folder = staged / EMA_FOLDER
+    folder.mkdir()
+    learner.trained.end_average(folder)
+    return weights_digest(folder)
+
+
 def _save_state(
     folder: Path, moments: dict[str, Tensor], steps: int, result: UpdateResult, version: int, digest: str
 ) -> None:
@@ -227,9 +257,10 @@ def _save_state(
     write_table(folder / "update_steps.parquet", UPDATE_STEPS, columns)
 
 
-def _checkpoint_digest(folder: Path, reference_digest: str | None) -> str:
-    """Return the sha256 of what the next update reads: weights, reference, moments, step count."""
-    digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}".encode())
+def _checkpoint_digest(folder: Path, reference_digest: str | None, ema_digest: str | None) -> str:
+    """Return the sha256 of what the next update reads: weights, reference, moving average, moments, step count."""
+    average = "" if ema_digest is None else f" {ema_digest}"
+    digest = hashlib.sha256(f"{weights_digest(folder)} {reference_digest}{average}".encode())
     for name in (OPTIMIZER_FILE, STATE_FILE):
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()

@@ -23,6 +23,7 @@ from tasks.update.job import UpdateJob, UpdateOutcome, carry_out
 from tasks.update.launcher import carry_out_together
 
 STAGE = "update policy"
+_NAMES = ("model", "revision", "adapter")
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -34,8 +35,8 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "version": policy.version,
         "model": model.digest,
         "adapter_seed": model.adapter_seed,
-        # The digest identifies the model; its folder does not change results.
-        "trained": {name: value for name, value in model.section.result_settings().items() if name != "model"},
+        # The digest identifies the model and its adapter; their folders do not change results.
+        "trained": {name: value for name, value in model.section.result_settings().items() if name not in _NAMES},
         "reference": policy.reference_digest,
         "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
         "max_staleness": inputs["max_staleness"],
@@ -100,12 +101,14 @@ def _update(job: UpdateJob, title: str) -> PolicyRef:
             rows=outcome.rows,
             seconds=time.perf_counter() - started,
             metrics=outcome.metrics,
+            peak_memory=outcome.peak_memory,
         )
     return PolicyRef(
         version=job.version,
         digest=outcome.digest,
         checkpoint=checkpoint,
         reference_digest=outcome.reference_digest,
+        ema_digest=outcome.ema_digest,
     )
 
 

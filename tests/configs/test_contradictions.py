@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from configs.loader import check_config
+from configs.scoring import RewardSection
 from grpo_core.errors import InputErrors
 
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
 OTHER = {**JPEG, "name": "other"}
 SSIM = {"reward": "ssim"}
+ANSWER = {"reward": "answer"}
 LINEAR = {"lr_scheduler": "linear", "warmup_steps": 5}
 TEXT = {"policy": {"kind": "causal_lm", "model": "m"}, "rollout": {"max_completion_length": 8}}
 GDPO = {"aggregation": "normalize_then_sum"}
@@ -56,6 +58,9 @@ def test_everything_is_reported_at_once() -> None:
     ("sections", "place", "value"),
     [
         ({"update": {"minibatch_size": 9}}, "update.minibatch_size", 9),
+        ({"data": {"prompts": "p", "prompt_column": {"user": "q"}}}, "data.prompt_column", {"user": "q"}),
+        ({**TEXT, "rewards": [ANSWER], "data": {"prompts": "p", "prompt_column": {}}}, "data.prompt_column", {}),
+        ({"data": {"datasets": TWO, "streaming": True}}, "data.streaming", True),
         ({"update": {"kl_coef": 0.1, "reference": {"placement": "none"}}}, "update.kl_coef", 0.1),
         ({"update": {"loss": "cispo", "importance_level": "sequence"}}, "update.importance_level", "sequence"),
         ({"update": {"reference": {"refresh_every": 2}}}, "update.reference.refresh_every", 2),
@@ -69,6 +74,23 @@ def test_everything_is_reported_at_once() -> None:
         ({"policy": {"model": "m", "lora": None}}, "policy.dtype", "bfloat16"),
         ({"policy": {"model": "m", "frozen": ".*embed.*"}}, "policy.frozen", ".*embed.*"),
         ({"policy": {"model": "m", "autocast": "bfloat16"}}, "policy.autocast", "bfloat16"),
+        ({"policy": {"model": "m", "adapter": "a", "frozen": ".*"}}, "policy.frozen", ".*"),
+        (
+            {"policy": {"model": "m", "lora": {"modules_to_save": ["norm"]}}},
+            "policy.lora.modules_to_save",
+            ["norm"],
+        ),
+        ({"policy": {"model": ".", "revision": "v1"}}, "policy.revision", "v1"),
+        (
+            {"policy": {"model": "m", "dtype": "float32", "attn_implementation": "flash_attention_2"}},
+            "policy.attn_implementation",
+            "flash_attention_2",
+        ),
+        (
+            {"policy": {"model": "m", "lora": {"use_dora": True}}, "placement": {"processes": 2, "sharding": "fsdp2"}},
+            "placement.sharding",
+            "fsdp2",
+        ),
         ({"placement": {"rollouts": {"shards": 2}}}, "placement.rollouts.shards", 2),
         ({"placement": {"update": {"pool": "p"}}, "storage": {"root": "memory://x"}}, "storage.root", "memory://x"),
         ({"rewards": [JPEG, JPEG]}, "rewards", "jpeg"),
@@ -130,6 +152,8 @@ def test_refused(sections: dict[str, Any], place: str, value: object) -> None:
         {"advantages": {"kl_coef": 0.1}},
         {"policy": {"model": "m", "dtype": "float32", "lora": None, "frozen": "x"}},
         {"policy": {"model": "m", "dtype": "float32", "autocast": "bfloat16"}},
+        {"policy": {"model": "m", "adapter": "a"}},
+        {"policy": {"model": "m", "revision": "v1", "attn_implementation": "flash_attention_2"}},
         {**TEXT, "rewards": [{"reward": "answer"}], "update": {"mask_truncated": True}},
         {"rewards": [JPEG, OTHER]},
         {"rewards": [{**JPEG, "weight": -1.0}]},
@@ -150,3 +174,14 @@ def test_a_reward_that_compares_needs_targets_in_both_sections(targets: dict[str
     assert found(rewards=[SSIM], data=data, evaluate=evaluate) == [missing, missing]
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate) == [missing]
     assert found(rewards=[SSIM], data=data | targets, evaluate=evaluate | targets) == []
+
+
+def test_a_function_gives_its_name_to_its_metrics() -> None:
+    def function(reference: str, **fields: Any) -> dict[str, Any]:
+        return {"reward": "function", "settings": {"function": reference}, **fields}
+
+    references = ["mine.py:is_short", "pack.mod:Judge.score", "m:_private", "m:größe"]
+    labels = [RewardSection(**function(each)).label for each in references]
+    assert labels == ["is_short", "Judge.score", "private", "function"]
+    assert RewardSection(**function("m:f", name="own")).label == "own"
+    assert found(rewards=[function("a.py:f"), function("b.py:f")]) == [("rewards", "f")]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.loader import parse_yaml, read_config
+from configs.loader import read_config
+from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError, InputErrors
 
 MINIMAL = """

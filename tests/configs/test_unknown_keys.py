@@ -1,6 +1,8 @@
 """TRL's names of settings, and the nearest key to one that does not exist."""
 
 import dataclasses
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from trl import GRPOConfig
 
 import configs
 from configs.loader import read_config
+from configs.schema import RUN_CONFIGS, RunConfig
 from configs.unknown_keys import OTHER_MEANING, TRL_NAMES
 from grpo_core.errors import InputError, InputErrors
 
@@ -119,13 +122,27 @@ def test_the_upper_bound_of_cispo_is_another_one(tmp_path: Path, loss: str) -> N
     assert "update.ratio_cap" in error.hint
 
 
-def test_the_document_has_every_name() -> None:
-    rows = [
-        line.split("|")[1:4] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
-    ]
-    documented = {trl.strip().strip("`"): ours.strip().strip("`") for trl, ours, _ in rows}
-    assert {trl.split(".")[1]: ours for trl, ours in TRL_NAMES.items()}.items() <= documented.items()
-    assert {trl.split(".")[1] for trl in OTHER_MEANING} <= set(documented)
+def test_the_document_has_every_field_once_and_says_what_is_accepted() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Every field")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    fields = [(name, ours.strip(), how.strip()) for trl, ours, how in rows for name in re.findall(r"`(\w+)`", trl)]
+    counts = Counter(name for name, _, _ in fields)
+    known = {field.name for field in dataclasses.fields(GRPOConfig)} | {"model_name_or_path"}
+    assert (set(counts), {name for name, times in counts.items() if times > 1}) == (known, set())
+    accepted = {name: ours.strip("`") for name, ours, how in fields if how == "accepted"}
+    assert accepted == {trl.split(".")[1]: ours for trl, ours in TRL_NAMES.items()}
+    assert {name for name, _, how in fields if how == "refused"} == {trl.split(".")[1] for trl in OTHER_MEANING}
+    for name, ours, how in fields:
+        if how == "same":
+            section = ours.strip("`").partition(".")[0]
+            assert name in {field for model in RUN_CONFIGS.values() for field in keys_of(model, section)}, name
+        assert how in {"same", "accepted", "refused", "otherwise", "no"}, name
+
+
+def keys_of(model: type[RunConfig], section: str) -> set[str]:
+    """The names of a section's fields."""
+    annotation: Any = model.model_fields[section].annotation
+    return {name for each in getattr(annotation, "__args__", (annotation,)) for name in each.model_fields}
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,22 @@ def test_latents_of_the_identity_autoencoder_are_pixels() -> None:
             torch.testing.assert_close(found, pixels, atol=1e-4, rtol=0)
 
 
-def test_a_saved_pipeline_has_the_seeds_weights_and_loads_with_diffusers_alone(tmp_path: Path) -> None:
+def test_a_saved_pipeline_has_the_seeds_weights_and_loads_with_diffusers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     pipeline = build_pipeline(SMALL)
     save_tiny_model(pipeline, tmp_path)
     torch.manual_seed(7)
     before = torch.get_rng_state()
     again = build_pipeline(SMALL)
     assert torch.equal(torch.get_rng_state(), before)
-    for other in (again, GlmImagePipeline.from_pretrained(tmp_path)):
+    for other in (again, GlmImagePipeline.from_pretrained(tmp_path, trust_remote_code=True)):
         for part in ("vision_language_encoder", "transformer", "vae", "text_encoder"):
             assert not changed(getattr(pipeline, part).state_dict(), getattr(other, part))
         text = "a red 圆 “hi” 🙂"
         assert other.processor.tokenizer(text).input_ids == pipeline.processor.tokenizer(text).input_ids
+        assert other.processor.unit == 8
 
 
 # --- the corpus

@@ -26,6 +26,7 @@ from prefect.testing.utilities import prefect_test_harness
 from configs.loader import read_config
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError, InputErrors
+from tasks.metrics.names import is_measured
 from tasks.progress import listen
 
 R = TypeVar("R")
@@ -35,6 +36,8 @@ TINY = REPOSITORY / "configs" / "tiny.yaml"
 TINY_TEXT = REPOSITORY / "configs" / "tiny_text.yaml"
 SMALL = {
     "run.iterations": 2,
+    # Tests start a run with other settings to see what is used again.
+    "run.on_change": "restart",
     "policy.lora.rank": 4,
     "rollout.prompts_per_iteration": 2,
     "rollout.group_size": 2,
@@ -175,7 +178,7 @@ class Runs:
 
     def start_text(self, run: str = "text", **changes: object) -> Start:
         """The same with the shipped text configuration."""
-        given = {"run.name": run, "storage.root": str(self.root)}
+        given = {"run.name": run, "run.on_change": "restart", "storage.root": str(self.root)}
         settings = {**given, **{key.replace("__", "."): value for key, value in changes.items()}}
         return self._train(TINY_TEXT, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
 
@@ -204,7 +207,7 @@ class Runs:
 
 def _unmeasured(table: pl.DataFrame) -> list[dict[str, Any]]:
     if "metric" in table.columns:
-        table = table.filter(~pl.col("metric").str.contains("^seconds/|^step_time$"))
+        table = table.filter([not is_measured(name) for name in table["metric"]])
     return table.drop("seconds", strict=False).to_dicts()
 
 

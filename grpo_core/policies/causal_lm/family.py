@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +40,20 @@ class CausalLMFamily:
         dtype: torch.dtype,
         device: torch.device,
         autocast: torch.dtype | None,
+        attn_implementation: str | None = None,
     ) -> "CausalLMPolicy":
         """Load a model by folder or hub name."""
         from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 
-        return CausalLMPolicy.load(model, settings, choice, dtype=dtype, device=device, autocast=autocast)
+        return CausalLMPolicy.load(
+            model,
+            settings,
+            choice,
+            dtype=dtype,
+            device=device,
+            autocast=autocast,
+            attn_implementation=attn_implementation,
+        )
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
@@ -78,6 +88,14 @@ class CausalLMFamily:
         context, tokenizer = context_length(read_config(model)), load_tokenizer(model)
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
+
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+        """Write the model with trained weights, and its tokenizer's files as they are."""
+        from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
+        from grpo_core.policies.trained import save_whole
+
+        save_whole(weights, folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
+        copy_tokenizer(base, folder)
 
     def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
         """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.

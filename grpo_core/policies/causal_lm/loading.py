@@ -1,6 +1,7 @@
 """Load a causal language model by folder or hub name, and refuse what is none."""
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from grpo_core.errors import InputError
 
 CONFIG_FILE = "config.json"
+_TOKENIZER_FILES = (
+    *("tokenizer*", "chat_template*", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*", "merges.txt", "*.model", "*.tiktoken"),
+)
 _UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
 
 
@@ -96,6 +101,13 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(_place(model), trust_remote_code=False)
     except _UNREADABLE as error:
         raise _refusal(model, "tokenizer", error) from error
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer unchanged; saved again, they name classes that other versions do not know."""
+    for path in sorted(path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, target / path.name)
 
 
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:

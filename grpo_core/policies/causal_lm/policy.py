@@ -23,7 +23,13 @@ from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts,
 from grpo_core.policies.causal_lm.sampling import SamplingRule, StopTexts, end_tokens, sample_completions
 from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_completions
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, refuse_unscaled_float16
+from grpo_core.policies.trained import (
+    TrainedModel,
+    TrainedPolicy,
+    TrainingChoice,
+    refuse_unscaled_float16,
+    use_attention,
+)
 from grpo_core.policies.trained import autocast as autocast_to
 from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
 
@@ -63,6 +69,7 @@ class CausalLMPolicy(TrainedPolicy):
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
         autocast: torch.dtype | None = None,
+        attn_implementation: str | None = None,
     ) -> "CausalLMPolicy":
         """Load by folder or hub name.
 
@@ -74,6 +81,7 @@ class CausalLMPolicy(TrainedPolicy):
         tokenizer = load_tokenizer(model)
         tried = refuse_incompatible(model, read_config(model))
         base = load_model(model, dtype=dtype, device=device)
+        use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base)
         trained = train_causal_lm(base, choice, base_name=model, initial_state=lambda: read_initial_state(model, dtype))

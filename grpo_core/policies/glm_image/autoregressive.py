@@ -17,24 +17,8 @@ from transformers import DynamicCache, GlmImageForConditionalGeneration, GlmImag
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
-from grpo_core.policies.glm_image.settings import Grid, preview_grid
 from grpo_core.records import TokenLogprobs, TokenSupport
 from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
-
-
-class UnitProcessor(GlmImageProcessor):
-    """GlmImageProcessor for any pixel unit, not only 32: a decoder with a smaller patch has a smaller unit."""
-
-    unit = 32
-
-    def _get_target_shape(self, height: int, width: int) -> tuple[int, int, int, int]:
-        large = Grid(height // self.unit, width // self.unit)
-        preview = preview_grid(large, self.unit)
-        return large.rows, large.columns, preview.rows, preview.columns
-
-
-# A saved pipeline names the classes of its parts: it must load without this project.
-UnitProcessor.__name__ = GlmImageProcessor.__name__
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +35,20 @@ class GlmImageFamily:
         dtype: torch.dtype,
         device: torch.device,
         autocast: torch.dtype | None,
+        attn_implementation: str | None = None,
     ) -> "GlmImagePolicy":
         """Load a model by folder or hub name."""
         from grpo_core.policies.glm_image.policy import GlmImagePolicy
 
-        return GlmImagePolicy.load(model, settings, choice, dtype=dtype, device=device, autocast=autocast)
+        return GlmImagePolicy.load(
+            model,
+            settings,
+            choice,
+            dtype=dtype,
+            device=device,
+            autocast=autocast,
+            attn_implementation=attn_implementation,
+        )
 
     def refuse_missing(self, model: str) -> None:
         """Raise InputError if a given folder is missing or contains no model of this kind."""
@@ -55,6 +65,12 @@ class GlmImageFamily:
         from grpo_core.policies.glm_image.loading import refuse_unusable_prompts
 
         refuse_unusable_prompts(model, prompts)
+
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+        """Write the pipeline with trained weights in its token model, and its other parts as they are."""
+        from grpo_core.policies.glm_image.loading import save_pipeline
+
+        save_pipeline(base, weights, folder, dtype)
 
     def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
         """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""

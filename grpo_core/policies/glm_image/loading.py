@@ -5,6 +5,8 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,10 @@ from torch import Tensor, nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageProcessor, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
-from grpo_core.policies.glm_image.autoregressive import UnitProcessor, refuse_reserved_tokens
-from grpo_core.policies.glm_image.settings import refuse_missing_folder
+from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
+from grpo_core.policies.glm_image.processor import UnitProcessor
+from grpo_core.policies.glm_image.settings import INDEX_FILE, refuse_missing_folder
+from grpo_core.policies.trained import save_whole
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
@@ -212,14 +216,18 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     try:
-        pipeline = GlmImagePipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        # A processor for another unit than 32 is code in the folder; ours reads its settings, and that code never runs.
+        pipeline = GlmImagePipeline.from_pretrained(
+            model, processor=None, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+        pipeline.register_modules(processor=UnitProcessor.from_pretrained(model, subfolder="processor"))
     except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
         raise InputError("policy.model", model, hint) from error
-    stock = pipeline.processor
-    pipeline.processor = UnitProcessor(stock.image_processor, stock.tokenizer, chat_template=stock.chat_template)
-    pipeline.processor.unit = pixel_unit(pipeline)
+    if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
+        hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
+        raise InputError("policy.model", model, hint)
     pipeline.set_progress_bar_config(disable=True)
     # Its tensors are the largest of all; with one image at a time their size does not depend on the batch.
     pipeline.vae.enable_slicing()
@@ -229,13 +237,33 @@ def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Gl
     return pipeline.to(device)
 
 
-def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Load the published weights of the autoregressive model."""
-    loaded = GlmImageForConditionalGeneration.from_pretrained(
+def _load_autoregressive(model: str, dtype: torch.dtype) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    return GlmImageForConditionalGeneration.from_pretrained(
         model, subfolder=AUTOREGRESSIVE, dtype=dtype, use_safetensors=True
     )
-    state: dict[str, Tensor] = loaded.state_dict()
+
+
+def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the published weights of the autoregressive model."""
+    state: dict[str, Tensor] = _load_autoregressive(model, dtype).state_dict()
     return state
+
+
+def save_pipeline(base: Path, weights: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write a pipeline whose token model has the trained weights of a stored policy; all other files are copied.
+
+    Args:
+        base: folder of the pipeline that was trained.
+        weights: folder with an adapter, or with full weights.
+        folder: empty.
+        dtype: of the merged weights.
+    """
+    index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
+    for part in (name for name, place in index.items() if isinstance(place, list) and place[0] is not None):
+        if part != AUTOREGRESSIVE:
+            shutil.copytree(base / part, folder / part)
+    save_whole(weights, folder / AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype))
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:

@@ -15,7 +15,14 @@ from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_p
 from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
 from grpo_core.policies.glm_image.loading import load_pipeline, pixel_unit, read_initial_state
 from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
-from grpo_core.policies.trained import TrainedModel, TrainedPolicy, TrainingChoice, autocast, train_model
+from grpo_core.policies.trained import (
+    TrainedModel,
+    TrainedPolicy,
+    TrainingChoice,
+    autocast,
+    train_model,
+    use_attention,
+)
 from grpo_core.records import BrokenImage, SampledTokens, TokenBatch, TokenLogprobs
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
@@ -83,6 +90,7 @@ class GlmImagePolicy(TrainedPolicy):
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
         autocast: torch.dtype | None = None,
+        attn_implementation: str | None = None,
     ) -> "GlmImagePolicy":
         """Load by folder or hub name.
 
@@ -91,6 +99,7 @@ class GlmImagePolicy(TrainedPolicy):
         """
         pipeline = load_pipeline(model, dtype=dtype, device=device)
         base = pipeline.vision_language_encoder
+        use_attention(base, attn_implementation)
         trained = train_token_model(base, choice, model, initial_state=lambda: read_initial_state(model, dtype))
         return cls(pipeline, settings, trained, autocast=autocast)
 

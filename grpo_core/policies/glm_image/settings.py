@@ -14,6 +14,9 @@ from grpo_core.errors import InputError
 from grpo_core.image_size import MAX_PIXELS, ImageSize
 from grpo_core.sampling import TokenSamplingSettings
 
+INDEX_FILE = "model_index.json"
+"""In the folder of a saved pipeline: the class of each part."""
+
 
 @dataclass(frozen=True)
 class GlmImageSettings(TokenSamplingSettings):
@@ -107,8 +110,8 @@ def refuse_missing_folder(model: str) -> None:
     path = Path(model).expanduser()
     looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
     if path.is_dir():
-        if not (path / "model_index.json").is_file():
-            raise InputError("policy.model", model, "The folder has no model_index.json; give a saved pipeline's.")
+        if not (path / INDEX_FILE).is_file():
+            raise InputError("policy.model", model, f"The folder has no {INDEX_FILE}; give a saved pipeline's.")
     elif looks_local or path.parent.is_dir():
         raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
 

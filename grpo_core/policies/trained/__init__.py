@@ -1,15 +1,25 @@
 """The trained part of a model, how it is saved, and its reference: LoRA, or full weights.
 
 choice         the settings that select what is trained
+stored_adapter the settings of an adapter that training starts from
 model          the interface of a trained model, its reference and its moving average, gradient checkpointing
 lora_and_full  adapters and full weights
+whole          a model with trained weights, as transformers loads it
 policy         the half of a policy that its trained model implements; 16-bit arithmetic over the weights
 """
 
 from grpo_core.policies.trained.choice import LoraSettings, Reference, TrainingChoice
-from grpo_core.policies.trained.lora_and_full import ADAPTER_FILE, WEIGHTS_FILE, FullModel, LoraModel, train_model
+from grpo_core.policies.trained.lora_and_full import WEIGHTS_FILE, FullModel, LoraModel, train_model
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.policies.trained.policy import TrainedPolicy, autocast, refuse_unscaled_float16
+from grpo_core.policies.trained.policy import (
+    TrainedPolicy,
+    autocast,
+    refuse_unavailable_attention,
+    refuse_unscaled_float16,
+    use_attention,
+)
+from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
+from grpo_core.policies.trained.whole import save_whole
 
 __all__ = [
     "ADAPTER_FILE",
@@ -22,6 +32,9 @@ __all__ = [
     "TrainedPolicy",
     "TrainingChoice",
     "autocast",
+    "refuse_unavailable_attention",
     "refuse_unscaled_float16",
+    "save_whole",
     "train_model",
+    "use_attention",
 ]

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
@@ -9,6 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 from grpo_core.errors import InputError
 
 Reference = Literal["none", "device", "cpu"]
+Initialisation = Literal[True, "gaussian", "pissa", "olora"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,21 @@ class LoraSettings:
         alpha: the update is scaled by alpha / rank.
         targets: regular expression over the full names of the linear layers that get an adapter; None: the
             policy's default.
+        use_rslora: scale by alpha / sqrt(rank) instead (Kalajdzievski, 2023, arXiv:2312.03732).
+        use_dora: train the magnitude of each column apart from its direction (Liu et al., 2024, arXiv:2402.09353).
+        modules_to_save: last names of modules that are trained whole and saved with the adapter, such as `lm_head`.
+        init_lora_weights: true (Kaiming-uniform) and gaussian start as the base model, with B = 0; pissa (Meng et al.,
+            2024, arXiv:2404.02948) and olora (Buyukakyuz, 2024, arXiv:2406.01775) move a part of each weight into its
+            adapter.
     """
 
     rank: PositiveInt = 32
     alpha: PositiveFloat = 64.0
     targets: str | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: tuple[str, ...] | None = None
+    init_lora_weights: Initialisation = True
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class TrainingChoice:
             memory, or nowhere. With adapters the reference needs no memory.
         gradient_checkpointing: recompute activations in the backward pass.
         seed: for the random half of the adapters.
+        adapter: folder of a stored adapter in peft's format that training starts from; its own settings are used, and
+            `lora` are the same.
 
     Raises:
         InputError: `frozen` is not a regular expression, or is set together with `lora`.
@@ -49,6 +63,12 @@ class TrainingChoice:
     reference: Reference = "none"
     gradient_checkpointing: bool = False
     seed: int = 0
+    adapter: Path | None = None
+
+    @property
+    def starts_as_base(self) -> bool:
+        """Whether training starts from the model as it was given, which is then the reference without a copy."""
+        return self.lora is not None and self.adapter is None and self.lora.init_lora_weights in (True, "gaussian")
 
     def __post_init__(self) -> None:
         if self.frozen is None:

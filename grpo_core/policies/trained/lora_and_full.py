@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes, on_cpu
+from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
 
 WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def train_model(
@@ -106,7 +107,7 @@ class FullModel(TrainedModel):
         """Give the model with the reference's weights swapped in."""
         self._require_reference()
         assert self._reference is not None
-        with self._as_reference(self._reference) as model:
+        with self._with_values(self._reference) as model:
             yield model
 
 
@@ -128,29 +129,42 @@ def _matching(model: nn.Module, pattern: str) -> set[str]:
 class LoraModel(TrainedModel):
     """Adapters over a frozen base.
 
-    The reference is the base with the adapters off; once refreshed, it is the base with earlier values of the
-    adapters, which are kept on the same device.
+    The reference is the policy that training starts from. That is the base with the adapters off, or, where adapters
+    change the model from the start (a stored adapter, pissa, olora) or the reference was refreshed, the base with
+    earlier values of the adapters, which are kept on the same device.
     """
 
     model: "PeftModel"
     has_reference = True
 
     def __init__(self, base: nn.Module, choice: TrainingChoice, base_name: str, default_targets: str | None) -> None:
-        """Add adapters whose initial values change nothing; arguments and errors are those of `train_model`."""
+        """Add adapters; arguments and errors are those of `train_model`."""
         settings = choice.lora
         assert settings is not None, "adapters were chosen"
-        targets = default_targets if settings.targets is None else settings.targets
-        if targets is None:
-            raise ValueError("neither the settings nor default_targets say which layers get an adapter")
-        left_out = _other_linear_layers(base)
-        if settings.targets is not None:
-            _refuse_matches(settings.targets, left_out)
-        adapted = _with_adapters(base, settings, targets, left_out, choice.seed)
+        if choice.adapter is None:
+            config = _new_config(base, settings, default_targets)
+        else:
+            config = _stored_config(choice.adapter, settings)
+        adapted = _with_adapters(base, config, choice.seed)
         adapted.peft_config["default"].base_model_name_or_path = base_name
         # The model card says nothing about this policy, and its template is compiled at every save.
         adapted.create_or_update_model_card = lambda output_dir: None
         super().__init__(adapted, choice)
         self._initial = {name: on_cpu(value) for name, value in self._state().items()}
+        if choice.adapter is not None:
+            self._start_from(choice.adapter)
+        self._starts_as_base = choice.starts_as_base
+        if not self._starts_as_base:
+            self._reference = copied(self.trainable_parameters())
+
+    def _start_from(self, folder: Path) -> None:
+        state = load_file(folder / ADAPTER_FILE)
+        if differing := differing_shapes(state, self._initial):
+            hint = f"Its weights do not fit the model: {', '.join(differing[:3])}. Give an adapter of this model."
+            raise InputError("policy.adapter", folder.name, hint)
+        self._initial = {name: value.to(self._initial[name].dtype) for name, value in state.items()}
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            self.load(None)
 
     def _state(self) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
@@ -176,17 +190,17 @@ class LoraModel(TrainedModel):
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """Give the base with the adapters off; once refreshed, the base with the reference's adapters."""
+        """Give the base with the adapters off, or with the reference's values of them."""
         if self._reference is None:
             with self.model.disable_adapter():
                 yield self.model
         else:
-            with self._as_reference(self._reference) as model:
+            with self._with_values(self._reference) as model:
                 yield model
 
     def load_reference(self, folder: Path | None) -> None:
-        """Load the adapters of `folder` for the reference; None: the base without adapters."""
-        if folder is None:
+        """Load the adapters of `folder` for the reference; None: the policy that training starts from."""
+        if folder is None and self._starts_as_base:
             self._reference = None
         else:
             super().load_reference(folder)
@@ -214,20 +228,50 @@ def _refuse_matches(targets: str, names: list[str]) -> None:
         raise InputError("policy.lora.targets", targets, hint)
 
 
-def _with_adapters(
-    base: nn.Module, settings: LoraSettings, targets: str, excluded: list[str], seed: int
-) -> "PeftModel":
+def _new_config(base: nn.Module, settings: LoraSettings, default_targets: str | None) -> "LoraConfig":
     # Importing peft takes seconds, and most of what imports this package builds no adapters.
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
-    config = LoraConfig(
+    targets = default_targets if settings.targets is None else settings.targets
+    if targets is None:
+        raise ValueError("neither the settings nor default_targets say which layers get an adapter")
+    left_out = _other_linear_layers(base)
+    if settings.targets is not None:
+        _refuse_matches(settings.targets, left_out)
+    whole = settings.modules_to_save
+    if unknown := set(whole or ()) - {name.rpartition(".")[2] for name, _ in base.named_modules()}:
+        hint = "The model has no module of this name; give the last part of a module's name, such as lm_head."
+        raise InputError("policy.lora.modules_to_save", sorted(unknown), hint)
+    return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         target_modules=targets,
-        exclude_modules=excluded or None,
+        exclude_modules=left_out or None,
         lora_dropout=0.0,
         bias="none",
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        modules_to_save=None if whole is None else list(whole),
+        init_lora_weights=settings.init_lora_weights,
     )
+
+
+def _stored_config(folder: Path, settings: LoraSettings) -> "LoraConfig":
+    from peft import LoraConfig
+
+    config: LoraConfig = LoraConfig.from_pretrained(str(folder))
+    config.inference_mode, config.init_lora_weights = False, settings.init_lora_weights
+    # The base has been compared; peft would warn of each other spelling of its name.
+    config.base_model_name_or_path = None
+    return config
+
+
+def _with_adapters(base: nn.Module, config: "LoraConfig", seed: int) -> "PeftModel":
+    from peft import get_peft_model
+
+    if any(parameter.is_meta for parameter in base.parameters()):
+        # There are no values to be decomposed.
+        config = replace(config, init_lora_weights=True)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft reads an attribute of transformers by its previous name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
@@ -238,4 +282,4 @@ def _with_adapters(
             return get_peft_model(base, config)
         except (ValueError, re.error) as error:
             hint = f"Give a regular expression over the model's layer names ({error})."
-            raise InputError("policy.lora.targets", targets, hint) from error
+            raise InputError("policy.lora.targets", config.target_modules, hint) from error

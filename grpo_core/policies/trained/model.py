@@ -25,6 +25,8 @@ class TrainedModel(ABC):
     model: nn.Module
     # The reference's values of the trained parameters; None if it needs none.
     _reference: dict[str, Tensor] | None = None
+    # Their moving average, during an update that keeps one.
+    _average: dict[str, Tensor] | None = None
     # Where they are kept; None: on the device of each parameter.
     _reference_device: torch.device | None = None
 
@@ -80,7 +82,7 @@ class TrainedModel(ABC):
         """
 
     @contextmanager
-    def _as_reference(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    def _with_values(self, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
         with torch.no_grad(), exchanged(self.trainable_parameters(), values):
             yield self.model
 
@@ -88,24 +90,53 @@ class TrainedModel(ABC):
         if not self.has_reference:
             raise ValueError("no reference is kept; train_model keeps one with reference='device' or 'cpu'")
 
-    def _stored_reference(self, folder: Path | None) -> dict[str, Tensor]:
-        values = copied(self.trainable_parameters(), self._reference_device)
-        with self._as_reference(values):
+    def _stored_values(self, folder: Path | None, device: torch.device | None) -> dict[str, Tensor]:
+        values = copied(self.trainable_parameters(), device)
+        with self._with_values(values):
             self.load(folder)
         return values
 
     def _reference_values(self) -> dict[str, Tensor]:
         self._require_reference()
-        return self._stored_reference(None) if self._reference is None else self._reference
+        return self._stored_values(None, self._reference_device) if self._reference is None else self._reference
 
-    def change_reference(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Keep the reference's values in another form, such as a process's share of them.
+    def change_copies(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Keep the values of the reference and of the average in another form, such as a process's share of them.
 
         Args:
-            change: takes a parameter's name and the reference's value of it, returns the value to keep instead.
+            change: takes a parameter's name and a value of it, returns the value to keep instead.
         """
         if self._reference is not None:
             self._reference = {name: change(name, value) for name, value in self._reference.items()}
+        if self._average is not None:
+            self._average = {name: change(name, value) for name, value in self._average.items()}
+
+    def begin_average(self, folder: Path | None) -> None:
+        """Keep a moving average of the trained parameters from here on.
+
+        Args:
+            folder: has the average so far, as `end_average` wrote it; None: it begins with the current weights.
+        """
+        if folder is None:
+            self._average = copied(self.trainable_parameters())
+        else:
+            self._average = self._stored_values(folder, None)
+
+    def update_average(self, mix: float) -> None:
+        """Make the average mix * policy + (1 - mix) * average, parameter by parameter, in fp32.
+
+        Args:
+            mix: share of the policy, 0 < mix <= 1.
+        """
+        assert self._average is not None, "begin_average comes first"
+        mix_into(self._average, self.trainable_parameters(), mix)
+
+    def end_average(self, folder: Path) -> None:
+        """Write the average as `save` writes the policy, and free its memory."""
+        assert self._average is not None, "begin_average comes first"
+        with self._with_values(self._average):
+            self.save(folder)
+        self._average = None
 
     def refresh_reference(self, mix: float) -> None:
         """Make the reference mix * policy + (1 - mix) * reference, parameter by parameter, in fp32.
@@ -129,7 +160,7 @@ class TrainedModel(ABC):
         Raises:
             ValueError: there is no reference.
         """
-        with self._as_reference(self._reference_values()):
+        with self._with_values(self._reference_values()):
             self.save(folder)
 
     def load_reference(self, folder: Path | None) -> None:
@@ -140,7 +171,7 @@ class TrainedModel(ABC):
             InputError: the weights are another model's; the reference stays as it was.
         """
         self._require_reference()
-        self._reference = self._stored_reference(folder)
+        self._reference = self._stored_values(folder, self._reference_device)
 
 
 def copied(parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
 """The half of the Policy protocol that the trained model implements, and 16-bit arithmetic."""
 
 from abc import ABC, abstractmethod
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -73,3 +75,30 @@ def refuse_unscaled_float16(dtype: torch.dtype, autocast_dtype: torch.dtype | No
     for place, found in (("policy.dtype", dtype), ("policy.autocast", autocast_dtype)):
         if found == torch.float16:
             raise InputError(place, "float16", hint)
+
+
+def refuse_unavailable_attention(name: str | None) -> None:
+    """Raise InputError for an implementation of attention whose package is missing."""
+    if name == "flash_attention_2" and find_spec("flash_attn") is None:
+        hint = "The package flash-attn is not installed; install it on a machine with a GPU, or use sdpa."
+        raise InputError(_ATTENTION, name, hint)
+
+
+def use_attention(model: Any, name: str | None) -> None:
+    """Let a transformers model compute attention with this implementation; None leaves the default.
+
+    Raises:
+        InputError: its package is missing, or the model does not support it.
+    """
+    refuse_unavailable_attention(name)
+    if name is None:
+        return
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise InputError(_ATTENTION, name, f"The model does not support it ({error}).") from error
+    if model.config._attn_implementation != name:
+        raise InputError(_ATTENTION, name, "The model does not let it be chosen; leave it out.")
+
+
+_ATTENTION = "policy.attn_implementation"

@@ -29,6 +29,7 @@ HEAD = PublishedWeights(
     "Christoph Schuhmann for LAION (Apache-2.0)",
     f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{_FILE.replace('+', '%2B')}",
     digest="21dd590f3ccdc646",
+    licence="Apache-2.0",
 )
 """The head of LAION-Aesthetics V2."""
 

@@ -39,6 +39,7 @@ _OPENAI_WEIGHTS = PublishedWeights(
     f"hf://{_OPENAI_L14}/{WEIGHTS_FILE}",
     digest="",
     note="OpenAI's, MIT licence",
+    licence="MIT",
 )
 _BESIDE_CONFIG = PublishedWeights(WEIGHTS_FILE, "its authors", "the source of its configuration", digest="")
 
@@ -98,7 +99,7 @@ class ClipSource:
     def find_problem(self) -> InputError | None:
         """Return what prevents loading the model; None where nothing does."""
         try:
-            return self._source(self._published(self.architecture())).find_problem()
+            return self.weights_source().find_problem()
         except InputError as error:
             return error
 
@@ -106,9 +107,13 @@ class ClipSource:
         """Return the network; raises as :func:`find_architecture`."""
         return find_architecture(self._place("model"), self.model, self.pretrained)
 
+    def weights_source(self) -> WeightSource:
+        """Return where the weights are; raises as :meth:`architecture`."""
+        return self._source(self._published(self.architecture()))
+
     def weight_file(self) -> WeightFile:
         """Return the weights; raises as :meth:`WeightSource.resolve`."""
-        return self._source(self._published(self.architecture())).resolve()
+        return self.weights_source().resolve()
 
     def digest(self) -> str:
         """Return the sha256 of the weights; raises as :meth:`weight_file`."""

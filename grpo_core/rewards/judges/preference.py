@@ -49,6 +49,7 @@ HPSV2 = PublishedWeights(
     "hf://xswu/HPSv2/HPS_v2.1_compressed.pt",
     digest="",
     note="as .safetensors: hf://RE-N-Y/hpsv21/model.safetensors",
+    licence="Apache-2.0",
 )
 
 
@@ -144,7 +145,7 @@ class PickScoreReward(PreferenceReward):
         return load_pickscore(source, source.digest(), self.device)
 
     def _source(self) -> ModelSource:
-        return ModelSource("rewards.pickscore.model", self.model, self.model_sha256, PICKSCORE)
+        return ModelSource("rewards.pickscore.model", self.model, self.model_sha256, PICKSCORE, is_example=False)
 
 
 @load_once

@@ -29,7 +29,7 @@ _DOWNLOADS = "https://download.pytorch.org/models"
 _KEPT = "torchvision keeps it in torch's hub/checkpoints folder"
 
 TRUNKS: Mapping[str, PublishedWeights] = {
-    net: PublishedWeights(file, "torchvision", f"{_DOWNLOADS}/{file}", note=_KEPT)
+    net: PublishedWeights(file, "torchvision", f"{_DOWNLOADS}/{file}", note=_KEPT, licence="BSD-3-Clause")
     for net, file in (
         ("alex", "alexnet-owt-7be5be79.pth"),
         ("vgg", "vgg16-397923af.pth"),

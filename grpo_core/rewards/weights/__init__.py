@@ -3,5 +3,6 @@
 - ``source``: where files are, on disk or on the Hub: what is wrong with them, and downloads.
 - ``files``: one weight file (``path`` or ``hf://owner/repo/file``) with its digest.
 - ``models``: a complete transformers model (a folder or ``owner/repo``) with one digest over its files.
+- ``fetch``: downloads of what is published, for ``grpo rewards fetch``.
 - ``tensors``: what a weight file contains, and whether it fits a network.
 """

@@ -1,7 +1,7 @@
 """One weight file: whether it is the right one, and where it is published."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo_core.digests import file_sha256
@@ -25,6 +25,7 @@ class PublishedWeights:
         digest: first digits of its sha256; by default those at the end of its name (``net-1a2b3c4d.pth``). Empty where
             they are not known.
         note: another place where it may already be, for the message.
+        licence: as its publisher states it; empty where its page on the Hub does.
     """
 
     file: str
@@ -33,6 +34,7 @@ class PublishedWeights:
     hub: str | None = None
     digest: str | None = None
     note: str = ""
+    licence: str = ""
 
     @property
     def sha256_start(self) -> str:
@@ -85,6 +87,16 @@ class WeightSource(Source):
     def digest(self) -> str:
         """Return the sha256 of the file; raises as :meth:`resolve`."""
         return self.resolve().sha256
+
+    def as_published(self, folder: Path) -> "WeightSource":
+        """Return the same with the published file where none is set: on the Hub, or else in a folder."""
+        return self if self.source else replace(self, source=self.published.hub or str(folder / self.published.file))
+
+    def _hub_bytes(self, name: HubName) -> int | None:
+        import huggingface_hub
+
+        url = huggingface_hub.hf_hub_url(name.repo, name.file, revision=name.revision)
+        return huggingface_hub.get_hf_file_metadata(url).size
 
     def _not_set(self) -> InputError:
         return self._error(f"This reward needs weights that its package does not contain. {self._obtaining()}")

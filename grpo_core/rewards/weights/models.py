@@ -5,7 +5,8 @@ import hashlib
 import json
 import pickle
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ class ModelSource(Source):
 
     Attributes:
         sha256: what :meth:`digest` must return, complete or its first digits.
-        published: the model's name on the Hub, for messages.
+        published: the model's name on the Hub.
+        is_example: whether that is one model among many, for messages only.
 
     Raises:
         InputError: the source is blank.
@@ -38,6 +40,7 @@ class ModelSource(Source):
 
     sha256: str | None = None
     published: str = "owner/repo"
+    is_example: bool = True
 
     def __post_init__(self) -> None:
         if self.source is not None and not self.source.strip():
@@ -63,6 +66,16 @@ class ModelSource(Source):
             InputError: as :meth:`folder`; a file cannot be read.
         """
         return self._folder_sha256(self.folder())
+
+    def as_published(self, folder: Path) -> "ModelSource":
+        """Return the same with the published model where none is set; the Hub's cache is its folder.
+
+        Raises:
+            InputError: none is set, and the published one is only an example.
+        """
+        if self.source is None and self.is_example:
+            raise self._not_set()
+        return self if self.source else replace(self, source=self.published)
 
     def load(self, model_class: Any, **settings: object) -> nn.Module:
         """Load the model in fp32 on the CPU, frozen and in evaluation mode; .safetensors, or weights without code.
@@ -131,10 +144,17 @@ class ModelSource(Source):
         import huggingface_hub
 
         listed = huggingface_hub.HfApi().list_repo_files(name.repo, revision=name.revision)
-        top = [file for file in listed if "/" not in file]
-        weights = _SAFETENSORS if fnmatch.filter(top, _SAFETENSORS) else _PICKLES
         return huggingface_hub.snapshot_download(
-            name.repo, revision=name.revision, allow_patterns=[*_DESCRIPTIONS, weights], ignore_patterns=["*/*"]
+            name.repo, revision=name.revision, allow_patterns=_wanted_patterns(listed), ignore_patterns=["*/*"]
+        )
+
+    def _hub_bytes(self, name: HubName) -> int | None:
+        import huggingface_hub
+
+        info = huggingface_hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
+        return sum(
+            size for file, size in sizes.items() if any(fnmatch.fnmatch(file, p) for p in _wanted_patterns(sizes))
         )
 
     def _check(self, found: str) -> None:
@@ -168,6 +188,12 @@ class ModelSource(Source):
 
 def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _wanted_patterns(files: Iterable[str]) -> list[str]:
+    """Return patterns of the files of a repository that a model is loaded from."""
+    top = [file for file in files if "/" not in file]
+    return [*_DESCRIPTIONS, _SAFETENSORS if fnmatch.filter(top, _SAFETENSORS) else _PICKLES]
 
 
 def _weights_pattern(folder: Path) -> str:

@@ -6,9 +6,14 @@ branch, a tag or a commit); in a file's name the revision may also follow the re
 """
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from grpo_core.errors import InputError
+
+R = TypeVar("R")
 
 _OFFLINE = (
     "It is not in the local cache of the Hugging Face Hub, and HF_HUB_OFFLINE forbids downloads. Unset "
@@ -81,9 +86,39 @@ class Source(abc.ABC):
                 raise self._error(_OFFLINE)
             if not download:
                 return None
-            found = self._ask_hub(located)
+            name = located
+            found = self._ask_hub(lambda: self._download(name))
         self._check(found)
         return found
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether the source is a name on the Hub."""
+        return self.source is not None and isinstance(self._locate(self.source), HubName)
+
+    def is_here(self) -> bool:
+        """Return whether something is there: in the local cache for a name on the Hub."""
+        if self.source is None:
+            return False
+        located = self._locate(self.source)
+        return (
+            self._cached(located) is not None if isinstance(located, HubName) else Path(located).expanduser().exists()
+        )
+
+    def hub_bytes(self) -> int | None:
+        """Ask the Hub for the size of what :meth:`find` would download; None where it does not say.
+
+        Raises:
+            InputError: a failure of the Hub, or it is offline.
+        """
+        import huggingface_hub
+
+        assert self.source is not None
+        located = self._locate(self.source)
+        assert isinstance(located, HubName)
+        if huggingface_hub.is_offline_mode():
+            raise self._error(_OFFLINE)
+        return self._ask_hub(lambda: self._hub_bytes(located))
 
     @abc.abstractmethod
     def digest(self) -> str:
@@ -110,18 +145,22 @@ class Source(abc.ABC):
         """Download it into the local cache, and return its path there."""
 
     @abc.abstractmethod
+    def _hub_bytes(self, name: HubName) -> int | None:
+        """Ask the Hub for the number of bytes that :meth:`_download` downloads."""
+
+    @abc.abstractmethod
     def _check(self, found: str) -> None:
         """Refuse what is missing, incomplete, or of another digest."""
 
     def _error(self, hint: str) -> InputError:
         return InputError(self.place, self.source, hint)
 
-    def _ask_hub(self, name: HubName) -> str:
-        """Download, and turn every failure of the Hub into one message."""
+    def _ask_hub(self, request: Callable[[], R]) -> R:
+        """Send a request, and turn every failure of the Hub into one message."""
         from huggingface_hub import errors
 
         try:
-            return self._download(name)
+            return request()
         # HTTPError is the base of all that the Hub's HTTP client raises, a broken connection among it.
         except (errors.HTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:  # type: ignore[attr-defined]
             raise self._error(_hub_hint(error)) from error

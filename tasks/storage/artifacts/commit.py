@@ -1,6 +1,7 @@
 """Write artifacts: files are staged and moved to their place; the manifest, which makes them an artifact, is last."""
 
 from pathlib import Path
+from typing import Any
 
 from tasks.storage.artifacts.files import ArtifactFiles, ReadCache, default_cache
 from tasks.storage.artifacts.reference import (
@@ -105,6 +106,7 @@ class ArtifactWriter(RunFolder):
         rows: int,
         seconds: float,
         metrics: dict[str, float],
+        peak_memory: int | None = None,
     ) -> ArtifactRef:
         """Move staged files to their place and then write the manifest that makes them an artifact.
 
@@ -118,13 +120,15 @@ class ArtifactWriter(RunFolder):
         if self.requested is not None and self.read_file(self.requested) is None:
             reason = "the run has its result or continues with another configuration, so the request is withdrawn"
             raise StaleReferenceError(f"{self.run}/{folder}: {reason}")
-        described = {
+        described: dict[str, Any] = {
             "digest": digest,
             "schema_version": schema_version,
             "rows": rows,
             "seconds": seconds,
             "metrics": metrics,
         }
+        if peak_memory is not None:
+            described["peak_memory"] = peak_memory
         manifest = Manifest(described, hashes_of(staged))
         assert manifest.content, "a metric that is not finite is refused before anything is moved"
         if is_local(self.filesystem):

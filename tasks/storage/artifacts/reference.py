@@ -30,6 +30,8 @@ class ArtifactRef(BaseModel):
         rows: number of samples.
         seconds: time that the stage took when it ran.
         metrics: the stage's metrics.
+        peak_memory: most bytes that PyTorch had allocated on the GPU while the stage ran; None without a GPU, and for
+            stages that use none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,6 +43,7 @@ class ArtifactRef(BaseModel):
     rows: int
     seconds: float
     metrics: dict[str, float]
+    peak_memory: int | None = None
 
     @field_validator("uri")
     @classmethod
@@ -68,6 +71,7 @@ class PolicyRef(BaseModel):
         digest: digest of the weights: all those of the initial model for version 0, later the trained ones.
         checkpoint: weights, optimizer and schedule; None for version 0.
         reference_digest: digest of the reference's weights; None while that is the initial model.
+        ema_digest: digest of the moving average of the weights; None where none is kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,6 +80,17 @@ class PolicyRef(BaseModel):
     digest: str
     checkpoint: ArtifactRef | None = None
     reference_digest: str | None = None
+    ema_digest: str | None = None
+
+    @property
+    def averaged(self) -> "PolicyRef":
+        """The version with its moving average as its weights, to be evaluated or exported; itself without one."""
+        return self if self.ema_digest is None else self.model_copy(update={"digest": self.ema_digest})
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the weights are the moving average."""
+        return self.ema_digest is not None and self.digest == self.ema_digest
 
 
 class StaleReferenceError(ValueError):

@@ -38,6 +38,7 @@ class RunFolder:
     Attributes:
         root: the root's path in the filesystem.
         reasons: what was moved to `quarantine/` or `previous/` since this store was opened, and why.
+        copied: the run that an artifact was made in, by its folder, for those that another run made.
         unread: records and artifacts of finished stages that a bucket failed to return.
         requested: file with the request for what is written; the run removes it to withdraw the request.
     """
@@ -51,6 +52,7 @@ class RunFolder:
         self.filesystem, self.root = open_root(root)
         self.run = run
         self.reasons: list[str] = []
+        self.copied: dict[str, str] = {}
         self.unread: set[str] = set()
         self.requested: str | None = None
         self._given_root = root

@@ -82,6 +82,8 @@ class ArtifactStore(ArtifactWriter):
             StorageError: a bucket does not answer.
         """
         home = reference.model_copy(update={"uri": f"{self.run}/{reference.folder}"})
+        if reference.run != self.run:
+            self.copied[reference.folder] = reference.run
         with translate_remote_errors(self.filesystem, self.root):
             damage = self.damage(self.path(home.folder), home)
             if damage is None or restored_tombstone(self, home) is not None:

@@ -111,8 +111,9 @@ def pruned_error(store: ArtifactWriter, reference: ArtifactRef, manifest: Manife
         for place in places
         if isinstance(store.matching_manifest(place, reference), Manifest)
     ]
+    by = (manifest.pruned or {}).get("by", "grpo prune")
     hint = (
-        "Its files were deleted by `grpo prune`. Choose one that is kept; or, to have it made again, remove "
+        f"Its files were deleted by `{by}`. Choose one that is kept; or, to have it made again, remove "
         f"{' and '.join(manifests)} and start the run again."
     )
     said = {name: value for name, value in (manifest.pruned or {}).items() if name != LINEAGE}

@@ -77,6 +77,13 @@ def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: by
     fsync_path(target.parent)
 
 
+def require_writable(folder: Path, place: str) -> None:
+    """Raise InputError, which names the option `place`, for a folder of this machine that cannot be made or written."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError(place, str(folder), f"Nothing can be written in {nearest}. Name a folder somewhere else.")
+
+
 def settle_folder(staged: Path) -> None:
     """Force a staged folder to the disk and give its files the folder's permissions.
 

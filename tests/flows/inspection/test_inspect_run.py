@@ -22,9 +22,9 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def shown(root: Path, name: str = "made", width: int = 200) -> str:
+def shown(root: Path, name: str = "made", width: int = 200, everything: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show_inspection(inspect_run(name, root=str(root)), console)
+    show_inspection(inspect_run(name, root=str(root)), console, everything=everything, config=everything)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -123,34 +123,26 @@ def test_inspecting_changes_nothing_even_when_files_are_damaged(tmp_path: Path) 
     for place in ("iteration_000001/rollouts/part-00000.parquet", "iteration_000002/advantages/advantages.parquet"):
         assert any(warning.startswith(place) for warning in warnings)
         assert place in page.read_text()
-    assert "warning" in err
-    assert "(+0.000)" in err  # the second iteration's reward is not trusted, so the first is also the last
+    assert err == ""
+    # The second iteration's reward is not trusted, so the first is also the last.
+    assert json.loads(out)["reward_first"] == json.loads(out)["reward_last"]
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert {path.name for path in tmp_path.iterdir()} == {"page.html", "runs"}
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_signs_of_reward_hacking_are_warnings(tmp_path: Path, stopped: bool) -> None:
+def test_the_verdict_on_reward_hacking_is_shown_and_printed(tmp_path: Path) -> None:
     maker = whole_run(tmp_path)
-    reported = {"version": 2, "signs": ["jpeg fell", "words fell"], "stopped": stopped}
-    maker.store.write_file("watch.json", json.dumps(reported).encode())
-    code, out, err = invoke("made", "--root", str(tmp_path), "--json")
+    maker.guardrail(0, "jpeg", 0.5)
+    code, out, _ = invoke("made", "--root", str(tmp_path), "--json")
     assert code == 0
-    first, second = json.loads(out)["warnings"]
-    assert first.startswith("watch, policy 2: jpeg fell")
-    assert second.startswith("watch, policy 2: words fell")
-    assert ("the run was stopped" in first) == stopped
-    assert "words fell" in err
-    maker.store.write_file("watch.json", json.dumps({**reported, "signs": []}).encode())
-    assert inspect_run("made", root=str(tmp_path)).warnings == ()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b'{"version": 2}', b'{"signs": ["x"]}'])
-def test_damaged_signs_are_a_warning(tmp_path: Path, content: bytes) -> None:
-    maker = whole_run(tmp_path)
-    maker.store.write_file("watch.json", content)
-    (warning,) = inspect_run("made", root=str(tmp_path)).warnings
-    assert warning.startswith("watch.json: it is damaged")
+    hacking = json.loads(out)["hacking"]
+    assert hacking["finding"] == "unknown"
+    assert hacking["reasons"][0].startswith("2 of the 4 evaluations")
+    assert hacking["summary"] in shown(tmp_path)
+    for version, (shift, mean) in enumerate([(-0.2, 0.8)] * 3 + [(0.4, 0.4)] * 3):
+        maker.evaluation(version, shift=shift)
+        maker.guardrail(version, "jpeg", mean)
+    assert "jpeg fell from 0.8 to 0.4" in shown(tmp_path)
 
 
 def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:
@@ -169,6 +161,19 @@ def test_the_terminal_shows_curves_images_and_figures(tmp_path: Path) -> None:
         "iterations: 2",
     ):
         assert said in text
+
+
+def test_a_screen_has_the_curves_and_some_samples(tmp_path: Path) -> None:
+    maker = RunMaker(tmp_path, prompts=tuple(f"prompt {number}" for number in range(20)), planned=1)
+    maker.evaluation(0, shift=0.0)
+    maker.iteration(1)
+    maker.evaluation(1, shift=0.25)
+    text = shown(tmp_path, everything=False)
+    assert len(text.splitlines()) < 60
+    assert "KL to the reference" in text
+    assert text.count("3 of 20 prompts") == 2
+    assert "iterations: 1" not in text
+    assert "iterations: 1" in shown(tmp_path)
 
 
 def test_the_terminal_shows_the_best_and_worst_texts(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from configs.validation import validated
 from flows.command_line.main import application
 from flows.pipeline.requests import RescoreRequest
-from flows.replay.plan import plan_replay
+from flows.replaying.plan import plan_replay
 from flows.rescoring.plan import plan_rescore
 from tests.flows.conftest import Runs, refused
-from tests.flows.replay.replays import request_replay
+from tests.flows.replaying.replays import request_replay
 from tests.flows.rescoring.test_rescore import SSIM, rewards_file
 
 OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")
@@ -64,6 +64,7 @@ def test_commands_name_the_option_and_end_with_2(
 def test_options_and_their_mistakes_import_no_heavy_library() -> None:
     program = """
 import sys
+from flows import train, evaluate, replay, rescore
 from typer.testing import CliRunner
 from flows.command_line.main import application
 for command in (["evaluate", "absent"], ["replay", "absent"], ["prune", "absent", "--policies-last", "1"],

@@ -1,6 +1,7 @@
 """Opening a run's folder: what makes another run of it, and what it says of itself."""
 
 import functools
+import io
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -8,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from configs.loader import read_config
+from configs.schema import RunConfig
+from flows.command_line.questions import RESTART, settle_change
 from flows.pipeline import lineage
+from flows.pipeline.lineage import ChangedRunError
 from flows.pipeline.run import open_run
+from grpo_core.errors import InputError
 from tasks.execution import caching
 from tasks.execution.fingerprint import code_fingerprint
-from tests.flows.conftest import REPOSITORY, TINY
+from tests.flows.conftest import REPOSITORY, TINY, sha256_of
 
 
 @pytest.fixture
@@ -25,12 +30,17 @@ def write(path: Path, **columns: str) -> Path:
     return path
 
 
-def reasons(prompts: Path, *overrides: str, accept_code: bool = False) -> list[str]:
-    """Why the folder's content was moved to `previous/`, after opening the run once more."""
+def config(prompts: Path, *overrides: str) -> RunConfig:
     root = prompts.parent / "runs"
     sets = [f"storage.root={root}", f"data.prompts={prompts}", "data.target_column=null", "data.targets=null"]
     jpeg = ['rewards=[{"reward": "jpeg", "settings": {"direction": "compressible"}}]', "evaluate.prompts=null"]
-    with open_run(read_config(TINY, [*sets, *jpeg, *overrides]), accept_code=accept_code):
+    return read_config(TINY, [*sets, *jpeg, *overrides])
+
+
+def reasons(prompts: Path, *overrides: str, accept_code: bool = False) -> list[str]:
+    """Why the folder's content was moved to `previous/`, after opening the run once more."""
+    root = prompts.parent / "runs"
+    with open_run(config(prompts, *overrides), accept_code=accept_code):
         pass
     return [json.loads(note.read_text())["reason"] for note in sorted(root.glob("tiny/previous/*/reason.json"))]
 
@@ -43,6 +53,70 @@ def test_opened_again_as_it_was(prompts: Path) -> None:
 def test_another_value_is_another_run(prompts: Path) -> None:
     reasons(prompts)
     assert reasons(prompts, "update.kl_coef=0.02") == ["the configuration changed: update.kl_coef 0.01 -> 0.02"]
+
+
+@pytest.fixture
+def trained(prompts: Path) -> Path:
+    """The folder of a run that has made a policy."""
+    reasons(prompts)
+    run = prompts.parent / "runs" / "tiny"
+    (run / "policies").mkdir()
+    (run / "policies" / "000001.manifest.json").write_text("")
+    return run
+
+
+OTHER = "update.kl_coef=0.02"
+
+
+def test_policies_of_other_settings_stay_until_someone_chooses(prompts: Path, trained: Path) -> None:
+    before = sha256_of(trained)
+    choices = r"update.kl_coef 0.01 -> 0.02.* --run .* --continue-from .*--restart"
+    for accept_code in (False, True):
+        with pytest.raises(ChangedRunError, match=choices):
+            reasons(prompts, OTHER, accept_code=accept_code)
+    assert sha256_of(trained) == before
+    assert reasons(prompts, "run.iterations=100", "placement.torch_threads=2") == []
+    (reason,) = reasons(prompts, OTHER, RESTART)
+    assert "update.kl_coef 0.01 -> 0.02" in reason
+    assert not (trained / "policies").exists()
+    # It is a decision of that start alone.
+    assert "on_change" not in (trained / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answer", "overrides"),
+    [
+        ("1", ['run.name="tiny-3"']),
+        ("2", ['run.name="tiny-3"', 'run.continue_from="tiny"']),
+        ("3", [RESTART]),
+    ],
+)
+def test_a_person_is_asked(
+    prompts: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, answer: str, overrides: list[str]
+) -> None:
+    (trained.parent / "tiny-2").mkdir()
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"7\n{answer}\n"))
+    assert settle_change(config(prompts, OTHER), accept_code=False, ask=True) == overrides
+    assert settle_change(config(prompts), accept_code=False, ask=True) == []
+    with pytest.raises(ChangedRunError):
+        settle_change(config(prompts, OTHER), accept_code=False, ask=False)
+
+
+@pytest.mark.parametrize(
+    ("start", "hint"),
+    [
+        ("tiny", "its own name"),
+        ("other", "no valid policy"),
+        ("missing", "Runs in"),
+        ("other@0", "from 1"),
+        ("other@7", "policy versions none"),
+    ],
+)
+def test_a_start_that_is_not_there_is_refused(prompts: Path, start: str, hint: str) -> None:
+    reasons(prompts, "run.name=other")
+    with pytest.raises(InputError, match=f"run.continue_from: got '{start}'.*{hint}"):
+        reasons(prompts, f"run.continue_from={start}")
+    assert not (prompts.parent / "runs" / "tiny" / "run.json").exists()
 
 
 def test_another_column_of_the_same_prompts_is_another_run(prompts: Path) -> None:
@@ -128,6 +202,15 @@ def test_changed_code_is_another_run_unless_it_is_accepted(prompts: Path, monkey
     for module in (caching, lineage):
         monkeypatch.setattr(module, "code_fingerprint", lambda roots: "other" if "update" in roots[0] else "same")
     assert reasons(prompts)[1:] == ["the code of update policy changed (--accept-code keeps the results)"]
+
+
+def test_every_start_is_recorded_with_its_lineage(prompts: Path) -> None:
+    path = prompts.parent / "runs" / "tiny" / "starts.jsonl"
+    for _ in range(2):
+        reasons(prompts)
+    assert len(path.read_text().splitlines()) == 2
+    reasons(prompts, "update.learning_rate=1e-5")
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_without_its_description_all_that_policies_made_goes_aside(prompts: Path) -> None:

@@ -55,6 +55,11 @@ def test_memory_is_estimated_without_the_weights(tmp_path: Path, name: str, gib:
     assert gib[0] < diagnosis.memory.needed / 2**30 < gib[1]
 
 
+def test_an_unknown_tracker_is_a_problem_of_its_own(tmp_path: Path) -> None:
+    _, hints = examined(TINY, f"storage.root={tmp_path}", "run.trackers=[tensorbord]")
+    assert set(hints) == {"trackers"}
+
+
 def test_sizes_are_named_and_the_largest_decides_the_memory(tmp_path: Path) -> None:
     """Tokens: 16 and 64 of a square; 8 x 12 and, of aspect 1.5, 3 x 4 (4 sqrt(2/3) = 3.3, 4 sqrt(1.5) = 4.9)."""
     rows = [{"prompt": "a heart", "size": size} for size in (None, "96x64", "96x64")]

@@ -129,10 +129,15 @@ class TestNeeded:
         assert kept(done, IMAGES) == {iteration(1): UNSCORED, iteration(2): UNSCORED}
         assert [images(runs, iteration(number)) for number in (1, 2, 3)] == [4, 4, 0]
 
-    @pytest.mark.parametrize(("iterations", "needed"), [(3, True), (2, False)])
-    def test_the_start_of_a_replay_that_is_not_at_its_end(self, runs: Runs, iterations: int, needed: bool) -> None:
+    @pytest.mark.parametrize(
+        ("iterations", "replayed", "needed"), [(3, True, True), (2, True, False), (3, False, True), (2, False, False)]
+    )
+    def test_the_start_of_a_run_or_replay_that_is_not_at_its_end(
+        self, runs: Runs, iterations: int, replayed: bool, needed: bool
+    ) -> None:
         config = yaml.safe_load(runs.path("config.yaml", run=RUN).read_text())
-        config |= {"replay": {"source": RUN, "policy": 1}, "run": {**config["run"], "iterations": iterations}}
+        config["run"] |= {"iterations": iterations, "continue_from": None if replayed else f"{RUN}@1"}
+        config |= {"replay": {"source": RUN, "policy": 1}} if replayed else {}
         replay_of = runs.path("policies", run="slower")
         replay_of.mkdir(parents=True)
         (replay_of / "000002.manifest.json").write_text("{}")
@@ -160,6 +165,21 @@ def test_the_program_prints_a_table_and_one_json_object(runs: Runs) -> None:
     printed = json.loads(result.stdout.splitlines()[-1])
     assert (printed["dry_run"], [each["run"] for each in printed["runs"]]) == (True, [RUN])
     assert VERSIONS in result.stderr
+
+
+def test_the_program_deletes_when_someone_says_so(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["prune", RUN, "--policies-last", "1", "--root", str(runs.root)]
+    before = tree(runs.root)
+    result = CliRunner().invoke(application, given)
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    monkeypatch.setattr("flows.command_line.main.is_terminal", lambda: True)
+    asked = CliRunner().invoke(application, given, input="n\n")
+    assert asked.exit_code == 1
+    assert VERSIONS in asked.stderr
+    assert tree(runs.root) == before
+    assert CliRunner().invoke(application, [*given, "--yes"]).exit_code == 0
+    assert tree(runs.root) != before
 
 
 def test_texts_have_no_images(empty: Runs) -> None:

@@ -11,7 +11,7 @@ import pytest
 from flows.pipeline.requests import ReplayRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
-from flows.replay.replay import replay
+from flows.replaying.replay import replay
 from tasks.runs.stored import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import REPOSITORY, Runs, Start
@@ -26,7 +26,7 @@ from tests.flows.pruning.conftest import (
     iteration,
     pruned,
 )
-from tests.flows.replay.replays import policy_digest
+from tests.flows.replaying.replays import policy_digest
 from tests.s3_server import forget_clients, s3_server
 
 pytestmark = pytest.mark.slow

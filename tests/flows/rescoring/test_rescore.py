@@ -14,13 +14,13 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.validation import validated
 from flows.pipeline.requests import RescoreRequest
-from flows.replay.plan import plan_replay
+from flows.replaying.plan import plan_replay
 from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analysis import analyse_rewards
 from tasks.rewards import score_rewards
 from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
-from tests.flows.replay.replays import request_replay, run_replay
+from tests.flows.replaying.replays import request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}

@@ -33,7 +33,8 @@ SubprocessASGIServer().stop()
 """
 
 
-@pytest.mark.parametrize("way", ["killed", pytest.param("at its end", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "at its end"])
 def test_it_ends_with_its_run(way: str) -> None:
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from flows.terminal.progress import training_progress
-from tasks.progress import log, progress_of
+from tasks.progress import advance_run, log, progress_of
 
 
 def printed(console: Console) -> str:
@@ -36,3 +36,20 @@ def test_a_terminal_has_the_bar_of_the_running_stage() -> None:
     assert "second stage" in last
     assert "2/8" in last
     assert "first stage" not in last
+
+
+def test_a_terminal_has_a_bar_of_the_run_with_the_time_that_is_left() -> None:
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system=None)
+
+    def body() -> None:
+        with training_progress(console):
+            advance_run(1, 60, None)
+            advance_run(3, 60, 65.0)
+
+    copy_context().run(body)
+    assert isinstance(console.file, io.StringIO)
+    last = console.file.getvalue().rsplit("iterations of the run", 1)[1]
+    assert "3/60" in last
+    assert "65.0 s each" in last
+    # 57 iterations of 65 s.
+    assert "1:01:45 left" in last

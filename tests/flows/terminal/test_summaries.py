@@ -43,6 +43,7 @@ def summary(**changes: Any) -> TrainSummary:
         "stopped_early": False,
         "quarantined": [],
         "previous": [],
+        "reused": {},
     }
     return TrainSummary(**known | changes)
 

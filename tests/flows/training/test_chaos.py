@@ -34,6 +34,7 @@ def fork_server(server: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield started
 
 
+@pytest.mark.slow
 def test_killed_here_and_there(undisturbed: tuple[Runs, Start], fork_server: ForkServer, tmp_path: Path) -> None:
     runs, first = undisturbed
     assert first.summary.policy_digest is not None

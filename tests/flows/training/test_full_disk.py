@@ -108,6 +108,7 @@ def test_full_before_anything_was_written(
     assert shutil.disk_usage(small_disk).free < PAGE
 
 
+@pytest.mark.slow
 def test_the_command_names_a_full_disk_and_continues_when_there_is_room(
     undisturbed: tuple[Runs, Start], small_disk: Path, final: Compare
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.flows.conftest import Runs, training_process
-from tests.flows.replay.replays import metrics, run_replay
+from tests.flows.replaying.replays import metrics, run_replay
 from tests.flows.rescoring.test_rescore import scored_again
 
 REWARDS = (

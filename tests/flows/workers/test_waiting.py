@@ -103,6 +103,7 @@ async def _make_deserted_pool() -> None:
         await register_stages(client, DESERTED)
 
 
+@pytest.mark.slow
 def test_a_failed_update_is_told_while_rollouts_wait_for_a_worker(empty: Runs) -> None:
     empty.start(run__staleness=1, run__iterations=1)
     asyncio.run(_make_deserted_pool())

@@ -393,3 +393,13 @@ def test_the_policy_loss_is_the_loss_without_kl_and_bonus() -> None:
     settings = plain("dapo", kl_coef=0.1, entropy_coef=0.3)
     terms = loss_of(by_hand(), settings).terms[0]
     assert float(terms.policy_loss) == pytest.approx((-1.2 - 0.5 + 2) / 3)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("grpo", -0.25), ("bnpo", -0.5), ("dr_grpo", -0.375)])
+def test_rows_without_denominators_are_the_whole_minibatch(loss: str, expected: float) -> None:
+    """On policy every ratio is 1: rows of two tokens and one, A = 1 and -1/2, in a batch of two tokens per row."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True)
+    mask = torch.tensor([[True, True], [True, False]])
+    inputs = LossInputs(logprobs, logprobs.detach(), torch.tensor([1.0, -0.5]), mask)
+    value, _ = compute_microbatch_loss(inputs, None if loss == "grpo" else LossSettings(loss=loss))
+    assert value.item() == pytest.approx(expected)

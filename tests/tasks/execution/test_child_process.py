@@ -336,7 +336,7 @@ def test_what_a_reward_prints_is_no_answer_and_letters_are_those_that_were_sent(
 ) -> None:
     log = ProgressLog()
     made = carry_out(stages, scoring(store, "prints_everywhere"), 600.0, log).reference()
-    assert log.stages == {"第一: score function"}
+    assert log.stages == {"第一: score prints_everywhere"}
     assert isinstance(made, ArtifactRef)
     values = pl.read_parquet(store.local_files(made) / SCORES_FILE)["value"]
     assert values.to_list() == [len(prompt) for prompt in IMAGES.prompts for _ in range(4)]

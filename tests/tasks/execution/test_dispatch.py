@@ -153,7 +153,7 @@ def test_failures_count_over_all_shards(store: ArtifactStore, collected: tuple[A
     # Every sample of the first shard fails: above the limit of its own samples, within that of all.
     joined = run_in_shards(stage, arguments(0.6), here(score_reward_task))
     assert isinstance(joined, ArtifactRef)
-    assert joined.metrics["rewards/function/failed"] == 6
+    assert joined.metrics["rewards/fails_for_reds/failed"] == 6
     with pytest.raises(FailedSamplesError, match="of 10 samples"):
         run_in_shards(stage, arguments(0.5), here(score_reward_task))
 

@@ -114,6 +114,7 @@ def test_other_errors_come_back_by_name_with_their_kind(error: Exception, kind: 
     assert record.is_foreseen is (kind is not None)
 
 
+@pytest.mark.slow
 def test_scoring_processes_need_neither_prefect_nor_a_bucket_client() -> None:
     heavy = "any(each in sys.modules for each in ('botocore', 'prefect'))"
     program = f"import sys, tasks.rewards.process_pool; sys.exit({heavy})"

@@ -72,15 +72,20 @@ class RunMaker:
         modality: Literal["image", "text"] = "image",
         datasets: tuple[str, ...] = ("default",),
         labels: tuple[str, ...] = ("ssim",),
+        identity: dict[str, Any] | None = None,
+        settings: str = "",
     ) -> None:
         self.store = ArtifactStore(str(root), name)
         self.prompts, self.side, self.datasets, self.labels = prompts, side, datasets, labels
         self.texts = modality == "text"
+        self.policy = (0, "base" * 16)
         self.written: dict[tuple[int, int], str] = {}
         self.targets: dict[int, Path] = {}
         policy = "policy:\n  kind: causal_lm\n" if self.texts else ""
-        config = f"run:\n  name: {name}\n  iterations: {planned}\n{policy}".encode()
+        config = f"run:\n  name: {name}\n  iterations: {planned}\n{policy}{settings}".encode()
         described = {"name": name, "model_digest": "base" * 16, "schema_version": SCHEMA_VERSION}
+        described |= {} if identity is None else identity
+        self.first_prompt, self.provenance = 0, "{}"
         write_description(self.store, described, config)
 
     @property
@@ -128,7 +133,7 @@ class RunMaker:
             "sample_id": f"{prefix}.p{group:04d}.s{sibling:02d}",
             "iteration": iteration_of(prefix),
             "group_id": f"{prefix}.p{group:04d}",
-            "prompt_id": f"prompt{group}",
+            "prompt_id": f"prompt{group + self.first_prompt}",
             "dataset": self.dataset(group),
             "sibling": sibling,
             "prompt": self.prompts[group],
@@ -151,8 +156,8 @@ class RunMaker:
             "guidance_scale": 1.0,
             "seed": seed + group * GROUP_SIZE + sibling,
             "noise_seed": 0,
-            "policy_version": 0,
-            "policy_digest": "base" * 16,
+            "policy_version": self.policy[0],
+            "policy_digest": self.policy[1],
             "max_completion_length": 2,
             "stop": "[]",
             "completion": self.written.get((group, sibling), completion(group, sibling)),
@@ -186,7 +191,7 @@ class RunMaker:
             "raw": values,
             "failure": [None] * len(values),
             "seconds": [0.0] * len(values),
-            "provenance": ["{}"] * len(values),
+            "provenance": [self.provenance] * len(values),
         }
         with self.store.staging() as staged:
             write_table(staged / SCORES_FILE, REWARDS, columns)

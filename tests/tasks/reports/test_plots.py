@@ -15,14 +15,14 @@ from tests.tasks.reports.test_run_page import Page
         ([0.61, 0.76], [0.6, 0.65, 0.7, 0.75, 0.8]),
         ([5e-6, 2.95e-5, 1e-5], [0.0, 1e-5, 2e-5, 3e-5]),
         ([-1.0, 1e9, 1.0], [-5e8, 0.0, 5e8, 1e9]),
-        ([0.0], [-1.0, 0.0, 1.0]),
+        ([0.0], [0.0, 0.5, 1.0]),
         ([7.0, 7.0], [6.0, 6.5, 7.0, 7.5, 8.0]),
     ],
 )
 def test_points_lie_between_round_ticks_and_say_their_values(values: list[float], ticks: list[float]) -> None:
     plot = line_plot("t", "m", {"a <b>": list(enumerate(values, start=1)), "none": []})
     assert plot is not None
-    assert plot["lines"] == [("a <b>", f"{values[-1]:.4g}")]
+    assert plot["lines"] == [("a <b>", f"{values[-1]:.4g}", 0)]
     page = Page(str(plot["svg"]))
     titles = [text for text in page.text if "iteration" in text]
     assert titles == [f"a <b>, iteration {at}: {value:.4g}" for at, value in enumerate(values, start=1)]

@@ -1,4 +1,5 @@
 import base64
+import hashlib
 import io
 import re
 from html.parser import HTMLParser
@@ -7,15 +8,18 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tasks.reports import pages
+from tasks.reports.hacking import hacking_verdict
 from tasks.reports.images import TargetReader
-from tasks.reports.run_page import progress, read_heldout, render_run_page
+from tasks.reports.run_page import progress, read_appearances, read_heldout, render_run_page
 from tasks.reports.samples import LARGE, read_groups
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tests.tasks.reports.made_runs import RunMaker, colour, png, whole_run
 
 EVIL = """<script>alert("1")</script> " onload='x' {{ 7*7 }} </title></pre> &amp; \u202e"""
-_VOID = {"meta", "img", "br"}
+_VOID = {"meta", "img", "br", "input"}
+PAGE_SCRIPT = Path(pages.__file__).parent / "templates" / "page.js"
 
 
 class Page(HTMLParser):
@@ -41,7 +45,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag, f"</{tag}> closes another element"
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
+        if self.open[-1:] not in (["style"], ["script"]):
             self.text.append(data)
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
@@ -49,11 +53,16 @@ class Page(HTMLParser):
 
 
 def check_offline(html: str) -> Page:
-    """Nothing of the page is a script or a reference to anything outside it, and every element is closed."""
+    """Its script is ours, it has no reference to anything outside, and every element is closed."""
     page = Page(html)
     assert page.open == []
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert script == PAGE_SCRIPT.read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in html
+    html = html.replace(script, "")
     for tag, attributes in page.elements:
-        assert tag not in ("script", "link", "iframe", "object", "base", "form")
+        assert tag not in ("link", "iframe", "object", "base", "form")
         for name, value in attributes.items():
             assert not name.startswith("on")
             if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
@@ -73,7 +82,8 @@ def page_of(maker: RunMaker, warnings: tuple[str, ...] = ()) -> str:
     run = read_run(reader)
     groups = read_groups(reader, run.shown.stages if run.shown else {}, maker.folder, targets, limit=50)
     heldout = read_heldout(reader, run, maker.folder, targets, limit=50)
-    return render_run_page(run, groups, heldout, warnings, [("reward", "0.5")])
+    seen = read_appearances(reader, run, groups, maker.folder)
+    return render_run_page(run, groups, seen, heldout, hacking_verdict(run), warnings, [("reward", "0.5")])
 
 
 def test_the_numbers_of_a_run_stand_in_a_page_that_opens_offline(tmp_path: Path) -> None:
@@ -116,6 +126,35 @@ def test_every_image_is_there_to_the_pixel(tmp_path: Path) -> None:
     found = [image.convert("RGB").getpixel((0, 0)) for image in images(Page(page_of(maker)))]
     strip = [colour(0, sibling) for sibling in (2, 0, 1, 3)]
     assert found == [colour(0, 2), colour(0, 1), (201, 202, 203), *strip]
+
+
+def test_the_same_seed_is_shown_over_the_versions(tmp_path: Path) -> None:
+    maker = whole_run(tmp_path, prompts=("one",))
+    for version in (4, 6):
+        maker.evaluation(version, shift=0.0)
+    page = check_offline(page_of(maker))
+    titles = [attributes.get("title") or "" for attributes in page.named("img")]
+    shown = [title for title in titles if title.startswith("policy ") and ".s02:" in title]
+    versions = {0: 0.9, 2: 1.15, 4: 0.9, 6: 0.9}
+    assert shown == [f"policy {version}, heldout.p0000.s02: {reward:.3f}" for version, reward in versions.items()]
+    # The prompt's siblings with a reward had 0.4, 0.1 and 0.9, and 0.1 more an iteration later.
+    assert "mean reward in iteration 1: 0.467, 2: 0.567" in " ".join("".join(page.text).split())
+
+
+def test_images_beyond_the_limit_are_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = whole_run(tmp_path)
+    everything = len(images(Page(page_of(maker))))
+    monkeypatch.setattr(pages, "MAX_BYTES", 1000)
+    page = check_offline(page_of(maker))
+    assert sum(len(attributes["src"] or "") for attributes in page.named("img")) <= 1000
+    left_out = "".join(page.text).count("left out: this page is full")
+    assert len(images(page)) + left_out == everything
+    assert left_out > 0
+    texts = RunMaker(tmp_path, "texts", modality="text", prompts=("one",))
+    texts.written = {(0, 2): "long " * 400}
+    texts.iteration(1)
+    assert "the rest is left out: this page is full" in page_of(texts)
+    assert len(page_of(texts)) < len(page_of(maker))
 
 
 def test_seeds_that_differ_are_reported(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def section(settings: Mapping[str, object], **fields: Any) -> RewardSection:
     return RewardSection(reward="function", name="mine", settings=dict(settings), **fields)
 
 
+@pytest.mark.slow
 def test_batches_and_processes_change_nothing(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     settings = function(tmp_path, requested, SIBLING)
     plain = score(maker, section(settings))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 
-from tasks.runs.metrics_table import gather_metrics, write_metrics
+from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -64,6 +64,20 @@ def test_seconds_of_several_rounds_are_summed() -> None:
     assert (metrics["seconds/rollouts"], metrics["seconds/rewards"]) == (5.0, 1.0 + 0.75)
 
 
+def test_speeds_count_all_rounds_and_memory_the_highest_of_them() -> None:
+    rounds = [
+        SamplingRound(artifact("a", 2.0, 8, **{"completions/mean_length": 5.0}), {}),
+        SamplingRound(artifact("b", 3.0, 2, **{"completions/mean_length": 10.0}), {}),
+    ]
+    peaks = [
+        each.rollouts.model_copy(update={"peak_memory": gib * 2**30}) for each, gib in zip(rounds, (3, 4), strict=True)
+    ]
+    rounds = [SamplingRound(each, {}) for each in peaks]
+    metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
+    assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (10 / 5, (40 + 20) / 5)
+    assert {name: value for name, value in metrics.items() if "gpu" in name} == {"gpu_memory/rollouts": 4.0}
+
+
 def test_a_replay_has_advantages_and_an_update_and_no_running_moments() -> None:
     scored = artifact("iteration_000001/advantages", 0.25, **{"reward": 0.4, "running/x/mean": 0.5})
     seconds = {"rollouts": 0.0, "rewards": 0.0, "advantages": 0.25, "update": 0.5}
@@ -83,11 +97,16 @@ def test_guardrails_have_a_metric_each_where_they_apply() -> None:
     assert metrics["step_time"] == 0.25 + 0.5
 
 
-def test_a_heldout_reward_of_an_earlier_start_stays(store: ArtifactStore) -> None:
-    write_metrics(store, 1, {"reward": 0.5, "heldout_reward": 0.7, "guardrails/jpeg": 0.3})
-    write_metrics(store, 1, {"reward": 0.6})
-    assert kept(store) == {"reward": 0.6, "heldout_reward": 0.7, "guardrails/jpeg": 0.3}
-    write_metrics(store, 1, {"reward": 0.6, "heldout_reward": 0.8})
+def rewrite(store: ArtifactStore, metrics: dict[str, float], wall_time: float = 2.0) -> None:
+    """What another start of the run does with an iteration."""
+    write_metrics(store, 1, with_earlier(metrics, read_metrics(store, 1), wall_time))
+
+
+def test_an_evaluation_and_the_time_on_the_clock_of_an_earlier_start_stay(store: ArtifactStore) -> None:
+    rewrite(store, {"reward": 0.5, "heldout_reward": 0.7, "guardrails/jpeg": 0.3}, 9.0)
+    rewrite(store, {"reward": 0.6})
+    assert kept(store) == {"reward": 0.6, "heldout_reward": 0.7, "guardrails/jpeg": 0.3, "wall_time": 9.0}
+    rewrite(store, {"reward": 0.6, "heldout_reward": 0.8})
     assert kept(store)["heldout_reward"] == 0.8
 
 
@@ -103,8 +122,8 @@ def test_no_flipped_or_missing_byte_of_a_table_changes_a_heldout_reward(store: A
         else:
             damaged[position] ^= 1 << chance.randrange(8)
         place.write_bytes(damaged)
-        write_metrics(store, 1, {"reward": 0.6})
-        assert kept(store) in ({"reward": 0.6}, {"reward": 0.6, "heldout_reward": 0.7})
-        outcomes.append(len(kept(store)))
-    assert outcomes.count(1) > 30
-    assert outcomes[-1] == 1
+        rewrite(store, {"reward": 0.6})
+        assert kept(store) in ({"reward": 0.6, "wall_time": 2.0}, {"reward": 0.6, "heldout_reward": 0.7})
+        outcomes.append("damaged" if "wall_time" in kept(store) else "read")
+    assert outcomes.count("damaged") > 30
+    assert outcomes[-1] == "damaged"

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from grpo_core.errors import InputError, InputErrors
+from tasks.runs.layout import STORED
 from tasks.runs.lookup import spans
-from tasks.runs.stored import STORED, choose_policy, first_iteration, read_iterations, read_policy, read_range
+from tasks.runs.stored import choose_policy, first_iteration, read_iterations, read_policy, read_range
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.artifacts.tombstones import replace_artifact
 from tests.tasks.reports.made_runs import RunMaker, contents, flip_last_byte, whole_run

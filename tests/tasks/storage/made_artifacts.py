@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.run_folder import PREVIOUS, QUARANTINE
 from tasks.storage.artifacts.store import ArtifactStore
@@ -20,6 +22,11 @@ FILES = {"part-00000.parquet": b"first part", "nested/part-00001.bin": bytes(ran
 FEWER = {"part-00000.parquet": b"first"}
 PRUNED = {"removed": "images", "older_than_days": 30}
 REPOSITORY = Path(__file__).resolve().parents[3]
+
+ON_EACH_KIND_OF_ROOT = pytest.mark.parametrize(
+    "store", ["local", pytest.param("remote", marks=pytest.mark.slow)], indirect=True
+)
+"""For tests of many steps or several processes: in a bucket they take seconds."""
 
 
 def stage(staged: Path, files: dict[str, bytes]) -> None:

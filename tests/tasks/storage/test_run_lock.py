@@ -22,7 +22,7 @@ from tasks.storage.filesystem.lease import Lease, read_holder, take_lease, this_
 from tasks.storage.run_lock import LOCK, LockLostError
 from tests.tasks.storage import lock_holders
 from tests.tasks.storage.lock_holders import held, held_elsewhere, refusal
-from tests.tasks.storage.made_artifacts import another
+from tests.tasks.storage.made_artifacts import ON_EACH_KIND_OF_ROOT, another
 
 logged = lock_holders.logged
 
@@ -37,6 +37,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestBothKinds:
+    @ON_EACH_KIND_OF_ROOT
     def test_a_second_writer_is_refused_and_the_first_continues(self, store: ArtifactStore) -> None:
         with held_elsewhere(store) as other:
             message = refusal(store)
@@ -46,6 +47,7 @@ class TestBothKinds:
         with held(store), held(store, "rescored/mine"), held(another(store, "other")):
             assert f"process {os.getpid()}" in refusal(store, "rescored/mine")
 
+    @ON_EACH_KIND_OF_ROOT
     def test_killed_holder_is_taken_over_at_once_and_that_is_logged(
         self, store: ArtifactStore, logged: list[str]
     ) -> None:

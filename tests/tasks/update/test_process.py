@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = {"images": IMAGES, "texts": TEXTS}
 
 
-REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6)})
+REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6), "ema": 0.9})
 RECOMPUTED = {"gradient_checkpointing": True}
 # A head that is tied to the embedding and one that is not; all weights and adapters; references of every kind.
 UPDATES = {
@@ -49,14 +49,10 @@ UPDATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        ("images", "ddp"),
-        ("texts, adapters", "fsdp2"),
-        pytest.param("texts", "ddp", marks=pytest.mark.slow),
-        *(pytest.param(name, "fsdp2", marks=pytest.mark.slow) for name in UPDATES if name != "texts, adapters"),
-    ],
+    [("images", "ddp"), ("texts", "ddp"), *((name, "fsdp2") for name in UPDATES)],
 )
 def test_two_processes_compute_the_weights_of_one(
     store: ArtifactStore, tmp_path: Path, name: str, sharding: str

@@ -201,6 +201,7 @@ def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOu
         digest=outcome.digest,
         checkpoint=checkpoint,
         reference_digest=outcome.reference_digest,
+        ema_digest=outcome.ema_digest,
     )
 
 

@@ -1,5 +1,7 @@
 """A folder or a name -> configurations, networks on meta, and the pipeline; damaged folders are refused."""
 
+import filecmp
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -8,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import GlmImagePipeline
-from transformers import GlmImageProcessor
 
+from data.shapes import split_scenes
+from data.tiny_glm_image.evaluation import read_scene
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import count_parameters
 from grpo_core.policies.glm_image.loading import (
@@ -23,6 +26,7 @@ from grpo_core.policies.glm_image.loading import (
     released_configs,
 )
 from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
+from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
 from tests.tiny_policy import MODEL
 
@@ -121,13 +125,24 @@ def test_every_part_is_frozen_and_evaluates(shipped_pipeline: GlmImagePipeline) 
         assert not any(child.training for child in module.modules())
 
 
-def test_a_saved_pipeline_needs_nothing_of_this_project(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
-    shipped_pipeline.save_pretrained(tmp_path)
-    stock = GlmImagePipeline.from_pretrained(tmp_path)
-    assert type(stock.processor) is GlmImageProcessor
-    written, shipped = (json.loads((folder / "model_index.json").read_text()) for folder in (tmp_path, MODEL))
-    assert {key: value for key, value in written.items() if key != "_name_or_path"} == shipped
-    assert not [file for file in tmp_path.rglob("*.json") if "UnitProcessor" in file.read_text()]
+def test_the_shipped_folder_draws_without_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path))
+    stock = GlmImagePipeline.from_pretrained(MODEL, trust_remote_code=True)
+    assert not isinstance(stock.processor, UnitProcessor)
+    stock.set_progress_bar_config(disable=True)
+    stock.vision_language_encoder.generation_config.top_k = 1
+    scene = split_scenes(0, 0.1)[0][0]
+    drawn = stock(scene.caption, height=64, width=64, num_inference_steps=4, guidance_scale=1.0).images[0]
+    assert read_scene(drawn) == scene
+    assert filecmp.cmp(MODEL / "processor" / "processor.py", inspect.getfile(UnitProcessor), shallow=False)
+
+
+def test_a_processor_for_other_tokens_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "processor" / "processor_config.json"
+    config.write_text(config.read_text().replace('"unit": 8', '"unit": 16'))
+    with pytest.raises(InputError, match='"unit": 8'):
+        load(tmp_path)
 
 
 def test_initial_state_is_that_of_the_files(shipped_pipeline: GlmImagePipeline) -> None:

@@ -1,5 +1,7 @@
 """Grids of an image size, and prompts as the token model reads them, against stock classes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers import GlmImagePipeline
@@ -10,6 +12,7 @@ from transformers import GlmImageProcessor
 from grpo_core.errors import InputError
 from grpo_core.image_size import MAX_PIXELS, ImageSize
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, encode_prompts
+from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.settings import Grid, TokenGrids, nearest_size, preview_grid, token_grids
 from tests.tiny_policy import PROMPTS
 
@@ -24,10 +27,13 @@ def test_a_image_of_the_tiny_model_by_hand() -> None:
 
 @given(SIDES, SIDES)
 def test_both_grids_are_those_of_the_stock_processor(rows: int, columns: int) -> None:
-    expected = GlmImageProcessor._get_target_shape(None, 32 * rows, 32 * columns)
+    stock = GlmImageProcessor._get_target_shape(None, 32 * rows, 32 * columns)
     large = Grid(rows, columns)
-    preview = preview_grid(large, 32)
-    assert (large.rows, large.columns, preview.rows, preview.columns) == expected
+    for unit in (8, 32):
+        preview = preview_grid(large, unit)
+        ours = UnitProcessor._get_target_shape(SimpleNamespace(unit=unit), unit * rows, unit * columns)
+        assert (large.rows, large.columns, preview.rows, preview.columns) == ours
+    assert ours == stock
 
 
 @pytest.mark.parametrize(

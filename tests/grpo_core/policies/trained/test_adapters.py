@@ -63,8 +63,19 @@ def test_the_same_weights_are_the_same_bytes(
 
 # peft asks transformers for an attribute by its previous name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_peft_loads_the_adapter_as_it_is(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
-    policy = build_policy(shipped_pipeline, disturbed=0.05)
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(LORA, id="plain"),
+        pytest.param(replace(LORA, use_dora=True, use_rslora=True, modules_to_save=("lm_head",)), id="dora and others"),
+        pytest.param(replace(LORA, init_lora_weights="pissa"), id="pissa"),
+        pytest.param(replace(LORA, init_lora_weights="olora"), id="olora"),
+    ],
+)
+def test_peft_loads_the_adapter_as_it_is(
+    shipped_pipeline: GlmImagePipeline, lora: LoraSettings, tmp_path: Path
+) -> None:
+    policy = build_policy(shipped_pipeline, lora=lora, disturbed=0.05)
     policy.save_weights(tmp_path)
     base = copy.deepcopy(shipped_pipeline.vision_language_encoder)
     plain = logits_of(base)

@@ -111,6 +111,34 @@ def test_mixing_is_in_fp32_and_rounds_once() -> None:
     assert torch.equal(values["w"], exact.bfloat16())
 
 
+@pytest.mark.parametrize("choice", KINDS[:2])
+def test_an_average_follows_the_policy_and_is_stored_like_it(choice: TrainingChoice, tmp_path: Path) -> None:
+    model = trained(choice)
+    (tmp_path / "average").mkdir()
+
+    def make(value: float) -> None:
+        with torch.no_grad():
+            for parameter in model.trainable_parameters().values():
+                parameter.fill_(value)
+
+    make(1.0)
+    model.begin_average(None)
+    for value in (2.0, 4.0):
+        make(value)
+        model.update_average(0.25)
+    model.end_average(tmp_path / "average")
+    # 0.75 x 1 + 0.25 x 2 = 1.25, then 0.75 x 1.25 + 0.25 x 4 = 1.9375.
+    model.begin_average(tmp_path / "average")
+    make(8.0)
+    model.update_average(0.5)
+    (tmp_path / "next").mkdir()
+    model.end_average(tmp_path / "next")
+    assert {float(value) for each in values_of(model.trainable_parameters()).values() for value in each.unique()} == {8}
+    for folder, expected in (("average", 1.9375), ("next", 4.96875)):
+        (file,) = (tmp_path / folder).glob("*.safetensors")
+        assert {float(value) for each in load_file(file).values() for value in each.unique()} == {expected}
+
+
 @pytest.mark.parametrize("mix", [0.0, -0.1, 1.5, float("nan")])
 def test_a_share_that_is_none_is_refused(mix: float) -> None:
     model = trained(LORA)
@@ -246,8 +274,8 @@ def test_values_can_be_held_in_another_form() -> None:
         names.append(name)
         return value.double()
 
-    model.change_reference(widen)
+    model.change_copies(widen)
     assert names == list(model.trainable_parameters())
     disturb(model.trainable_parameters())
     assert torch.equal(reference_logprobs(model), before)
-    trained(LORA).change_reference(lambda name, value: pytest.fail(name))
+    trained(LORA).change_copies(lambda name, value: pytest.fail(name))

@@ -21,6 +21,7 @@ def section(bucket: str, folder: Path) -> StorageSection:
     return StorageSection(root=f"{bucket}/runs", cache_dir=str(folder), cache_gib=0.5)
 
 
+@pytest.mark.slow
 def test_a_machine_without_that_folder_keeps_its_own(bucket: str, tmp_path: Path) -> None:
     store = open_store(section(bucket, tmp_path / "copies"), "run")
     use_store(store)

@@ -14,6 +14,7 @@ from tests.tasks.storage.made_artifacts import (
     FILES,
     FOLDER,
     MANIFEST,
+    ON_EACH_KIND_OF_ROOT,
     PART,
     PRUNED,
     another,
@@ -80,6 +81,7 @@ def test_replaced_again_and_again(store: ArtifactStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [FEWER, None], ids=["fewer", "none"])
+@ON_EACH_KIND_OF_ROOT
 def test_another_run_restores_nothing_that_was_pruned(
     store: ArtifactStore, tmp_path: Path, files: dict[str, bytes] | None
 ) -> None:
@@ -138,6 +140,7 @@ class TestDamagedTombstone:
     """Nothing else says that the files were deleted on purpose."""
 
     @pytest.mark.parametrize("files", [FEWER, None], ids=["fewer", "none"])
+    @ON_EACH_KIND_OF_ROOT
     def test_its_copy_takes_its_place(
         self, store: ArtifactStore, tmp_path: Path, files: dict[str, bytes] | None
     ) -> None:

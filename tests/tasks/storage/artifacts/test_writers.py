@@ -20,6 +20,7 @@ from tests.tasks.storage.made_artifacts import (
     FILES,
     FOLDER,
     MANIFEST,
+    ON_EACH_KIND_OF_ROOT,
     REPOSITORY,
     another,
     commit,
@@ -46,6 +47,7 @@ for turn in range(6):
 """
 
 
+@ON_EACH_KIND_OF_ROOT
 def test_writers_at_once_get_the_first_result_or_move_it_to_previous(store: ArtifactStore, tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     commands = [[sys.executable, "-c", AT_ONCE, root_url(store), str(number)] for number in range(2)]
@@ -106,6 +108,7 @@ class TestKill:
         count = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
         return [another(store, f"run{number}") for number in range(1, int(count) + 1)]
 
+    @ON_EACH_KIND_OF_ROOT
     def test_over_another_artifact_it_is_complete_or_absent(self, store: ArtifactStore, tmp_path: Path) -> None:
         found = []
         for run in self.runs(store, "another result"):
@@ -153,6 +156,7 @@ def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
+@ON_EACH_KIND_OF_ROOT
 def test_unfinished_files_of_living_processes_are_left_alone(store: ArtifactStore) -> None:
     with writer_elsewhere(store) as (writer, theirs):
         with store.staging() as ours:

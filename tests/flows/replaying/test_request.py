@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from flows.command_line.main import application
 from flows.pipeline.requests import ReplayRequest
-from flows.replay.plan import plan_replay, root_of
-from flows.replay.replay import replay
+from flows.replaying.plan import plan_replay, root_of
+from flows.replaying.replay import replay
 from grpo_core.errors import InputError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
-from tests.flows.replay.replays import policy_digest, request_replay, run_replay
+from tests.flows.replaying.replays import policy_digest, request_replay, run_replay
 
 
 def problem(runs: Runs, *overrides: str, **options: Any) -> InputError:

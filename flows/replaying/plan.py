@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay
 from flows.pipeline.requests import ReplayRequest
+from flows.pipeline.warm_start import model_problems
 from flows.preflight.inputs import check_inputs, checked_once
 from grpo_core.errors import InputError, InputErrors
-from tasks.models.files import model_digest
-from tasks.runs.lookup import CONFIG_FILE, find_run, read_description
+from tasks.runs.layout import RECOMPUTED, STORED
+from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.records import StoredIteration
 from tasks.runs.stored import (
-    RECOMPUTED,
-    STORED,
     first_iteration,
     read_iterations,
     read_policy,
@@ -31,6 +30,7 @@ _FIXED = {
     "storage": "A replay is stored next to its source; name that root with --root.",
     "replay": "Give it as an option; see grpo replay --help.",
     "run.name": "Name the replay with --run.",
+    "run.continue_from": "Name the source's policy to start from with --policy.",
     "run.iterations": "A replay makes one update for each of the source's --iterations.",
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.model": "The stored rollouts are of the source's model; leave it out.",
@@ -78,7 +78,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     advantages = request.advantages or (RECOMPUTED if recompute else STORED)
     problems = [
-        *_policy_problems(store, previous, config, start),
+        *model_problems(store, previous, config, request.policy, "start from the model with --policy 0"),
         *_reward_problems(request, previous, config),
         *_advantages_problems(request, previous, config, advantages, recompute=recompute),
         *_staleness_problems(request, iterations),
@@ -142,25 +142,6 @@ def _previous_advantages(
     if first <= first_iteration(store) or all(section.normalize != "running" for section in config.rewards):
         return None
     return read_iterations(store, (first - 1, first - 1), STORED)[0].advantages
-
-
-def _policy_problems(
-    store: ArtifactStore, previous: RunConfig, config: RunConfig, start: PolicyRef | None
-) -> Iterator[InputError]:
-    if start is not None:
-        was, now = (each.policy.model_dump(include={"lora", "frozen", "dtype"}) for each in (previous, config))
-        for key in sorted(was):
-            if was[key] != now[key]:
-                hint = f"Version {start.version} was trained with {was[key]}; start from the model with --policy 0."
-                yield InputError(f"policy.{key}", now[key], hint)
-    try:
-        known, current = read_description(store).get("model_digest"), model_digest(config.policy.model)
-    except InputError as error:
-        yield error
-        return
-    if known not in (None, current):
-        hint = f"Its files have changed since the source sampled with it ({known[:12]}); restore them."
-        yield InputError("policy.model", current[:12], hint)
 
 
 def _reward_problems(request: ReplayRequest, previous: RunConfig, config: RunConfig) -> Iterator[InputError]:

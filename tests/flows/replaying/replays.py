@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from configs.validation import validated
 from flows.pipeline.requests import ReplayRequest
-from flows.replay.replay import ReplaySummary, replay
+from flows.replaying.replay import ReplaySummary, replay
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Heard, Runs, heard_of, sha256_of

@@ -9,7 +9,7 @@ from flows.inspection.inspect_run import inspect_run
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityError
 from tests.flows.conftest import REPOSITORY, Runs, Start, refused, sha256_of
-from tests.flows.replay.replays import (
+from tests.flows.replaying.replays import (
     ADVANTAGES,
     UPDATES,
     advantages,
@@ -42,6 +42,7 @@ class TestSameSettings:
         assert summary.policy_digest == policy_digest(finished, 2)
         assert not finished.path("policies/000001", run="run-replay").exists()
 
+    @pytest.mark.slow
     def test_nothing_is_done_again(self, finished: Runs) -> None:
         first, _ = run_replay(finished, iterations="1")
         longer, heard = run_replay(finished)
@@ -50,6 +51,7 @@ class TestSameSettings:
         assert heard.stages == []
         assert again.policy_digest == longer.policy_digest != first.policy_digest
 
+    @pytest.mark.slow
     def test_a_replay_that_was_stopped_or_damaged_goes_on_to_the_same_policy(
         self, finished: Runs, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -112,6 +114,7 @@ class TestAdvantages:
             -value for value in advantages(finished, 1, "run")["advantage"]
         ]
 
+    @pytest.mark.slow
     def test_iterations_of_other_numbers_keep_their_tables_where_they_are_used(self, finished: Runs) -> None:
         for overrides in ((), ("rewards.1.weight=-3.0",)):
             run_replay(finished, *overrides, name="both")

@@ -9,16 +9,15 @@ from configs.training import UpdateSection
 from flows.pipeline.forms import ReplayForm
 from flows.pipeline.run import Run, open_run
 from flows.pipeline.stages import compute_advantages, named, recording, update_policy
-from flows.replay.plan import ReplayPlan, plan_replay
-from flows.training.history import TrainingHistory, evaluate, is_evaluated, report_iteration
-from flows.training.signs import ends_at_sign
+from flows.replaying.plan import ReplayPlan, plan_replay
+from flows.training.callbacks import open_callbacks
+from flows.training.history import TrainingHistory, evaluate, is_evaluated
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError
 from tasks.advantages.copy import copy_advantages_task
 from tasks.progress import log
-from tasks.runs.layout import iteration_folder
+from tasks.runs.layout import RECOMPUTED, iteration_folder
 from tasks.runs.records import StoredIteration
-from tasks.runs.stored import RECOMPUTED
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 
@@ -46,11 +45,12 @@ async def replay(request: ReplayForm) -> ReplaySummary:
     """Train a policy from another run's stored rollouts, one update per iteration, in their order."""
     started = time.perf_counter()
     plan = plan_replay(request)
-    with open_run(plan.config) as run:
+    with open_run(plan.config) as run, open_callbacks(run) as callbacks:
         history, policy = TrainingHistory(), plan.start or run.base_policy
         log(introduction(plan))
         async with recording(run.store, run.lock):
             evaluate(run, policy, history)
+            callbacks.on_train_begin(history)
             for stored in plan.iterations:
                 update = corrected_update(run, plan, policy, stored)
                 advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
@@ -59,8 +59,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 policy = update_policy(run, policy, rollouts, advantages, update, staleness, title)
                 if is_evaluated(run.config, policy.version):
                     evaluate(run, policy, history)
-                await report_iteration(run, history, policy, stored.rounds, advantages, replayed=True)
-                if await ends_at_sign(run, history, policy):
+                if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
                     break
         summary = summarize(run, policy, history, time.perf_counter() - started)
         await publish_summary(run, summary)

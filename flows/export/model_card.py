@@ -1,0 +1,100 @@
+"""The README.md of an exported folder, with the metadata that the Hugging Face hub reads."""
+
+from pathlib import Path, PurePosixPath
+
+from flows.export.plan import ExportPlan
+from flows.export.usage import usage
+from tasks.reports.text import in_cell, markdown_table, number
+from tasks.runs.layout import evaluation_folder
+from tasks.runs.records import StoredEvaluation
+from tasks.runs.stored import find_evaluation
+from tasks.storage.artifacts.reference import PolicyRef
+
+_LICENCE = (
+    "Not stated. The licences of the base model and of the data apply; add yours as `license:` at the top of this file."
+)
+
+
+def model_card(plan: ExportPlan) -> str:
+    """Return the card: base, data, rewards, held-out rewards before and after, and how the export is used."""
+    exported = plan.repository or plan.folder.name
+    sections = {
+        "Training": markdown_table(["", ""], [[in_cell(cell) for cell in row] for row in _facts(plan)]),
+        "Held-out rewards": _heldout_lines(plan),
+        "Use": ["```python", usage(plan.config, exported, whole=plan.base is not None), "```"],
+        "Licence": [_LICENCE],
+    }
+    body = [f"# {plan.store.run}, version {plan.policy.version}", "", _summary(plan)]
+    for title, lines in sections.items():
+        body += ["", f"## {title}", "", *lines]
+    return "\n".join(["---", _metadata(plan), "---", "", *body, ""])
+
+
+def _is_image(plan: ExportPlan) -> bool:
+    return plan.config.policy.kind == "glm_image"
+
+
+def _summary(plan: ExportPlan) -> str:
+    what = "An image generator" if _is_image(plan) else "A language model"
+    form = "the whole model" if plan.base is not None else "an adapter, in peft's format"
+    return f"{what} trained with rewards (GRPO). This is {form}."
+
+
+def _metadata(plan: ExportPlan) -> str:
+    from huggingface_hub import ModelCardData
+
+    library = "peft" if plan.base is None else "diffusers" if _is_image(plan) else "transformers"
+    model = plan.config.policy.model
+    data = ModelCardData(
+        # The hub refuses a name that is none of its own.
+        base_model=None if Path(model).expanduser().is_dir() else model,
+        library_name=library,
+        pipeline_tag="text-to-image" if _is_image(plan) else "text-generation",
+        tags=["grpo", *(["lora"] if plan.base is None else [])],
+    )
+    return str(data.to_yaml())
+
+
+def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
+    config, lora = plan.config, plan.config.policy.lora
+    files = [PurePosixPath(each.prompts).name for each in config.data.sets]
+    rewards = [f"{each.label} (weight {each.weight:g})" for each in config.rewards]
+    trained = "every weight" if lora is None else f"adapters of rank {lora.rank}, alpha {lora.alpha:g}"
+    if config.policy.adapter is not None:
+        trained = f"the adapter {config.policy.adapter}"
+    if plan.policy.is_averaged:
+        trained += f"; the moving average of its values, decay {config.update.ema:g}"
+    return [
+        ("base", f"{config.policy.model}, {plan.base_digest[:16]}"),
+        ("trained", trained),
+        ("prompts", ", ".join(files)),
+        ("rewards", ", ".join(rewards)),
+        ("loss", config.update.loss),
+        ("version", f"{plan.policy.version} of {config.run.iterations} updates"),
+        ("weights, sha256", plan.policy.digest),
+    ]
+
+
+def _heldout_lines(plan: ExportPlan) -> list[str]:
+    """Return a table of the mean held-out rewards of the base and of the version, as far as they were evaluated."""
+    policies = (PolicyRef(version=0, digest=plan.base_digest), plan.policy)
+    found = [find_evaluation(plan.store, evaluation_folder(each.version), plan.config, each) for each in policies]
+    before, after = found
+    if after is None:
+        return [f"Version {plan.policy.version} was not evaluated on held-out prompts."]
+    prompts = ", ".join(PurePosixPath(each.prompts).name for each in plan.config.evaluate.sets)
+    table = markdown_table(
+        ["", "before", f"version {plan.policy.version}"],
+        [[in_cell(name), *(number(_means(each).get(name)) for each in (before, after))] for name in _means(after)],
+    )
+    return [f"Means over {after.advantages.rows:,} samples of the prompts in {in_cell(prompts)}.", "", *table]
+
+
+def _means(done: StoredEvaluation | None) -> dict[str, float | None]:
+    """Return the mean of the mixed reward, of each reward and of each guardrail."""
+    if done is None:
+        return {}
+    scores = {**done.rewards, **{f"{label} (guardrail)": each for label, each in done.guardrails.items()}}
+    labels = {name: name.removesuffix(" (guardrail)") for name in scores}
+    means = {name: each.metrics.get(f"rewards/{labels[name]}/mean") for name, each in scores.items()}
+    return {"reward": done.advantages.metrics.get("reward"), **means}

@@ -1,0 +1,106 @@
+"""Plan an export: find the run, the version and the base, and report every mistake before anything is written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import RunConfig
+from flows.export.request import ExportRequest
+from flows.preflight.inputs import trained_model
+from grpo_core.errors import InputError
+from tasks.models.files import model_folder
+from tasks.runs.lookup import find_run, read_description
+from tasks.runs.stored import choose_policy, chosen_version, stored_config, stored_versions
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.files import require_writable
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What is exported.
+
+    Attributes:
+        base_digest: digest of the model, and of the adapter, that the run began with.
+        policy: the version; its moving average where the run keeps one, which is what was evaluated.
+        base: folder of that model; None for an adapter, which needs nothing of it.
+        weights: the stored files of the version.
+        folder: absolute path; does not exist, or is empty.
+        notes: messages about damaged versions that were skipped.
+    """
+
+    store: ArtifactStore
+    config: RunConfig
+    policy: PolicyRef
+    base_digest: str
+    base: Path | None
+    weights: ArtifactRef
+    folder: Path
+    repository: str | None
+    notes: tuple[str, ...]
+
+
+def plan_export(request: ExportRequest) -> ExportPlan:
+    """Check the request against the run and the machine.
+
+    Raises:
+        InputError, InputErrors: with the option, the value and the hint.
+    """
+    folder = Path(request.folder).expanduser().absolute()
+    _require_new_folder(folder)
+    store = find_run(request.run, request.root)
+    config = stored_config(store)
+    recorded = str(read_description(store).get("model_digest", ""))
+    policy, notes = choose_policy(store, chosen_version(store, request.policy), recorded)
+    if policy.checkpoint is None:
+        _refuse_initial(store, config, request.policy)
+    assert policy.checkpoint is not None
+    whole = request.merge or not config.policy.trains_adapters
+    base = _require_base(store, config, recorded) if whole else None
+    if request.push_to_hub is not None:
+        _require_hub(request.push_to_hub)
+    return ExportPlan(
+        store, config, policy.averaged, recorded, base, policy.checkpoint, folder, request.push_to_hub, notes
+    )
+
+
+def _require_new_folder(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError("DIR", str(folder), "It has files. Name a new folder, or an empty one.")
+    require_writable(folder, "DIR")
+
+
+def _refuse_initial(store: ArtifactStore, config: RunConfig, chosen: str | None) -> None:
+    versions = stored_versions(store)
+    if not versions:
+        raise InputError("RUN", store.run, "It has no policy version that is valid; train it first.")
+    best = "Of the versions that are stored it has the highest held-out reward; " if chosen == "best" else ""
+    hint = (
+        f"{best}version 0 is the model as given, {config.policy.model}. Choose one of {versions[0]} to {versions[-1]}."
+    )
+    raise InputError("--policy", chosen, hint)
+
+
+def _require_base(store: ArtifactStore, config: RunConfig, recorded: str) -> Path:
+    """Return the folder of the model that was trained, which has to be the one that the run began with."""
+    digest = trained_model(config).digest
+    if recorded and digest != recorded:
+        hint = f"Its files have changed since {store.run} began ({recorded[:12]}); restore them, or leave out --merge."
+        raise InputError("policy.model", digest[:12], hint)
+    return model_folder(config.policy.model, config.policy.revision)
+
+
+def _require_hub(repository: str) -> None:
+    """Refuse a repository that cannot be written, as far as the hub tells: no network, no token, no such name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        HfApi().whoami()
+    except HFValidationError as error:
+        raise InputError("--push-to-hub", repository, f"It is no repository's name ({error}).") from error
+    except (OSError, HTTPError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        hint = f"The hub does not accept it: log in with `hf auth login` and check the network ({first_line})."
+        raise InputError("--push-to-hub", repository, hint) from error

@@ -1,0 +1,92 @@
+"""The lines of Python that draw or answer with an exported policy, in diffusers, transformers and peft alone."""
+
+import json
+from pathlib import Path
+
+from configs.schema import RunConfig
+from configs.sections import ImageRolloutSection, TextRolloutSection
+from grpo_core.policies.glm_image.settings import INDEX_FILE
+
+IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
+
+
+def usage(config: RunConfig, exported: str, *, whole: bool) -> str:
+    """Return a script that draws one image, or answers one prompt.
+
+    Args:
+        config: of the run.
+        exported: folder or hub name of the export.
+        whole: whether the export is a model; otherwise an adapter of the run's model.
+    """
+    if isinstance(config.rollout, TextRolloutSection):
+        return _text_usage(config, config.rollout, exported, whole)
+    assert isinstance(config.rollout, ImageRolloutSection)
+    return _image_usage(config, config.rollout, exported, whole)
+
+
+def _image_usage(config: RunConfig, rollout: ImageRolloutSection, exported: str, whole: bool) -> str:
+    model = exported if whole else config.policy.model
+    code = ", trust_remote_code=True" if _has_own_processor(config.policy.model) else ""
+    lines = [
+        "import torch",
+        "from diffusers import GlmImagePipeline",
+        *([] if whole else ["from peft import PeftModel"]),
+    ]
+    lines += ["", f'pipe = GlmImagePipeline.from_pretrained("{model}", dtype=torch.{config.policy.dtype}{code})']
+    if not whole:
+        lines += [
+            f'adapted = PeftModel.from_pretrained(pipe.vision_language_encoder, "{exported}")',
+            "pipe.vision_language_encoder = adapted.merge_and_unload()",
+        ]
+    settings = ", ".join(
+        f"{name}={getattr(rollout, name)}" for name in ("height", "width", "num_inference_steps", "guidance_scale")
+    )
+    lines += [f'image = pipe("{IMAGE_PROMPT}", {settings}).images[0]', 'image.save("image.png")']
+    return "\n".join(lines)
+
+
+def _has_own_processor(model: str) -> bool:
+    """Return whether the pipeline's folder has code for its processor; a hub name counts as one without."""
+    index = Path(model).expanduser() / INDEX_FILE
+    return index.is_file() and json.loads(index.read_text())["processor"][0] != "glm_image"
+
+
+def _text_usage(config: RunConfig, rollout: TextRolloutSection, exported: str, whole: bool) -> str:
+    model = exported if whole else config.policy.model
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
+    ]
+    lines += [f'model = AutoModelForCausalLM.from_pretrained("{model}", dtype="{config.policy.dtype}")']
+    if not whole:
+        lines = ["from peft import PeftModel", *lines, f'model = PeftModel.from_pretrained(model, "{exported}")']
+    if _uses_template(config.policy.model, rollout):
+        system = rollout.system_prompt
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages += [{"role": "user", "content": TEXT_PROMPT}]
+        lines += [
+            f"messages = {json.dumps(messages, ensure_ascii=False)}",
+            "inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, "
+            'return_tensors="pt")',
+        ]
+    else:
+        lines += [f'inputs = tokenizer("{TEXT_PROMPT}", return_tensors="pt")']
+    return "\n".join(
+        [
+            *lines,
+            f"output = model.generate(**inputs, max_new_tokens={rollout.max_completion_length})",
+            'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
+    )
+
+
+def _uses_template(model: str, rollout: TextRolloutSection) -> bool:
+    """Return whether prompts are formatted as messages; a model that is not a folder counts as one with a template."""
+    folder = Path(model).expanduser()
+    if rollout.chat_template is not None or not folder.is_dir():
+        return rollout.chat_template is not False
+    config = folder / "tokenizer_config.json"
+    return any(folder.glob("chat_template*")) or (
+        config.is_file() and "chat_template" in json.loads(config.read_text())
+    )

@@ -1,0 +1,244 @@
+"""The flows as plain functions, for scripts and notebooks; the program `grpo` calls the same ones.
+
+Each checks its input before anything heavy is imported, runs its flow to the end, also where an event loop runs already
+(a notebook), and returns what the command prints as a summary. Wrong input raises InputError or InputErrors.
+"""
+
+import asyncio
+import contextvars
+import json
+import os
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from configs.validation import Section, validated
+from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+    from flows.evaluation.evaluate import EvaluateSummary
+    from flows.replaying.replay import ReplaySummary
+    from flows.rescoring.rescore import Rescoring
+    from flows.training.hooks import IterationHook
+    from flows.training.summary import TrainSummary
+
+Overrides = Mapping[str, object] | Sequence[str]
+"""Settings to change: values by dotted key, `{"update.learning_rate": 1e-4}`, or texts as of `--set`."""
+
+R = TypeVar("R")
+Q = TypeVar("Q", bound=Section)
+
+
+def train(
+    config: "RunConfig | Mapping[str, Any] | str | Path",
+    *,
+    overrides: Overrides = (),
+    accept_code: bool = False,
+    on_iteration: "IterationHook | None" = None,
+    progress: bool = True,
+) -> "TrainSummary":
+    """Start or resume a training run.
+
+    Args:
+        config: a YAML file, a mapping with the same sections, or a RunConfig.
+        overrides: settings to change.
+        accept_code: keep stored results that other code made, and record it.
+        on_iteration: called with the record of each iteration, in order; it ends the run after this one by returning
+            True or raising StopTraining. A run that resumes passes all of its iterations again, the previous ones with
+            `record.stored`, so that a hook that counts decides as in a run that was never interrupted.
+        progress: show bars in a terminal, lines elsewhere; if False, the log goes to Prefect's UI only.
+
+    Raises:
+        InputError, InputErrors: everything that is wrong with the input, before anything is written.
+    """
+    from configs.loader import as_config
+
+    checked = as_config(config, _texts(overrides))
+    return train_checked(checked, accept_code=accept_code, on_iteration=on_iteration, progress=progress)
+
+
+def train_checked(
+    config: "RunConfig",
+    *,
+    accept_code: bool = False,
+    on_iteration: "IterationHook | None" = None,
+    progress: bool = True,
+) -> "TrainSummary":
+    """Start or resume the training run of a configuration that `configs.loader` has checked; as :func:`train`."""
+
+    def body() -> "Coroutine[Any, Any, TrainSummary]":
+        from flows.preflight.inputs import check_inputs
+
+        check_inputs(config)
+        from flows.training.train import train as flow
+
+        return flow(config, accept_code=accept_code)
+
+    return _run(body, on_iteration, progress=progress)
+
+
+def replay(
+    source: str | ReplayRequest,
+    *,
+    on_iteration: "IterationHook | None" = None,
+    progress: bool = True,
+    **options: Any,
+) -> "ReplaySummary":
+    """Train a policy from another run's stored rollouts.
+
+    Args:
+        source: a run under the storage root, or the path of its folder.
+        on_iteration: as of :func:`train`.
+        progress: as of :func:`train`.
+        options: fields of ReplayRequest: advantages, iterations, policy, max_staleness, name, overrides, root.
+
+    Raises:
+        InputError, InputErrors: what is wrong with the request or the source.
+    """
+
+    def body() -> "Coroutine[Any, Any, ReplaySummary]":
+        request = _request(ReplayRequest, source, "source", options)
+        require_runs([request.source], request.root)
+        from flows.replaying.plan import plan_replay
+
+        plan_replay(request)
+        from flows.replaying.replay import replay as flow
+
+        return flow(request)
+
+    return _run(body, on_iteration, progress=progress)
+
+
+def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: Any) -> "EvaluateSummary":
+    """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again.
+
+    Args:
+        run: a run under the storage root, or the path of its folder.
+        progress: as of :func:`train`.
+        options: fields of EvaluateRequest: policy, prompts, overrides, root.
+
+    Raises:
+        InputError, InputErrors: what is wrong with the request or the run.
+    """
+
+    def body() -> "Coroutine[Any, Any, EvaluateSummary]":
+        request = _request(EvaluateRequest, run, "run", options)
+        require_runs([request.run], request.root)
+        from flows.evaluation.plan import plan_evaluate
+
+        plan_evaluate(request)
+        from flows.evaluation.evaluate import evaluate as flow
+
+        return flow(request)
+
+    return _run(body, progress=progress)
+
+
+def rescore(
+    runs: str | Sequence[str] | RescoreRequest,
+    *,
+    rewards: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> "Rescoring":
+    """Score stored rollouts with other rewards or weights; only missing scores are computed.
+
+    Args:
+        runs: one run or several, under the storage root or by the paths of their folders.
+        rewards: the path of a YAML file with `rewards:`, or the list itself.
+        progress: as of :func:`train`.
+        options: other fields of RescoreRequest: name, iterations, html, root.
+
+    Returns:
+        The summary, what changed, and as a frame the samples whose rank moved most.
+
+    Raises:
+        InputError, InputErrors: what is wrong with the request, the rewards or the runs.
+    """
+    with _rewards_file(rewards) as file:
+
+        def body() -> "Coroutine[Any, Any, Rescoring]":
+            sources = (runs,) if isinstance(runs, str) else runs
+            given = options if file is None else {**options, "rewards": file}
+            request = _request(RescoreRequest, sources, "sources", given)
+            require_runs(request.sources, request.root)
+            from flows.rescoring.plan import plan_rescore
+
+            plan_rescore(request)
+            from flows.rescoring.rescore import rescore as flow
+
+            return flow(request)
+
+        return _run(body, progress=progress)
+
+
+def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None" = None, *, progress: bool) -> R:
+    """Run a flow in a context of its own, so that listeners and hooks end with it."""
+
+    def run() -> R:
+        from flows.training.hooks import use_hook
+
+        use_hook(hook)
+        work = body()
+        from flows.terminal.progress import training_progress
+
+        with training_progress() if progress else nullcontext():
+            return _to_the_end(work)
+
+    return contextvars.copy_context().run(run)
+
+
+def _to_the_end(work: Coroutine[Any, Any, R]) -> R:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    # A running loop cannot be entered again, so the flow has its own in a thread; an interrupt here cancels it.
+    from anyio.from_thread import start_blocking_portal
+
+    async def awaited() -> R:
+        return await work
+
+    with start_blocking_portal() as portal:
+        return portal.call(awaited)
+
+
+def _request(model: type[Q], first: object, field: str, options: Mapping[str, Any]) -> Q:
+    """Return the request that was given, or build one from the options of a call."""
+    if isinstance(first, model):
+        if options:
+            raise TypeError(f"a {model.__name__} has all options; change its fields instead of {', '.join(options)}")
+        return first
+    given = {**options, field: first}
+    if "overrides" in given:
+        given["overrides"] = _texts(given["overrides"])
+    return validated(model, given)
+
+
+def _texts(overrides: Overrides) -> tuple[str, ...]:
+    if not isinstance(overrides, Mapping):
+        return tuple(overrides)
+    return tuple(f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items())
+
+
+def require_runs(sources: Sequence[str], root: str) -> None:
+    """Refuse names of runs that do not exist before the models' libraries are imported."""
+    from tasks.runs.lookup import find_run
+
+    for source in sources:
+        find_run(source, root)
+
+
+@contextmanager
+def _rewards_file(rewards: str | Path | Sequence[Mapping[str, Any]] | None) -> Iterator[str | None]:
+    """Yield the path of a rewards file; a list is written to one, which the plan of the rescoring reads."""
+    if rewards is None or isinstance(rewards, str | Path):
+        yield None if rewards is None else str(rewards)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rewards.yaml"
+        file.write_text(json.dumps({"rewards": [dict(each) for each in rewards]}))
+        yield str(file)

@@ -1,0 +1,133 @@
+"""Write the folder of `grpo init`, and check the result as a run would, so that it trains as it is."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typer import Argument, Option
+
+from configs.validation import NAME_PATTERN, Section
+from flows.init import templates
+from grpo_core.errors import InputError
+from tasks.checkout import CHECKOUT
+
+OWN = "own"
+CONFIG, PROMPTS, HELDOUT, REWARD = "config.yaml", "prompts.txt", "heldout.txt", "reward.py"
+
+
+class InitRequest(Section):
+    """A folder with a commented configuration, and examples of what was not given."""
+
+    folder: Annotated[str, Argument(metavar="DIR")] = Field(min_length=1, description="folder to write, new or empty")
+    kind: Literal["image", "text"] = Field("image", description="what the model generates")
+    prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
+        None, min_length=1, description="your prompts; by default a file with examples"
+    )
+    targets: Annotated[str | None, Option(metavar="FOLDER")] = Field(
+        None, min_length=1, description="your target images, for rewards such as r2: one per prompt, in order"
+    )
+    reward: Annotated[str, Option(metavar="NAME")] = Field(
+        OWN, min_length=1, description="a reward of `grpo rewards list`, or own: a function in DIR/reward.py"
+    )
+    model: Annotated[str | None, Option(metavar="MODEL")] = Field(
+        None, min_length=1, description="folder of a model, or hub name; by default the shipped tiny model"
+    )
+
+    @property
+    def asks_for_nothing(self) -> bool:
+        """Whether only the folder is given."""
+        return self == InitRequest(folder=self.folder)
+
+
+def write_folder(request: InitRequest) -> list[Path]:
+    """Write the folder and return its files.
+
+    Raises:
+        InputError, InputErrors: something that was given cannot be used; nothing is left behind.
+    """
+    folder = Path(request.folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError("DIR", request.folder, "It is there and not empty; name a new folder.")
+    if request.targets is not None and request.prompts is None:
+        raise InputError("--targets", request.targets, "Give the --prompts that they belong to.")
+    files = _files(request, folder)
+    # The first folder that does not exist yet.
+    made = next((each for each in reversed((folder, *folder.parents)) if not each.exists()), None)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+        _check(folder / CONFIG)
+    except BaseException as error:
+        for path in files:
+            path.unlink(missing_ok=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError("DIR", request.folder, f"It cannot be written ({error}); name another.") from error
+        raise
+    return list(files)
+
+
+def _check(config: Path) -> None:
+    # Models' libraries are imported here, and wrong options are reported before.
+    from configs.loader import read_config
+    from flows.preflight.inputs import run_checks
+
+    run_checks(read_config(config))
+
+
+def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
+    files = {folder / CONFIG: _config(request, folder)}
+    if request.prompts is None:
+        files[folder / PROMPTS] = "\n".join(templates.PROMPTS[request.kind]) + "\n"
+        files[folder / HELDOUT] = "\n".join(templates.HELDOUT[request.kind]) + "\n"
+    if request.reward == OWN:
+        files[folder / REWARD] = templates.REWARD[request.kind]
+    return files
+
+
+def _config(request: InitRequest, folder: Path) -> str:
+    image, tiny = request.kind == "image", request.model is None
+    name, own = folder.resolve().name, request.reward == OWN
+    lora = templates.LORA.format(
+        rank=16 if tiny else 32, alpha=32.0 if tiny else 64.0, checkpointing="false" if tiny else "true"
+    )
+    rate = ("2.0e-3" if image else "1.0e-3") if tiny else ("5.0e-5" if image else "1.0e-5")
+    heldout = templates.EVALUATE.format(prompts=_quoted(f"{request.folder.rstrip('/')}/{HELDOUT}"))
+    return templates.CONFIG.format(
+        file=folder / CONFIG,
+        name=_quoted(name if re.fullmatch(NAME_PATTERN, name) else "mine"),
+        iterations=20 if tiny else 200,
+        kind="glm_image" if image else "causal_lm",
+        model=_quoted(request.model or _shipped(templates.TINY[request.kind])),
+        dtype="float32" if tiny else "bfloat16",
+        lora=lora if image or not tiny else "  lora: null                # trains every weight\n",
+        prompts=_quoted(request.prompts or f"{request.folder.rstrip('/')}/{PROMPTS}"),
+        targets=templates.TARGETS.format(folder=_quoted(request.targets)) if request.targets is not None else "",
+        batch=8 if tiny else 4,
+        sampling=templates.SAMPLING[request.kind, tiny],
+        reward="function" if own else _quoted(request.reward),
+        settings=templates.SETTINGS.format(function=_quoted(f"{request.folder.rstrip('/')}/{REWARD}:reward"))
+        if own
+        else "",
+        learning_rate=rate,
+        rows=64,
+        micro=32 if tiny else 4,
+        evaluate=heldout if request.prompts is None else templates.NO_EVALUATE,
+    )
+
+
+def _quoted(value: str) -> str:
+    """Write a text as YAML, which reads JSON's quotes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shipped(model: str) -> str:
+    """Return the path of a shipped model: relative where the working directory is the checkout, as in its files."""
+    return model if os.path.samefile(CHECKOUT, Path.cwd()) else str(CHECKOUT / model)

@@ -1,0 +1,83 @@
+"""`run.keep_policies`: delete the policy versions that a training no longer needs, while it trains."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from flows.pipeline.run import Run
+from flows.pruning.needs import BEST, Needs, add_dependents
+from flows.pruning.plan import RunPlan, plan_versions
+from flows.pruning.prune import carry_out, locked_apart
+from flows.pruning.request import PruneRequest
+from grpo_core.errors import InputError
+from tasks.progress import log
+from tasks.pruning import Prunable, find_prunable
+from tasks.runs.layout import OTHER_EVALUATIONS, evaluation_folder, policy_folder
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.reference import ArtifactRef
+
+
+class PolicyKeeper:
+    """Deletes policy versions of a run by the rules of `grpo prune`, one start of a training at a time.
+
+    Versions that the next iterations are sampled with stay, and so do those that another run starts from or that a
+    `grpo evaluate` is using. The server's schedules are not asked, because that takes a request per iteration.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Find the versions that are stored, if the run deletes any."""
+        self._run, self._written = run, set[int]()
+        found = RunReader(run.store).policies() if run.config.run.keep_policies else []
+        self._stored = {version for version, prunable in self._find(found).items() if _has_files(prunable)}
+
+    def delete_unneeded(self, version: int, heldout: Mapping[int, ArtifactRef]) -> None:
+        """Delete what is not needed once this version is trained and, where that is due, evaluated.
+
+        Args:
+            heldout: advantages of the held-out samples by policy version.
+        """
+        run, section = self._run, self._run.config.run.keep_policies
+        if section is None:
+            return
+        if version not in self._stored:
+            self._written.add(version)
+        self._stored.add(version)
+        if version < max(self._stored):
+            # A run that resumes passes its earlier iterations, and knows its best version when it has passed them all.
+            return
+        versions = self._find(sorted(self._stored))
+        needs, request = (
+            Needs(),
+            PruneRequest(sources=(run.store.run,), policies_last=section.last, policies_every=section.every),
+        )
+        rewards = {each: heldout[each].metrics["reward"] for each in versions if "reward" in _metrics(heldout, each)}
+        if section.best and rewards:
+            needs.policies[max(rewards, key=rewards.__getitem__)].append(BEST)
+        add_dependents(needs, run.store)
+        plan = RunPlan(run.store, request, datetime.now(UTC), "run.keep_policies", frozenset(self._written))
+        plan_versions(plan, run.config, versions, needs)
+        self._carry_out(plan)
+
+    def _carry_out(self, plan: RunPlan) -> None:
+        for deletion in plan.deleted:
+            version = int(deletion.name)
+            patterns = (evaluation_folder(version), f"{OTHER_EVALUATIONS}/*/{version:06d}")
+            # A version that an evaluation is using is deleted after a later iteration.
+            with suppress(InputError), locked_apart(plan.store, patterns) as locks:
+                single = RunPlan(plan.store, plan.request, plan.now, deleted=[deletion])
+                carry_out(single, [self._run.lock, *locks])
+                self._stored.discard(version)
+                for note in single.notes:
+                    log(note)
+
+    def _find(self, versions: list[int]) -> dict[int, Prunable]:
+        found = {version: find_prunable(self._run.store, policy_folder(version)) for version in versions}
+        return {version: prunable for version, prunable in found.items() if prunable is not None}
+
+
+def _has_files(prunable: Prunable) -> bool:
+    return prunable.is_complete or prunable.half_pruned
+
+
+def _metrics(heldout: Mapping[int, ArtifactRef], version: int) -> Mapping[str, float]:
+    return heldout[version].metrics if version in heldout else {}

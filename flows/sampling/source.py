@@ -1,0 +1,152 @@
+"""Open what `grpo sample` is given: a version of a run's policy, an exported folder, or any model's folder."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.loader import apply_overrides
+from configs.sections import ImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.validation import Section, validated
+from flows.export.export import RECORD_FILE
+from flows.preflight.inputs import trained_model
+from flows.sampling.request import SampleRequest
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.policies.causal_lm.loading import CONFIG_FILE
+from grpo_core.policies.glm_image.settings import INDEX_FILE
+from grpo_core.policies.protocol import Policy
+from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE
+from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy, require_same_model
+from tasks.runs.lookup import find_run, read_description
+from tasks.runs.stored import choose_policy, chosen_version, stored_config
+from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
+
+_CHANGEABLE = ("rollout", "placement")
+
+
+class _ImageModel(Section):
+    policy: PolicySection
+    rollout: ImageRolloutSection
+    placement: PlacementSection = PlacementSection()
+
+
+class _TextModel(Section):
+    policy: PolicySection
+    rollout: TextRolloutSection = TextRolloutSection()
+    placement: PlacementSection = PlacementSection()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy that is not loaded yet.
+
+    Attributes:
+        name: for files; of the run with the version, or of the folder.
+        config: sections of the model, its sampler and the device.
+        spec: the model, with nothing kept for a reference.
+        version: of a run's policy; None for a folder.
+        adapter: folder of an exported adapter.
+        notes: messages about damaged versions that were skipped.
+    """
+
+    name: str
+    config: Any
+    spec: ModelSpec
+    store: ArtifactStore | None = None
+    version: PolicyRef | None = None
+    adapter: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def load(self) -> Policy:
+        """Load the policy with its weights, every stored file verified.
+
+        Raises:
+            InputError: the model's files are not those that the policy was trained from.
+        """
+        rollout, placement = self.config.rollout, self.config.placement
+        if self.store is not None and self.version is not None:
+            use_store(self.store)
+            return ResidentPolicy().at(self.version, self.spec, rollout, placement)
+        if self.adapter is not None:
+            require_same_model(self.spec)
+        policy = load_policy(self.spec, rollout, configure_torch(placement))
+        if self.adapter is not None:
+            policy.load_weights(self.adapter)
+        return policy
+
+
+def open_source(request: SampleRequest) -> Source:
+    """Find the run or the folder, and check what does not need the model.
+
+    Raises:
+        InputError, InputErrors: with the option, the value and the hint.
+    """
+    problems = [
+        InputError("--set", override, f"Only {' and '.join(_CHANGEABLE)} can be changed for samples.")
+        for override in request.overrides
+        if override.partition(".")[0].strip() not in _CHANGEABLE
+    ]
+    if problems:
+        raise InputErrors(problems)
+    folder = Path(request.source).expanduser()
+    source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
+    source.spec.family.refuse_prompts(source.config.policy.model, source.config.rollout, request.prompts)
+    return source
+
+
+def _is_model(folder: Path) -> bool:
+    names = (INDEX_FILE, CONFIG_FILE, ADAPTER_CONFIG_FILE)
+    return not (folder / RUN_FILE).exists() and any((folder / name).is_file() for name in names)
+
+
+def _open_run(request: SampleRequest) -> Source:
+    store = find_run(request.source, request.root)
+    config = stored_config(store, request.overrides)
+    digest = str(read_description(store).get("model_digest", ""))
+    version, notes = choose_policy(store, chosen_version(store, request.policy), digest)
+    # Samples need no reference.
+    version = version.averaged.model_copy(update={"reference_digest": None})
+    spec = trained_model(config).model_copy(update={"digest": digest, "reference": "none"})
+    return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes=notes)
+
+
+def _open_folder(folder: Path, request: SampleRequest) -> Source:
+    if request.policy is not None:
+        raise InputError("--policy", request.policy, f"{folder} is a model, not a run; leave it out.")
+    record = folder / RECORD_FILE
+    adapter = folder if (folder / ADAPTER_CONFIG_FILE).is_file() else None
+    if record.is_file():
+        values = json.loads(record.read_text(encoding="utf-8"))
+    elif adapter is None:
+        values = {"policy": _described(folder)}
+    else:
+        hint = f"It is an adapter without {RECORD_FILE}, which `grpo export` writes; merge it into its base first."
+        raise InputError("RUN|MODEL", str(folder), hint)
+    digest = values.get("base_digest", "")
+    sections = {name: values[name] for name in ("policy", "rollout") if name in values}
+    if adapter is None:
+        sections["policy"] = {**sections["policy"], "model": str(folder), "lora": None, "frozen": None}
+        sections["policy"] |= {"adapter": None, "revision": None}
+    errors = apply_overrides(sections, request.overrides)
+    if errors:
+        raise InputErrors(errors)
+    images = sections["policy"].get("kind") != "causal_lm"
+    config = validated(_ImageModel if images else _TextModel, sections)
+    assert isinstance(config, _ImageModel | _TextModel)
+    return Source(folder.resolve().name, config, _spec(config.policy, digest), adapter=adapter)
+
+
+def _described(folder: Path) -> dict[str, object]:
+    """Return the kind of a model that this project did not export; it is loaded in its own precision."""
+    images = (folder / INDEX_FILE).is_file()
+    config = folder / "transformer" / CONFIG_FILE if images else folder / CONFIG_FILE
+    stated = json.loads(config.read_text()).get("dtype") if config.is_file() else None
+    return {
+        "kind": "glm_image" if images else "causal_lm",
+        "dtype": stated if stated in ("float32", "bfloat16") else "bfloat16",
+    }
+
+
+def _spec(section: PolicySection, digest: str) -> ModelSpec:
+    return ModelSpec(section=section, digest=digest, adapter_seed=0, reference="none")

@@ -1,0 +1,136 @@
+"""Log what a training or a replay has finished; a tracker that fails is left out, and the training goes on."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import RunConfig
+from flows.training.history import TrainingHistory
+from tasks.progress import log
+from tasks.runs.layout import TRACKERS_FILE
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.filesystem.files import dump_checked, is_local, load_checked
+
+if TYPE_CHECKING:
+    from flows.tracking.backends import Backend
+    from flows.tracking.step import Step
+
+
+@contextlib.contextmanager
+def tracking(config: RunConfig, store: ArtifactStore) -> Iterator["RunTrackers"]:
+    """Open the trackers of `run.trackers` when there is something to log, and close them at the end."""
+    trackers = RunTrackers(config, store)
+    try:
+        yield trackers
+    finally:
+        trackers.finish()
+
+
+class RunTrackers:
+    """The trackers of one start of a run.
+
+    `trackers.json` has the id of the run in each tracker and the step that was logged last. A start that goes on logs
+    later steps only; a tracker that is new to the run gets all of them, those from the cache too.
+    """
+
+    def __init__(self, config: RunConfig, store: ArtifactStore) -> None:
+        """Read what was logged before; no tracker is opened yet."""
+        self._config, self._store = config, store
+        self._names = list(dict.fromkeys(config.run.trackers))
+        self._records = _read_records(store) if self._names else {}
+        self._open: dict[str, Backend] = {}
+
+    def log(self, history: TrainingHistory) -> None:
+        """Log the evaluations and iterations of the history that were not logged yet."""
+        for number in sorted({*(record.iteration for record in history.iterations), *history.heldout}):
+            names = [name for name in self._names if number > self._last_step(name)]
+            if names:
+                self._log_step(history, number, names)
+
+    def _last_step(self, name: str) -> int:
+        return int(self._records.get(name, {}).get("step", -1))
+
+    def _log_step(self, history: TrainingHistory, number: int, names: list[str]) -> None:
+        step: Step | None = None
+        for name in names:
+            with self._leaving_out(name):
+                step = step or self._read_step(history, number)
+                backend = self._backend(name)
+                backend.log(step)
+                self._records[name] = {"id": backend.id, "step": number}
+        self._store.write_file(TRACKERS_FILE, dump_checked(self._records))
+
+    def _read_step(self, history: TrainingHistory, number: int) -> "Step":
+        from flows.tracking.step import read_step
+
+        record = next((each for each in history.iterations if each.iteration == number), None)
+        heldout, guardrails = history.heldout.get(number), history.guardrails.get(number, {})
+        return read_step(self._store, number, record, heldout, guardrails)
+
+    def _backend(self, name: str) -> "Backend":
+        from accelerate import PartialState
+
+        from flows.tracking.backends import BACKENDS, Backend, TrackedRun
+
+        if name not in self._open:
+            # Accelerate's trackers log, and its loggers want to know the process.
+            PartialState()
+            config, store, known = self._config, self._store, self._records.get(name, {})
+            run = TrackedRun(
+                name=config.run.name,
+                project=config.run.project,
+                folder=tracker_folder(store),
+                config=flat_settings({**config.model_dump(mode="json"), "folder": store.path()}),
+                id=known.get("id"),
+                step=known.get("step"),
+            )
+            self._open[name] = BACKENDS.get(name, Backend)(name, run)
+        return self._open[name]
+
+    @contextlib.contextmanager
+    def _leaving_out(self, name: str) -> Iterator[None]:
+        """Warn once about a tracker that fails, whatever its error, and do without it."""
+        try:
+            # Some of them print, and the last line of stdout may be this program's own.
+            with contextlib.redirect_stdout(sys.stderr):
+                yield
+        except Exception as error:
+            self._names.remove(name)
+            self._open.pop(name, None)
+            reason = next(iter(str(error).strip().splitlines()), "")
+            log(f"tracker {name} failed ({type(error).__name__}: {reason}); the run goes on without it")
+
+    def finish(self) -> None:
+        """Close the trackers."""
+        for name, backend in list(self._open.items()):
+            with self._leaving_out(name):
+                backend.finish()
+
+
+def tracker_folder(store: ArtifactStore) -> Path:
+    """Return the local folder for trackers' files: the run's own; of a run in a bucket, `trackers/RUN`."""
+    return Path(store.path()) if is_local(store.filesystem) else Path("trackers", store.run)
+
+
+def flat_settings(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return settings by their paths, `update.learning_rate`; lists as JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_settings(value, f"{path}{name}.")
+        else:
+            flat[f"{path}{name}"] = json.dumps(value) if isinstance(value, list | Mapping) else value
+    return flat
+
+
+def _read_records(store: ArtifactStore) -> dict[str, dict[str, Any]]:
+    """Read trackers.json; without a valid one every tracker begins anew."""
+    try:
+        found = load_checked(store.read_file(TRACKERS_FILE) or dump_checked({}))
+    except ValueError as error:
+        log(f"{store.run}/{TRACKERS_FILE} is damaged ({error}); trackers begin a new run")
+        return {}
+    return {name: record for name, record in found.items() if name != "checksum"}

@@ -1,0 +1,36 @@
+"""Trained weights as a model of their own: adapters merged into their base, full weights as they are stored."""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
+
+_FULL_WEIGHTS = ("model*.safetensors*", "config.json", "generation_config.json")
+
+
+def save_whole(weights: Path, folder: Path, load_base: Callable[[], Any]) -> None:
+    """Write a model with trained weights as transformers loads it: its configuration and safetensors.
+
+    Args:
+        weights: folder of a stored policy, with an adapter or with full weights.
+        folder: created if it does not exist.
+        load_base: loads the transformers model that an adapter belongs to; not called for full weights.
+
+    Raises:
+        ValueError: the merged weights are not finite.
+    """
+    folder.mkdir(exist_ok=True)
+    if not (weights / ADAPTER_FILE).is_file():
+        for path in (path for pattern in _FULL_WEIGHTS for path in sorted(weights.glob(pattern))):
+            shutil.copyfile(path, folder / path.name)
+        return
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # peft reads an attribute of transformers by its previous name.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        adapted = PeftModel.from_pretrained(load_base(), str(weights))
+    adapted.merge_and_unload(safe_merge=True).save_pretrained(folder)

@@ -1,0 +1,116 @@
+"""What training starts from: the model's files, and a stored adapter over them, found, compared and fetched."""
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from configs.sections import PolicySection
+from grpo_core.errors import InputError
+from grpo_core.policies.trained import LoraSettings, Reference, TrainingChoice
+from grpo_core.policies.trained.stored_adapter import (
+    PLACE,
+    adapter_settings,
+    read_adapter_config,
+    refuse_other_settings,
+)
+from tasks.models.files import model_digest, snapshot, weights_digest
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
+
+
+def initial_digest(policy: PolicySection, store: ArtifactStore | None, version: ArtifactRef | None) -> str:
+    """Compute the digest of version 0: of the model's files, and of the adapter that training starts from.
+
+    Args:
+        store: has the version; None without one.
+        version: the checkpoint that the adapter RUN@VERSION means; None for any other.
+
+    Raises:
+        InputError: the hub's files are not on this machine and cannot be downloaded, or there is no such adapter.
+    """
+    digest = model_digest(policy.model, policy.revision)
+    if policy.adapter is None:
+        return digest
+    with fetched_adapter(policy, store, version) as folder:
+        assert folder is not None, "the policy has one"
+        config = read_adapter_config(folder, policy.adapter)
+        # Its base is in the digest by content.
+        del config["base_model_name_or_path"]
+        described = f"{digest} {weights_digest(folder)} {json.dumps(config, sort_keys=True)}"
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+@contextmanager
+def training_choice(
+    policy: PolicySection,
+    store: ArtifactStore | None,
+    version: ArtifactRef | None,
+    *,
+    reference: Reference = "none",
+    seed: int = 0,
+) -> Iterator[TrainingChoice]:
+    """Return which parameters of the model are trained; an adapter's files are there inside the context.
+
+    Args:
+        store: has the version; None without one.
+        version: the checkpoint that the adapter RUN@VERSION means; None for any other.
+        reference: where the reference's weights are kept when every weight is trained.
+        seed: for the random half of new adapters.
+
+    Raises:
+        InputError: there is no such adapter, it was trained over another model, or contradicts policy.lora.
+    """
+    with fetched_adapter(policy, store, version) as folder:
+        settings: LoraSettings | None = policy.lora
+        if folder is not None and policy.adapter is not None:
+            config = read_adapter_config(folder, policy.adapter)
+            stored = adapter_settings(config)
+            if settings is not None:
+                refuse_other_settings(stored, settings, policy.adapter)
+            _refuse_other_base(policy, str(config.get("base_model_name_or_path") or ""))
+            settings = stored
+        yield TrainingChoice(settings, policy.frozen, reference, policy.gradient_checkpointing, seed, folder)
+
+
+@contextmanager
+def fetched_adapter(
+    policy: PolicySection, store: ArtifactStore | None, version: ArtifactRef | None
+) -> Iterator[Path | None]:
+    """Give the local folder of the adapter that training starts from; None without one.
+
+    Raises:
+        InputError: there is no such folder or hub repository, or the version was pruned.
+    """
+    name = policy.adapter
+    if name is None:
+        yield None
+        return
+    folder = Path(name).expanduser()
+    if version is not None:
+        assert store is not None, "the version is in a store"
+        with tempfile.TemporaryDirectory(prefix="grpo-") as fetched:
+            yield store.local_files(version, Path(fetched) / "policy")
+    elif folder.is_dir():
+        yield folder
+    elif name.count("/") == 1 and not folder.parent.is_dir() and not name.startswith((".", "~", "/")):
+        yield snapshot(PLACE, name, None, patterns=["adapter_*"])
+    else:
+        raise InputError(PLACE, name, "There is no such folder. Give an adapter's folder, RUN@VERSION or a hub name.")
+
+
+def _refuse_other_base(policy: PolicySection, base: str) -> None:
+    """Refuse an adapter that was trained over another model: one of another name, unless its files are the same."""
+    if base == policy.model:
+        return
+    with contextlib.suppress(InputError):
+        if base and Path(base).expanduser().is_dir() and model_digest(base) == model_digest(policy.model):
+            return
+    hint = (
+        f"It was trained over {base or 'a model that it does not name'}, and policy.model is {policy.model}. Set "
+        "policy.model to that one; if they are the same, set base_model_name_or_path in its adapter_config.json."
+    )
+    raise InputError(PLACE, policy.adapter, hint)

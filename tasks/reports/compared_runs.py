@@ -1,0 +1,222 @@
+"""What runs have in common and what not: their settings, the curves that can be laid over one another, their mixes."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from grpo_core.errors import InputError
+from tasks.reports.metric_titles import PLOTTED, REPORTED_OF_TEXTS, metric_title
+from tasks.reports.run_page import Curve
+from tasks.runs.layout import (
+    ADVANTAGES,
+    RECOMPUTED,
+    RESCORED,
+    REWARDS,
+    REWARDS_FILE,
+    SCORES_FILE,
+    STORED,
+    iteration_folder,
+    rescoring_folder,
+)
+from tasks.runs.lookup import read_description
+from tasks.runs.reader import RunReader
+from tasks.runs.run_view import RunView
+from tasks.storage.artifacts.reference import ArtifactRef
+
+Points = list[tuple[float, float]]
+
+_CURVES = tuple(name for name in PLOTTED if not name.startswith("sampling/"))
+
+_UNCOMPARED = ("run.name", "storage.root")
+_REWARD_OF_ADVANTAGES = ("missing", "kl_coef", "kl_estimator")
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedRun:
+    """A run among those that are compared.
+
+    Attributes:
+        label: its name, or its path where another run has the same name.
+        described: content of run.json; empty where it is missing or damaged.
+        provenances: where each reward's scores come from, by label, as of the last scored iteration.
+    """
+
+    label: str
+    reader: RunReader
+    view: RunView
+    described: Mapping[str, Any]
+    provenances: Mapping[str, str | None]
+
+    @property
+    def mix(self) -> str | None:
+        """What determines the combined reward of a sample, as JSON; None where run.json does not say it."""
+        identity = self.described.get("identity") or {}
+        if not identity:
+            return None
+        settings = identity["settings"]
+        combined = {name: settings["advantages"].get(name) for name in _REWARD_OF_ADVANTAGES}
+        return json.dumps([settings["rewards"], sorted(identity["scores"]), combined], sort_keys=True)
+
+    @property
+    def trained_on(self) -> str | None:
+        """Name of the rescoring that a replay was trained on; None where the run's own rewards were."""
+        replay = self.view.config.get("replay") or {}
+        return None if replay.get("advantages", STORED) in (STORED, RECOMPUTED) else str(replay["advantages"])
+
+
+def describe_run(label: str, reader: RunReader, view: RunView, fetched: Path) -> ComparedRun:
+    """Gather a run's description; remote files are copied below the folder `fetched`."""
+    try:
+        described = read_description(reader.store)
+    except InputError as error:
+        described = {}
+        reader.report_damage("run.json", error.hint)
+    # A replay scores nothing but its evaluations.
+    scored = [each.stages[REWARDS] for each in (view.shown, *view.evaluated[-1:]) if each and REWARDS in each.stages]
+    origins = provenances(reader, scored[0], fetched) if scored else {}
+    return ComparedRun(label, reader, view, described, origins)
+
+
+def provenances(reader: RunReader, parts: Sequence[ArtifactRef], fetched: Path) -> dict[str, str | None]:
+    """Return where the scores of these tables come from, by label; None where a table has several origins or none."""
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        table = pq.read_table(reader.local_folder(part, fetched) / SCORES_FILE, columns=["provenance"])
+        known = {each for each in table["provenance"].to_pylist() if each is not None}
+        found.setdefault(part.folder.rsplit("/", 1)[-1], set()).update(known)
+    return {label: known.pop() if len(known) == 1 else None for label, known in found.items()}
+
+
+def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | None, ...]]:
+    """Return the value of every run for each setting that is not the same in all, by its path; None where unset.
+
+    Besides the configuration these are the model, the prompts, the code of each stage, and library versions.
+    """
+    rows = _differences([{**run.view.config, **_described(run)} for run in runs], "")
+    return {path: values for path, values in rows if path not in _UNCOMPARED}
+
+
+def _described(run: ComparedRun) -> dict[str, Any]:
+    identity = run.described.get("identity") or {}
+    digests = {"policy.model": run.described.get("model_digest"), "data.prompts": identity.get("prompts")}
+    return {
+        "sha256": {name: str(digest)[:12] for name, digest in digests.items() if digest},
+        "code": {name: str(digest)[:12] for name, digest in identity.get("code", {}).items()},
+        "versions": run.described.get("versions", {}),
+        "started": {"host": run.view.starts[-1].host, "code": run.view.starts[-1].code} if run.view.starts else {},
+    }
+
+
+def _differences(values: Sequence[object], path: str) -> Iterator[tuple[str, tuple[str | None, ...]]]:
+    """Yield the paths below which the values differ; null and what is missing are the same."""
+    named = [_by_name(value) for value in values]
+    mappings = [value for value in named if isinstance(value, Mapping)]
+    if len(mappings) == len(named):
+        for key in dict.fromkeys(key for value in mappings for key in value):
+            yield from _differences([value.get(key) for value in mappings], f"{path}.{key}" if path else str(key))
+    elif any(value != named[0] for value in named):
+        yield path, tuple(None if value is None else _written(value) for value in named)
+
+
+def _by_name(value: object) -> object:
+    """Let rewards, data sets and the like go by their name and not by their place."""
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        return {str(each.get("name") or each.get("reward") or place): each for place, each in enumerate(value)}
+    return value
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = {key: each for key, each in value.items() if each is not None}
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]]:
+    """Return the curves of what means the same in the first run and in others, and what is left out and why."""
+    # Versions of one run have the same curves.
+    runs = list({run.reader.store.path(): run for run in reversed(runs)}.values())[::-1]
+    first, *others = runs
+    noun, omissions = first.view.noun, []
+    same_mix, same_prompts = [first], [first]
+    for run in others:
+        if run.mix is not None and run.mix == first.mix:
+            same_mix.append(run)
+        else:
+            why = "is another mix than that of" if run.mix and first.mix else "cannot be told to be the same mix as in"
+            omissions.append(f"{run.label}: its combined reward {why} {first.label}, so it is not compared")
+        plan = run.described.get("evaluation")
+        if plan is not None and plan == first.described.get("evaluation"):
+            same_prompts.append(run)
+        else:
+            omissions.append(f"{run.label}: other held-out prompts or seeds than {first.label}, so no held-out curves")
+    held = [run for run in same_mix if run in same_prompts]
+    trained = [run for run in same_mix if run.trained_on == first.trained_on]
+    for run in others:
+        if run in same_mix and run not in trained:
+            why = f"trained on {run.trained_on or 'its own rewards'}, {first.label} on {first.trained_on or 'its own'}"
+            omissions.append(f"{run.label}: {why}, so its training reward is not compared")
+    curves = [
+        Curve("Reward", metric_title("reward", noun)[1], _of(runs, trained, "reward")),
+        Curve("Held-out reward", metric_title("heldout_reward", noun)[1], _heldout(runs, held)),
+    ]
+    for label, origin in first.provenances.items():
+        same = [run for run in runs if origin is not None and run.provenances.get(label) == origin]
+        for run in others:
+            if label in run.provenances and run not in same:
+                why = "other settings, another version or other weights than in"
+                omissions.append(f"{run.label}: {label} has {why} {first.label}, so it is not compared")
+        name, common = f"rewards/{label}/mean", [run for run in same if run in same_prompts]
+        curves.append(Curve(*metric_title(name, noun), _of(runs, same, name)))
+        meaning = "over the held-out samples, before its weight"
+        curves.append(Curve(f"{label}, held-out: mean", meaning, _heldout(runs, common, label)))
+    lengths = REPORTED_OF_TEXTS if noun == "completion" else ()
+    curves += [Curve(*metric_title(name, noun), _of(runs, runs, name)) for name in (*_CURVES, *lengths)]
+    curves += [_rescored(runs, name) for name in _common_rescorings(runs)]
+    # A single reward of weight 1 is the combined reward.
+    distinct = {_digest(each): each for each in reversed(curves)}
+    return [each for each in reversed(distinct.values()) if sum(map(bool, each.series.values())) > 1], omissions
+
+
+def _digest(curve: Curve) -> str:
+    """Return the points without the digits that depend on the order of a sum."""
+    return json.dumps([[(x, round(y, 9)) for x, y in points] for points in curve.series.values()])
+
+
+def _of(runs: Sequence[ComparedRun], shown: Sequence[ComparedRun], metric: str) -> dict[str, Points]:
+    """Return the metric's points by run; every run has its place, so that it keeps its colour."""
+    return {run.label: run.view.series(metric) if run in shown else [] for run in runs}
+
+
+def _heldout(runs: Sequence[ComparedRun], shown: Sequence[ComparedRun], label: str | None = None) -> dict[str, Points]:
+    """Return the points of the combined held-out reward, or of the reward of this label, by run."""
+    return {
+        run.label: (run.view.heldout_series() if label is None else run.view.heldout_scores.get(label, []))
+        if run in shown
+        else []
+        for run in runs
+    }
+
+
+def _common_rescorings(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the rescorings that all runs have under the same name and with the same rewards."""
+    names = set.intersection(*(set(run.reader.names(RESCORED)) for run in runs))
+    files = {
+        name: {run.reader.read_bytes(f"{rescoring_folder(name)}/{REWARDS_FILE}") for run in runs} for name in names
+    }
+    return sorted(name for name, contents in files.items() if len(contents) == 1 and None not in contents)
+
+
+def _rescored(runs: Sequence[ComparedRun], name: str) -> Curve:
+    series = {run.label: list(_rescored_points(run, name)) for run in runs}
+    return Curve(f"Reward by {name}", "mean of the training rollouts' rewards in this rescoring", series)
+
+
+def _rescored_points(run: ComparedRun, name: str) -> Iterator[tuple[float, float]]:
+    for view in run.view.iterations:
+        found = run.reader.find(rescoring_folder(name, f"{iteration_folder(view.iteration)}/{ADVANTAGES}"))
+        if found is not None and "reward" in found.reference.metrics:
+            yield float(view.iteration), found.reference.metrics["reward"]

@@ -1,0 +1,43 @@
+"""Runs with policies that load: the shipped models with disturbed weights, stored through the real store."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from configs.loader import read_config
+from grpo_core.policies.protocol import Policy
+from tasks.models.files import model_digest, weights_digest
+from tasks.runs.lookup import write_description
+from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tests.flows.conftest import TINY, TINY_TEXT
+from tests.tasks.reports.made_runs import RunMaker
+from tests.tiny_policy import MODEL as IMAGE_MODEL
+from tests.tiny_text_policy import MODEL as TEXT_MODEL
+
+
+def store_run(root: Path, name: str, policy: Policy, rewards: Mapping[int, float], *, lora: bool = True) -> RunMaker:
+    """Store these weights as versions 1 and 2, and evaluations of versions with these mean rewards less 0.5."""
+    texts = hasattr(policy, "tokenizer")
+    model, file = (TEXT_MODEL, TINY_TEXT) if texts else (IMAGE_MODEL, TINY)
+    chosen = "{rank: 4, alpha: 8.0}" if lora else "null"
+    overrides = [f"policy.model={model}", f"policy.lora={chosen}", "rollout.num_inference_steps=2"][: 2 if texts else 3]
+    config = read_config(file, [f"run.name={name}", *overrides])
+    labels = tuple(section.label for section in config.rewards)
+    maker = RunMaker(root, name, modality="text" if texts else "image", labels=labels)
+    described = {"name": name, "model_digest": model_digest(str(model)), "schema_version": SCHEMA_VERSION}
+    content = yaml.safe_dump(config.model_dump(mode="json")).encode()
+    write_description(maker.store, described, content)
+    digests = {0: described["model_digest"]}
+    for version in (1, 2):
+        with maker.store.staging() as staged:
+            policy.save_weights(staged)
+            digests[version] = weights_digest(staged)
+            state = {"policy_version": version, "policy_digest": digests[version]}
+            (staged / "training_state.json").write_text(json.dumps(state))
+            maker.commit(staged, f"policies/{version:06d}", 1.0, {})
+    for version, shift in rewards.items():
+        maker.policy = (version, str(digests[version]))
+        maker.evaluation(version, shift=shift)
+    return maker

@@ -1,0 +1,249 @@
+"""Exports, loaded by diffusers, transformers and peft alone, against the policy that was stored."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from peft import PeftModel
+from PIL import Image, ImageChops
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flows.export.export import export
+from flows.export.plan import plan_export
+from flows.export.request import ExportRequest
+from flows.export.usage import TEXT_PROMPT
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.glm_image.decoding import large_grid_ids
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.trained import ADAPTER_FILE, TrainingChoice
+from grpo_core.seeds import make_generator
+from tasks.storage.artifacts.tombstones import replace_artifact
+from tests.flows.export.stored_policies import store_run
+from tests.tasks.reports.made_runs import flip_last_byte
+from tests.tiny_policy import build_policy
+from tests.tiny_text_policy import MODEL, PROMPTS, build_text_policy
+
+# peft reads an attribute of transformers by its previous name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+GREEDY = CausalLMSettings(max_completion_length=24, top_k=1)
+FULL = TrainingChoice(lora=None)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def adapted(root: Path) -> CausalLMPolicy:
+    """An adapter of the text model, stored as the run `adapted` whose version 1 is the best."""
+    policy = build_text_policy(GREEDY, disturbed=0.05)
+    store_run(root, "adapted", policy, {0: 0.0, 1: 0.4, 2: 0.2})
+    return policy
+
+
+@pytest.fixture(scope="module")
+def full(root: Path) -> CausalLMPolicy:
+    """All weights of the text model, stored as the run `full`, which was not evaluated."""
+    policy = build_text_policy(GREEDY, choice=FULL, disturbed=0.01)
+    store_run(root, "full", policy, {}, lora=False)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def drawing(root: Path, shipped_pipeline: GlmImagePipeline) -> GlmImagePolicy:
+    """An adapter of the image model, stored as the run `drawing`."""
+    policy = build_policy(shipped_pipeline, disturbed=0.05)
+    store_run(root, "drawing", policy, {})
+    return policy
+
+
+def exported(root: Path, run: str, folder: Path, **options: Any) -> Path:
+    export(plan_export(ExportRequest(run=run, folder=str(folder), root=str(root), **options)))
+    return folder
+
+
+def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the lines of Python in an export's README.md, in the folder that it is in."""
+    monkeypatch.chdir(folder.parent)
+    (code,) = re.findall(r"```python\n(.+?)\n```", (folder / "README.md").read_text(), re.DOTALL)
+    exec(code, {})
+
+
+@torch.no_grad()
+def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: CausalLMPolicy, tmp_path: Path) -> None:
+    folder = exported(root, "adapted", tmp_path / "adapter", policy="best")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), str(folder))
+    tokens = adapted.sample(PROMPTS[:1], group_size=1, seeds=[3]).tokens
+    prompt = adapted._encode(PROMPTS[:1]).input_ids
+    logits = model(torch.cat([prompt, tokens.token_ids], 1)).logits[:, prompt.shape[1] - 1 : -1]
+    plain = logits.log_softmax(-1).gather(-1, tokens.token_ids[..., None])[..., 0]
+    ours = build_text_policy(CausalLMSettings(max_completion_length=24))
+    ours.load_weights(folder)
+    unrestricted = tokens.__class__(tokens.prompts, tokens.token_ids, tokens.loss_mask, 1.0, None)
+    scored = ours.logprobs(unrestricted).logprobs
+    torch.testing.assert_close(plain[tokens.loss_mask], scored[tokens.loss_mask], atol=1e-5, rtol=0)
+    with safe_open(folder / ADAPTER_FILE, "pt") as file:
+        settings = json.loads(file.metadata()["lora_adapter_metadata"])
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
+    card = (folder / "README.md").read_text()
+    assert "# adapted, version 1\n" in card
+    assert "| reward | 0.500 | 0.900 |" in card
+
+
+@pytest.mark.parametrize(("run", "options"), [("adapted", {}), ("adapted", {"merge": True}), ("full", {})])
+def test_the_lines_of_the_card_answer_as_the_policy(
+    run: str,
+    options: dict[str, Any],
+    root: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policy: CausalLMPolicy = request.getfixturevalue(run)
+    (answer,) = policy.render(policy.sample([TEXT_PROMPT], group_size=1, seeds=[0]).tokens, noise_seeds=[0])
+    folder = exported(root, run, tmp_path / "exported", **options)
+    run_card(folder, monkeypatch)
+    assert capsys.readouterr().out == f"{answer}\n"
+    if run == "full" or options:
+        assert AutoTokenizer.from_pretrained(folder).chat_template == policy.tokenizer.chat_template
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that diffusers copies the processor's code to."""
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def same(first: Image.Image, second: Image.Image) -> bool:
+    return ImageChops.difference(first, second).getbbox() is None
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("modules")
+def test_the_merged_pipeline_draws_our_pixels(
+    root: Path, drawing: GlmImagePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = exported(root, "drawing", tmp_path / "merged", merge=True)
+    pipe = GlmImagePipeline.from_pretrained(folder, trust_remote_code=True)
+    pipe.set_progress_bar_config(disable=True)
+    prompt, seeds, settings = "a red circle", [5, 6], drawing.settings
+    tokens = drawing.sample([prompt], group_size=2, seeds=seeds).tokens
+    prior = large_grid_ids(tokens.token_ids, tokens.loss_mask, drawing.grids)
+    drawn = pipe(
+        [prompt] * 2,
+        height=settings.height,
+        width=settings.width,
+        prior_token_ids=prior,
+        generator=[make_generator(seed) for seed in seeds],
+        num_inference_steps=settings.num_inference_steps,
+        guidance_scale=settings.guidance_scale,
+    ).images
+    ours = drawing.render(tokens, noise_seeds=seeds)
+    assert all(
+        same(first, second) for first, second in zip(drawn, ours, strict=True) if isinstance(second, Image.Image)
+    )
+    assert len(drawn) == len(ours) == 2
+    merged = drawing._score(pipe.vision_language_encoder, tokens, entropy=False).logprobs
+    torch.testing.assert_close(merged, drawing.logprobs(tokens).logprobs, atol=2e-5, rtol=0)
+    run_card(folder, monkeypatch)
+    with Image.open(folder.parent / "image.png") as image:
+        assert image.size == (64, 64)
+
+
+@torch.no_grad()
+def test_the_image_adapter_gives_our_logprobs_in_plain_peft(
+    root: Path, drawing: GlmImagePolicy, shipped_pipeline: GlmImagePipeline, tmp_path: Path
+) -> None:
+    folder = exported(root, "drawing", tmp_path / "adapter")
+    base = build_policy(shipped_pipeline, lora=None).pipeline.vision_language_encoder
+    tokens = drawing.sample(["a red circle"], group_size=2, seeds=[1, 2]).tokens
+    plain = drawing._score(PeftModel.from_pretrained(base, str(folder)), tokens, entropy=False)
+    assert torch.equal(plain.logprobs, drawing.logprobs(tokens).logprobs)
+
+
+def _fill(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "mine.txt").touch()
+
+
+CASES: list[tuple[dict[str, Any], Callable[[Path], None] | None, str, str]] = [
+    ({}, _fill, "DIR", "It has files"),
+    ({}, Path.touch, "DIR", "Nothing can be written"),
+    ({"policy": "0"}, None, "--policy", "version 0 is the model as given"),
+    ({"policy": "3"}, None, "--policy", "has policy versions 1 to 2"),
+    ({"run": "full", "policy": "best"}, None, "--policy", "was evaluated"),
+    ({"push_to_hub": "no such/name"}, None, "--push-to-hub", "no repository's name"),
+    ({"push_to_hub": "someone/policy"}, None, "--push-to-hub", "hf auth login"),
+]
+
+
+@pytest.mark.parametrize(("options", "prepare", "place", "hint"), CASES)
+@pytest.mark.usefixtures("adapted", "full")
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(
+    options: dict[str, Any],
+    prepare: Callable[[Path], None] | None,
+    place: str,
+    hint: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    folder = tmp_path / "out"
+    if prepare is not None:
+        prepare(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((InputError, InputErrors)) as caught:
+        exported(root, folder=folder, **{"run": "adapted", **options})
+    error = caught.value.errors[0] if isinstance(caught.value, InputErrors) else caught.value
+    assert (error.place, hint in error.hint) == (place, True), error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture
+def own_run(tmp_path: Path) -> Path:
+    """A run of the text adapter that a test may damage."""
+    store_run(tmp_path / "runs", "own", build_text_policy(disturbed=0.05), {0: 0.0, 1: 0.4, 2: 0.2})
+    return tmp_path / "runs" / "own"
+
+
+def test_the_best_version_is_chosen_among_those_that_are_stored(own_run: Path, tmp_path: Path) -> None:
+    store = plan_export(ExportRequest(run=str(own_run), folder=str(tmp_path / "x"))).store
+    first = store.find("policies/000001")
+    assert first is not None
+    replace_artifact(store, first, None, pruned={"by": "grpo prune"})
+    request = ExportRequest(run=str(own_run), folder=str(tmp_path / "best"), policy="best")
+    assert plan_export(request).policy.version == 2
+    with pytest.raises(InputErrors, match="removed by `grpo prune`"):
+        plan_export(request.model_copy(update={"policy": "1"}))
+
+
+def test_damaged_weights_are_refused_and_the_last_valid_version_is_taken(own_run: Path, tmp_path: Path) -> None:
+    flip_last_byte(own_run / "policies/000002" / ADAPTER_FILE)
+    request = ExportRequest(run=str(own_run), folder=str(tmp_path / "out"))
+    plan = plan_export(request)
+    assert (plan.policy.version, len(plan.notes)) == (1, 1)
+    with pytest.raises(InputErrors, match="policies/000002"):
+        plan_export(request.model_copy(update={"policy": "2"}))
+
+
+def test_merged_weights_that_are_not_finite_leave_nothing_behind(tmp_path: Path) -> None:
+    policy = build_text_policy()
+    with torch.no_grad():
+        next(iter(policy.trainable_parameters().values())).fill_(torch.nan)
+    store_run(tmp_path / "runs", "broken", policy, {})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="NaN"):
+        exported(tmp_path / "runs", "broken", tmp_path / "out" / "merged", merge=True)
+    assert not list((tmp_path / "out").iterdir())

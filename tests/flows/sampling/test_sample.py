@@ -1,0 +1,82 @@
+"""Samples of a run, of its exports and of a model, against the policy's own sampler."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import GlmImagePipeline
+from PIL import Image, ImageChops
+
+from flows.export.export import export
+from flows.export.plan import plan_export
+from flows.export.request import ExportRequest
+from flows.sampling.request import SampleRequest
+from flows.sampling.sample import Sample, check_output, sample
+from flows.sampling.source import open_source
+from grpo_core.errors import InputError, InputErrors
+from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.seeds import derive_seed
+from tests.flows.export.stored_policies import store_run
+from tests.tiny_policy import build_policy
+from tests.tiny_text_policy import MODEL, build_text_policy
+
+PROMPTS = ("sort the letters of banana", "sort the letters of goga")
+
+
+def samples(source: str | Path, prompts: tuple[str, ...] = PROMPTS, **options: Any) -> list[Sample]:
+    request = SampleRequest(source=str(source), prompts=prompts, **options)
+    return list(sample(request, open_source(request)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_run_and_its_exports_answer_alike(tmp_path: Path) -> None:
+    policy = build_text_policy(CausalLMSettings(max_completion_length=24), disturbed=0.05)
+    run = store_run(tmp_path, "run", policy, {}).folder
+    expected = []
+    for prompt in PROMPTS:
+        seeds = [derive_seed(3, "tokens", number) for number in range(2)]
+        drawn = policy.sample([prompt], group_size=2, seeds=seeds)
+        expected += policy.render(drawn.tokens, noise_seeds=seeds)
+    assert [each.text for each in samples(run, seed=3, samples=2)] == expected
+    # A sample depends on nothing but its prompt, its index and the seed.
+    assert [each.text for each in samples(run, PROMPTS[1:], seed=3)] == expected[2:3]
+    for name, merge in (("adapter", False), ("merged", True)):
+        folder = tmp_path / name
+        export(plan_export(ExportRequest(run=str(run), folder=str(folder), merge=merge)))
+        assert [each.text for each in samples(folder, seed=3, samples=2)] == expected
+
+
+def test_a_model_answers_with_changed_settings() -> None:
+    (answer,) = samples(MODEL, PROMPTS[1:], overrides=("rollout.top_k=1", "rollout.max_completion_length=24"))
+    assert answer.text == "aggo"
+
+
+def test_images_are_written(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
+    policy = build_policy(shipped_pipeline, height=64, width=64, disturbed=0.05)
+    run = store_run(tmp_path, "run", policy, {}).folder
+    (written,) = samples(run, ("a red circle",), policy="1", out=str(tmp_path / "out"))
+    tokens = policy.sample(["a red circle"], group_size=1, seeds=[derive_seed(0, "tokens", 0)]).tokens
+    (expected,) = policy.render(tokens, noise_seeds=[derive_seed(0, "noise", 0)])
+    assert written.file == str(tmp_path / "out" / "run-v1-01-a-red-circle-seed0-1.png")
+    assert isinstance(expected, Image.Image)
+    with Image.open(written.file) as image:
+        assert ImageChops.difference(image, expected).getbbox() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"source": "nothing"}, "RUN"),
+        ({"policy": "best"}, "--policy"),
+        ({"out": "somewhere"}, "--out"),
+        ({"overrides": ("update.learning_rate=1",)}, "--set"),
+        ({"overrides": ("rollout.temperature=-1",)}, "rollout.temperature"),
+        ({"prompts": ("x" * 2000,)}, "prompt"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_before_the_model_loads(options: dict[str, Any], place: str) -> None:
+    request = SampleRequest(**{"source": str(MODEL), "prompts": PROMPTS, **options})
+    with pytest.raises((InputError, InputErrors)) as caught:
+        check_output(request, open_source(request))
+    error = caught.value.errors[0] if isinstance(caught.value, InputErrors) else caught.value
+    assert error.place == place

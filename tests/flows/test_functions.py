@@ -1,0 +1,63 @@
+"""The flows as functions of a script or a notebook: hooks, a loop that runs already, and errors as exceptions."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flows import StopTraining, replay, rescore, train
+from flows.training.summary import TrainSummary
+from tasks.reports.iteration import IterationRecord
+from tests.flows.conftest import TINY, Runs, Start, refused
+from tests.flows.training.test_train import Compare
+
+
+def test_a_hook_ends_a_run_and_sees_every_iteration_again_when_it_resumes(empty: Runs, final: Compare) -> None:
+    overrides, seen = empty.overrides(run__name="run"), list[tuple[int, bool]]()
+
+    def stop(record: IterationRecord) -> bool:
+        seen.append((record.iteration, record.stored))
+        return record.metrics["reward"] > 0
+
+    async def notebook() -> TrainSummary:
+        return train(TINY, overrides=overrides, on_iteration=stop)
+
+    stopped = asyncio.run(notebook())
+    assert (stopped.iterations, stopped.stopped_early, seen) == (1, True, [(1, False)])
+    assert asyncio.run(notebook()).iterations == 1
+
+    async def keep(record: IterationRecord) -> str:
+        seen.append((record.iteration, record.stored))
+        return "logged"
+
+    seen.clear()
+    ended = train(TINY, overrides=overrides, on_iteration=keep, progress=False)
+    assert (ended.stopped_early, seen) == (False, [(1, True), (2, False)])
+    final(empty, Start(ended, ()))
+
+
+def test_a_reason_to_stop_is_logged_and_another_error_ends_the_run(
+    finished: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = finished.overrides(run__name="run", run__iterations=3)
+
+    def raises(error: Exception) -> Any:
+        def hook(record: IterationRecord) -> None:
+            raise error
+
+        return hook
+
+    assert train(TINY, overrides=overrides, on_iteration=raises(StopTraining("good enough"))).iterations == 1
+    assert "stopped after iteration 1: good enough" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError, match="of the hook"):
+        train(TINY, overrides=overrides, on_iteration=raises(ZeroDivisionError("of the hook")), progress=False)
+
+
+def test_rewards_may_be_a_list_and_options_are_checked(finished: Runs) -> None:
+    root = str(finished.root)
+    rewards = [{"reward": "ssim", "weight": 0.1}, {"reward": "jpeg", "weight": 0.9}]
+    done = rescore("run", rewards=rewards, name="mine", root=root, progress=False)
+    assert done.summary.computed == {"ssim": 0, "jpeg": 8}
+    (error,) = refused(lambda: replay("run", root=root, max_stalness=2))
+    assert (error.place, error.value) == ("max_stalness", 2)
+    assert "max_staleness" in error.hint

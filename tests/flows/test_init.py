@@ -1,0 +1,85 @@
+"""`grpo init`: whatever it writes passes the checks of a run, and trains."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from configs.loader import read_config
+from flows.command_line.main import application
+from flows.init.write import InitRequest, write_folder
+from flows.preflight.inputs import run_checks
+from tests.flows.conftest import Runs, refused
+
+REWARDS = {"image": ("own", "jpeg", "sharpness"), "text": ("own", "format")}
+MODELS = {"image": "data/models/tiny-glm-image", "text": "data/models/tiny-text"}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A file of two prompts, and two images for them."""
+    (tmp_path / "mine.txt").write_text("a red circle\na blue square\n")
+    (tmp_path / "images").mkdir()
+    for index in range(2):
+        Image.new("RGB", (64, 64), "red").save(tmp_path / "images" / f"{index:05d}.png")
+    return tmp_path
+
+
+def write(folder: Path, **given: Any) -> Path:
+    write_folder(InitRequest(folder=str(folder), **given))
+    return folder / "config.yaml"
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
+    choices = itertools.product(REWARDS[kind], (None, str(own / "mine.txt")), (None, MODELS[kind]))
+    for number, (reward, prompts, model) in enumerate(choices):
+        config = read_config(write(own / f"{kind}-{number}", kind=kind, reward=reward, prompts=prompts, model=model))
+        assert config.run.name == f"{kind}-{number}"
+        assert len(run_checks(config).usable("data")[0].prompts) == (2 if prompts else 12)
+        assert bool(config.evaluate.sets) == (prompts is None)
+
+
+def test_own_images_are_targets(own: Path) -> None:
+    config = read_config(write(own / "run", prompts=str(own / "mine.txt"), targets=str(own / "images"), reward="r2"))
+    assert [target is not None for target in run_checks(config).usable("data")[0].targets] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"prompts": "missing.txt"}, "data.prompts"),
+        ({"reward": "jpg"}, "rewards.0.reward"),
+        ({"reward": "r2"}, "rewards.0.reward"),
+        ({"kind": "text", "reward": "jpeg"}, "rewards.0.reward"),
+        ({"model": "./nowhere"}, "policy.model"),
+        ({"targets": "images"}, "--targets"),
+    ],
+)
+def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path, given: dict[str, Any], place: str) -> None:
+    errors = refused(lambda: write(tmp_path / "a" / "b", **given))
+    assert place in [error.place for error in errors]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    result = CliRunner().invoke(application, ["init", str(tmp_path), "--kind", "text"])
+    assert result.exit_code == 2
+    assert "DIR" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_what_it_writes_trains(kind: str, empty: Runs, tmp_path: Path) -> None:
+    from flows.training.train import train
+
+    file = write(tmp_path / "first", kind=kind)
+    summary = asyncio.run(train(read_config(file, [f"storage.root={empty.root}", "run.iterations=2"])))
+    assert summary.iterations == 2
+    assert summary.heldout_after != summary.heldout_before

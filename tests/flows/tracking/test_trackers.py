@@ -1,0 +1,215 @@
+"""What TensorBoard, W&B, MLflow and trackio have of a run, read back with their own readers."""
+
+import io
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from flows.tracking.available import tracker_problems
+from tasks.runs.layout import TRACKERS_FILE
+from tests.flows.conftest import Runs, Start, heard_of
+from tests.flows.tracking.histories import METRICS, TrackedRun, wandb_records
+from tests.tasks.reports.made_runs import colour, completion
+
+FIRST = "heldout/01 a red square"
+
+
+def events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
+    )
+    accumulator.Reload()
+    return accumulator
+
+
+def scalars(accumulator: EventAccumulator, name: str) -> dict[int, float]:
+    found = accumulator.Scalars(name)
+    assert len({event.step for event in found}) == len(found)
+    return {event.step: event.value for event in found}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> TrackedRun:
+    return TrackedRun(tmp_path_factory.mktemp("stored"))
+
+
+@pytest.fixture
+def run(stored: TrackedRun, tmp_path: Path) -> TrackedRun:
+    return stored.copied(tmp_path / "runs")
+
+
+def test_tensorboard_has_metrics_images_rewards_and_settings(run: TrackedRun) -> None:
+    run.log(2, "tensorboard")
+    read = events(run.folder / "tensorboard")
+    for name in ("reward", "kl", "num_tokens"):
+        assert scalars(read, name) == {number: np.float32(METRICS[number][name]) for number in (1, 2)}
+    assert scalars(read, "heldout_reward") == {0: 0.5}
+    (before, after) = read.Images(FIRST)
+    assert (before.step, after.step) == (0, 2)
+    strip = Image.open(io.BytesIO(after.encoded_image_string))
+    assert strip.size == (24, 6)
+    assert [strip.getpixel((6 * sibling + 3, 3)) for sibling in range(4)] == [
+        colour(0, sibling) for sibling in range(4)
+    ]
+    # Of two groups of four, one sample each has no reward.
+    histogram = read.Histograms("reward_histogram")[0].histogram_value
+    assert (histogram.num, histogram.min, histogram.max) == (6, 0.1, 0.9)
+    page = read.Tensors("heldout/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| a red square | 0.400, 0.100, 0.900, none |" in page
+    settings = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"update.learning_rate" in settings
+    assert str(run.folder).encode() in settings
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["finished", "killed after the second step"])
+def test_a_start_that_goes_on_logs_no_step_twice(run: TrackedRun, killed: bool) -> None:
+    run.log(1, "tensorboard")
+    noted = run.store.read_file(TRACKERS_FILE) or b""
+    if killed:
+        run.log(2, "tensorboard")
+        run.store.write_file(TRACKERS_FILE, noted)
+    run.log(3, "tensorboard")
+    read = events(run.folder / "tensorboard")
+    assert scalars(read, "reward") == {number: np.float32(METRICS[number]["reward"]) for number in (1, 2, 3)}
+    assert [event.step for event in read.Images(FIRST)] == [0, 2]
+
+
+def test_a_tracker_that_is_new_to_the_run_gets_every_step(run: TrackedRun) -> None:
+    run.log(3)
+    assert run.store.read_file(TRACKERS_FILE) is None
+    run.log(3, "tensorboard")
+    assert [*scalars(events(run.folder / "tensorboard"), "reward")] == [1, 2, 3]
+
+
+def test_texts_are_logged_with_their_rewards(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path, modality="text")
+    run.log(0, "tensorboard")
+    read = events(run.folder / "tensorboard")
+    page = read.Tensors("heldout/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert f"| a red square | 0.900 | {completion(0, 2)} |" in page
+    assert not read.Tags()["images"]
+
+
+@pytest.mark.slow
+def test_wandb_offline_goes_on_with_the_same_run(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run.log(1, "wandb")
+    run.log(3, "wandb")
+    history: dict[int, dict[str, Any]] = {}
+    ids = set()
+    for path in sorted(run.folder.glob("wandb/offline-run-*/*.wandb")):
+        for record in wandb_records(path):
+            if record.WhichOneof("record_type") == "run":
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+            if record.WhichOneof("record_type") == "history":
+                values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                assert history.setdefault(record.history.step.num, values) is values
+    assert len(ids) == 1
+    assert {name for _, *names in ids for name in names} == {"mine", "made"}
+    assert {step: json.loads(values["reward"]) for step, values in history.items() if step} == {
+        number: METRICS[number]["reward"] for number in (1, 2, 3)
+    }
+    assert json.loads(history[2][f"{FIRST}/caption"]) == "a red square\nreward 0.650, 0.350, 1.150, none"
+    stored = next(run.folder.glob(f"wandb/offline-run-*/files/{json.loads(history[2][f'{FIRST}/path'])}"))
+    assert Image.open(stored).getpixel((9, 3)) == colour(0, 1)
+
+
+def test_mlflow_goes_on_with_the_same_run(run: TrackedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.chdir(tmp_path)
+    run.log(1, "mlflow")
+    run.log(3, "mlflow")
+    client = mlflow.MlflowClient()
+    (only,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert only.info.run_name == "made"
+    assert only.data.params["update.learning_rate"]
+    rewards = client.get_metric_history(only.info.run_id, "reward")
+    assert {each.step: each.value for each in rewards} == {number: METRICS[number]["reward"] for number in (1, 2, 3)}
+    assert len(rewards) == 3
+    pictures = [Path(each.path).name for each in client.list_artifacts(only.info.run_id, "images")]
+    assert sorted(name.split("+time")[0] for name in pictures if name.startswith("heldout 01") and ".png" in name) == [
+        "heldout 01 a red square+step+0",
+        "heldout 01 a red square+step+2",
+    ]
+
+
+def test_trackio_goes_on_with_the_same_run(run: TrackedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackio = pytest.importorskip("trackio", reason="needs the extra trackio")
+    monkeypatch.setattr(trackio.sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
+    run.log(1, "trackio")
+    run.log(3, "trackio")
+    database = sqlite3.connect(next(tmp_path.rglob("mine.db")))
+    rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    database.close()
+    assert len({name for name, *_ in rows}) == 1
+    assert [step for _, step, _ in rows] == [0, 1, 2, 3]
+    assert [json.loads(metrics)["reward"] for _, step, metrics in rows if step] == [
+        METRICS[number]["reward"] for number in (1, 2, 3)
+    ]
+
+
+class Leaving(GeneralTracker):
+    """A tracker of a user's own whose service goes away at the second step."""
+
+    name, requires_logging_directory = "leaving", False
+    tracker = None
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if step == 2:
+            raise ConnectionError("the service is gone")
+
+
+class Absent(Leaving):
+    """One whose service is not there."""
+
+    name = "absent"
+
+    def start(self) -> None:
+        raise TimeoutError("no answer\nin 90 seconds")
+
+
+def test_a_tracker_that_fails_is_reported_once_and_left_out(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Leaving, Absent):
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, kind.name, kind)
+    _, heard = heard_of(lambda: run.log(3, "absent", "leaving", "tensorboard"))
+    assert [line.split(";")[0] for line in heard.lines] == [
+        "tracker absent failed (TimeoutError: no answer)",
+        "tracker leaving failed (ConnectionError: the service is gone)",
+    ]
+    assert [*scalars(events(run.folder / "tensorboard"), "reward")] == [1, 2, 3]
+
+
+def test_a_finished_training_is_logged_as_it_was_stored(finished: Runs, undisturbed: tuple[Runs, Start]) -> None:
+    import polars as pl
+
+    start = finished.start(run__trackers=["tensorboard"], run__project="mine")
+    assert start.stages == ()
+    assert start.summary.policy_digest == undisturbed[1].summary.policy_digest
+    read = events(finished.path("tensorboard"))
+    table = pl.read_parquet(finished.path() / "iteration_*" / "metrics.parquet")
+    for name, rows in table.group_by("metric"):
+        expected = {step: np.float32(value) for step, value in rows.select("iteration", "value").iter_rows()}
+        assert scalars(read, str(name[0])) == expected
+
+
+def test_unknown_and_missing_trackers_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking._available_trackers", ["tensorboard"])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Leaving.name, Leaving)
+    problems = list(tracker_problems(["tensorboard", "swanlab", "tensorbord", "leaving"]))
+    assert [(each.place, each.value) for each in problems] == [
+        ("run.trackers.1", "swanlab"),
+        ("run.trackers.2", "tensorbord"),
+    ]
+    assert "uv pip install swanlab" in problems[0].hint
+    assert all("Installed here: leaving, tensorboard." in each.hint for each in problems)

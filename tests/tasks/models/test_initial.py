@@ -1,0 +1,147 @@
+"""An adapter that training starts from: whose it may be, which settings it brings, and what it is refused for."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.sections import LoraSection, PlacementSection, PolicySection
+from grpo_core.errors import InputError
+from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
+from tasks.models.initial import initial_digest, training_choice
+from tasks.models.resident import ModelSpec, ResidentPolicy
+from tasks.storage.artifacts.reference import PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.grpo_core.policies.trained.tiny_models import disturb
+from tests.tasks.update.update_jobs import TEXTS
+from tests.tiny_text_policy import MODEL
+
+CONFIG_FILE = "adapter_config.json"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained adapter of the tiny text model, as peft stores it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    choice = TrainingChoice(LoraSettings(4, 6.0, use_rslora=True, modules_to_save=("norm",)))
+    policy = TEXTS.spec().family.load(
+        str(MODEL), TEXTS.rollout, choice, dtype=torch.float32, device=torch.device("cpu"), autocast=None
+    )
+    disturb(policy.trainable_parameters(), 0.05)
+    policy.save_weights(folder)
+    return folder
+
+
+def section(adapter: Path, **changes: Any) -> PolicySection:
+    values = {"kind": "causal_lm", "model": str(MODEL), "dtype": "float32", "adapter": str(adapter), **changes}
+    return PolicySection.model_validate(values)
+
+
+def choice_of(policy: PolicySection, store: ArtifactStore) -> TrainingChoice:
+    with training_choice(policy, store, None) as choice:
+        return choice
+
+
+def test_training_starts_from_it_and_so_does_the_reference(stored: Path, store: ArtifactStore) -> None:
+    policy = section(stored)
+    # Not mentioned, the settings are the adapter's, also when the configuration is written out and read again.
+    assert policy.lora is None
+    assert section(stored, **policy.model_dump(exclude={"adapter", "kind", "model", "dtype"})) == policy
+    spec = ModelSpec(section=policy, digest=initial_digest(policy, store, None), adapter_seed=3, reference="device")
+    loaded = ResidentPolicy().at(
+        PolicyRef(version=0, digest=spec.digest), spec, TEXTS.rollout, PlacementSection(device="cpu")
+    )
+    saved = stored.parent / "saved"
+    saved.mkdir()
+    loaded.save_weights(saved)
+    assert (saved / ADAPTER_FILE).read_bytes() == (stored / ADAPTER_FILE).read_bytes()
+    was, now = (json.loads((folder / CONFIG_FILE).read_text()) for folder in (stored, saved))
+    for config in (was, now):
+        config["target_modules"] = sorted(config["target_modules"])
+    assert now == was
+    ids = torch.arange(12).reshape(2, 6)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = loaded.trained.model(input_ids=ids, use_cache=False).logits
+        return found
+
+    start = logits()
+    disturb(loaded.trainable_parameters(), 0.05, seed=6)
+    with loaded.trained.reference():
+        assert torch.equal(logits(), start)
+    assert not torch.equal(logits(), start)
+    loaded.load_weights(None)
+    assert torch.equal(logits(), start)
+
+
+def test_it_is_part_of_what_training_starts_from(stored: Path, store: ArtifactStore, tmp_path: Path) -> None:
+    own = section(stored)
+    plain = own.model_copy(update={"adapter": None})
+    assert len({initial_digest(each, store, None) for each in (plain, own)}) == 2
+    other = tmp_path / "other"
+    shutil.copytree(stored, other)
+    assert initial_digest(section(other), store, None) == initial_digest(own, store, None)
+    edit(other, lora_alpha=7.0)
+    assert initial_digest(section(other), store, None) != initial_digest(own, store, None)
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change the adapter's configuration."""
+    file = folder / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_copy_of_its_model_under_another_name_is_the_same_model(
+    stored: Path, store: ArtifactStore, tmp_path: Path
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "copy")
+    assert choice_of(section(stored, model=str(tmp_path / "copy")), store).lora == LoraSettings(
+        4, 6.0, targets=choice_of(section(stored), store).lora.targets, use_rslora=True, modules_to_save=("norm",)
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
+    "another base": (lambda folder: edit(folder, base_model_name_or_path="org/other"), {}, "policy.adapter", "org/oth"),
+    "another kind": (lambda folder: edit(folder, peft_type="IA3"), {}, "policy.adapter", "IA3"),
+    "biases": (lambda folder: edit(folder, bias="all"), {}, "policy.adapter", "bias all"),
+    "a base that it changed": (lambda folder: edit(folder, init_lora_weights="corda"), {}, "policy.adapter", "corda"),
+    "no weights": (lambda folder: (folder / ADAPTER_FILE).unlink(), {}, "policy.adapter", ADAPTER_FILE),
+    "damaged": (lambda folder: (folder / CONFIG_FILE).write_text("{"), {}, "policy.adapter", "damaged"),
+    "no folder": (shutil.rmtree, {}, "policy.adapter", "no such folder"),
+    "another rank": (lambda folder: None, {"lora": LoraSection(rank=8)}, "policy.lora.rank", "has 4"),
+    "another scale": (
+        lambda folder: None,
+        {"lora": LoraSection(rank=4, alpha=6.0, modules_to_save=("norm",))},
+        "policy.lora.use_rslora",
+        "has True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str, stored: Path, store: ArtifactStore, tmp_path: Path) -> None:
+    prepare, changes, place, said = REFUSED[case]
+    folder = tmp_path / "adapter"
+    shutil.copytree(stored, folder)
+    prepare(folder)
+    with pytest.raises(InputError) as caught:
+        choice_of(section(folder, **changes), store)
+    assert (caught.value.place, said in caught.value.hint) == (place, True)
+
+
+def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(
+    stored: Path, store: ArtifactStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(stored, folder)
+    state = load_file(folder / ADAPTER_FILE)
+    name = next(iter(state))
+    save_file({**state, name: state[name][:-1].clone()}, folder / ADAPTER_FILE)
+    with pytest.raises(InputError, match="do not fit the model"):
+        TEXTS.spec().family.check_choice(str(MODEL), choice_of(section(folder), store))

@@ -1,0 +1,98 @@
+"""Frames of made runs: which rows are read, what they are joined with, and that damage is an error."""
+
+from pathlib import Path
+
+import fsspec
+import polars as pl
+import pytest
+
+from grpo_core.errors import InputError
+from tasks.runs.frames import StoredRun, open_run
+from tests.tasks.reports.made_runs import RunMaker, colour, contents, flip_last_byte, reward_of, whole_run
+
+
+@pytest.fixture(scope="module")
+def maker(tmp_path_factory: pytest.TempPathFactory) -> RunMaker:
+    maker = whole_run(tmp_path_factory.mktemp("root"), labels=("ssim", "psnr"))
+    # Its second sampling round has its own rollouts and scores; the last advantages cover both.
+    maker.iteration(3, rounds=2)
+    # A running training has not written it yet.
+    (maker.folder / "iteration_000003/metrics.parquet").unlink()
+    return maker
+
+
+@pytest.fixture(scope="module")
+def run(maker: RunMaker) -> StoredRun:
+    return open_run(maker.folder)
+
+
+def test_metrics_have_a_row_per_iteration(run: StoredRun) -> None:
+    metrics = run.metrics()
+    assert metrics["iteration"].to_list() == [1, 2, 3]
+    assert metrics["reward"].to_list() == pytest.approx([0.5, 0.6, 0.7])
+    assert metrics["heldout_reward"].to_list() == [None, 0.75, None]
+
+
+def test_rollouts_of_all_rounds_without_images(run: StoredRun) -> None:
+    rollouts = run.rollouts()
+    assert rollouts.group_by("iteration", maintain_order=True).len().rows() == [(1, 8), (2, 8), (3, 16)]
+    assert "image" not in rollouts.columns
+    chosen = run.rollouts(iterations=[3], columns=["sample_id", "image"])
+    assert chosen.columns == ["sample_id", "image"]
+    assert chosen["sample_id"].n_unique() == 16
+
+
+def test_samples_have_their_scores_and_images(run: StoredRun) -> None:
+    samples = run.samples(prompt="BLUE", iterations=range(2, 4))
+    # Siblings of the second group in iteration 2, and in both rounds of iteration 3.
+    assert samples["prompt"].unique().to_list() == ["a blue square"]
+    expected = [reward_of(1, sibling, shift) for shift in (0.1, 0.2, 0.2) for sibling in range(4)]
+    for column in ("reward", "rewards/ssim", "rewards/psnr"):
+        assert samples[column].to_list() == expected
+    images = run.decode(samples["image"])
+    assert [image and image.getpixel((0, 0)) for image in images] == [colour(1, sibling) for sibling in range(4)] * 3
+    assert run.decode(pl.Series([None], dtype=samples.schema["image"])) == [None]
+
+
+def test_a_prompt_is_no_pattern_and_may_match_nothing(run: StoredRun) -> None:
+    assert run.samples(prompt="a .* square").is_empty()
+
+
+def test_a_bucket_has_the_same_frames(run: StoredRun, maker: RunMaker) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(maker.folder), "/frames/", recursive=True)
+    remote = open_run("made", root="memory://frames")
+    try:
+        assert remote.samples().equals(run.samples())
+        assert remote.rewards(iterations=[1]).equals(run.rewards(iterations=[1]))
+        memory.pipe_file("/frames/made/iteration_000001/advantages/advantages.parquet", b"PAR1")
+        with pytest.raises(InputError, match=r"made/iteration_000001/advantages.*choose other iterations"):
+            remote.advantages()
+    finally:
+        memory.rm("/frames", recursive=True)
+
+
+def test_damage_is_an_error_and_nothing_is_changed(tmp_path: Path) -> None:
+    damaged = whole_run(tmp_path)
+    flip_last_byte(damaged.folder / "iteration_000002/rollouts/part-00000.parquet")
+    before = contents(damaged.folder)
+    run = open_run("made", root=str(tmp_path))
+    for read in (run.rollouts, run.samples, run.metrics):
+        with pytest.raises(InputError, match="made/iteration_000002/rollouts"):
+            read()
+    assert run.rollouts(iterations=[1]).height == 8
+    assert contents(damaged.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda run: run.rollouts(columns=["promt"]), "no such column: prompt, "),
+        (lambda run: run.samples(iterations=[4]), "Stored are 1 to 3"),
+        (lambda run: run.heldout(policies=[1]), "Stored are 0, 2"),
+    ],
+)
+def test_what_a_run_does_not_have_is_named(run: StoredRun, read: object, message: str) -> None:
+    assert callable(read)
+    with pytest.raises(InputError, match=message):
+        read(run)
