@@ -50,7 +50,9 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     if problems := list(model_problems(store, stored_config(store), config, found.version, "name another policy")):
         raise InputErrors(problems)
-    return _continuing(config, f"{store.run}@{found.version}"), found.model_copy(update={"version": 0})
+    # A moving average begins anew, like the optimizer.
+    start = found.model_copy(update={"version": 0, "ema_digest": None})
+    return _continuing(config, f"{store.run}@{found.version}"), start
 
 
 def _continuing(config: RunConfig, source: str) -> RunConfig:
@@ -68,7 +70,8 @@ def model_problems(
         otherwise: what to do instead, for the hint.
     """
     if version:
-        was, now = (each.policy.model_dump(include={"lora", "frozen", "dtype"}) for each in (previous, config))
+        trained = {"lora", "adapter", "frozen", "dtype"}
+        was, now = (each.policy.model_dump(include=trained) for each in (previous, config))
         for key in sorted(was):
             if was[key] != now[key]:
                 hint = f"Version {version} of {store.run} was trained with {was[key]}; set that, or {otherwise}."

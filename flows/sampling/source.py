@@ -9,7 +9,7 @@ from configs.loader import apply_overrides
 from configs.sections import ImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.validation import Section, validated
 from flows.export.export import RECORD_FILE
-from flows.preflight.inputs import trained_model
+from flows.preflight.inputs import source_of, trained_model
 from flows.sampling.request import SampleRequest
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.loading import CONFIG_FILE
@@ -91,7 +91,7 @@ def open_source(request: SampleRequest) -> Source:
         raise InputErrors(problems)
     folder = Path(request.source).expanduser()
     source = _open_folder(folder, request) if _is_model(folder) else _open_run(request)
-    source.spec.family.refuse_prompts(source.config.policy.model, source.config.rollout, request.prompts)
+    source.spec.family.refuse_prompts(source_of(source.config), source.config.rollout, request.prompts)
     return source
 
 

@@ -22,6 +22,8 @@ from tasks.runs.layout import TENSORBOARD
 REWARDS = "reward_histogram"
 """Name of the histogram of an iteration's rewards."""
 
+_FLUSHED_EVERY = "x_transaction_log_flush_interval"
+
 
 @dataclass(frozen=True)
 class TrackedRun:
@@ -128,6 +130,8 @@ class WandB(Backend):
         run.folder.mkdir(parents=True, exist_ok=True)
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
         mode = {"mode": "offline"} if offline else {}
+        # Of what a killed process has logged, W&B would lose the last 15 seconds; the setting is no stable one.
+        seconds: dict[str, Any] = {_FLUSHED_EVERY: 1.0} if _FLUSHED_EVERY in wandb.Settings.model_fields else {}
         return {
             "run_name": run.project,
             "name": run.name,
@@ -135,7 +139,7 @@ class WandB(Backend):
             "resume": "allow",
             "dir": str(run.folder),
             # The terminal belongs to the progress of the run.
-            "settings": wandb.Settings(console="off", silent=True),
+            "settings": wandb.Settings(console="off", silent=True, **seconds),
             **mode,
         }
 

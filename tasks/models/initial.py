@@ -71,9 +71,10 @@ def training_choice(
             stored = adapter_settings(config)
             if settings is not None:
                 refuse_other_settings(stored, settings, policy.adapter)
-            _refuse_other_base(policy, str(config.get("base_model_name_or_path") or ""))
+            _refuse_other_base(policy, str(config.get("base_model_name_or_path") or ""), config.get("revision"))
             settings = stored
-        yield TrainingChoice(settings, policy.frozen, reference, policy.gradient_checkpointing, seed, folder)
+        hub = (policy.model, policy.revision) if policy.revision is not None else None
+        yield TrainingChoice(settings, policy.frozen, reference, policy.gradient_checkpointing, seed, folder, hub)
 
 
 @contextmanager
@@ -102,9 +103,12 @@ def fetched_adapter(
         raise InputError(PLACE, name, "There is no such folder. Give an adapter's folder, RUN@VERSION or a hub name.")
 
 
-def _refuse_other_base(policy: PolicySection, base: str) -> None:
+def _refuse_other_base(policy: PolicySection, base: str, revision: str | None) -> None:
     """Refuse an adapter that was trained over another model: one of another name, unless its files are the same."""
     if base == policy.model:
+        if revision not in (None, "main", policy.revision):
+            hint = f"It was trained over revision {revision} of {base}; set policy.revision to that."
+            raise InputError(PLACE, policy.adapter, hint)
         return
     with contextlib.suppress(InputError):
         if base and Path(base).expanduser().is_dir() and model_digest(base) == model_digest(policy.model):

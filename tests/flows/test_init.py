@@ -1,6 +1,7 @@
 """`grpo init`: whatever it writes passes the checks of a run, and trains."""
 
 import asyncio
+import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from configs.loader import read_config
 from flows.command_line.main import application
+from flows.command_line.questions import ask_for_init
 from flows.init.write import InitRequest, write_folder
 from flows.preflight.inputs import run_checks
 from tests.flows.conftest import Runs, refused
@@ -72,6 +74,13 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "DIR" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_questions_are_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kind, model, prompts, reward; the first answer is none of the choices.
+    monkeypatch.setattr("sys.stdin", io.StringIO("video\ntext\n\nmine.txt\nformat\n"))
+    request = ask_for_init(InitRequest(folder="x"))
+    assert request == InitRequest(folder="x", kind="text", prompts="mine.txt", reward="format")
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class TrainingChoice:
         seed: for the random half of the adapters.
         adapter: folder of a stored adapter in peft's format that training starts from; its own settings are used, and
             `lora` are the same.
+        hub: name and revision of a model that is loaded from a copy of that revision, for saved adapters.
 
     Raises:
         InputError: `frozen` is not a regular expression, or is set together with `lora`.
@@ -64,6 +65,7 @@ class TrainingChoice:
     gradient_checkpointing: bool = False
     seed: int = 0
     adapter: Path | None = None
+    hub: tuple[str, str] | None = None
 
     @property
     def starts_as_base(self) -> bool:

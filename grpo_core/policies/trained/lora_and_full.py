@@ -146,7 +146,8 @@ class LoraModel(TrainedModel):
         else:
             config = _stored_config(choice.adapter, settings)
         adapted = _with_adapters(base, config, choice.seed)
-        adapted.peft_config["default"].base_model_name_or_path = base_name
+        saved = adapted.peft_config["default"]
+        saved.base_model_name_or_path, saved.revision = choice.hub or (base_name, None)
         # The model card says nothing about this policy, and its template is compiled at every save.
         adapted.create_or_update_model_card = lambda output_dir: None
         super().__init__(adapted, choice)

@@ -99,9 +99,13 @@ def test_texts_are_logged_with_their_rewards(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_offline_goes_on_with_the_same_run(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run.log(1, "wandb")
-    run.log(3, "wandb")
+    for iterations in (1, 3):
+        assert heard_of(lambda last=iterations: run.log(last, "wandb"))[1].lines == []
+        # Its service writes the end of a file after the run has finished; this waits for it.
+        wandb.teardown()
     history: dict[int, dict[str, Any]] = {}
     ids = set()
     for path in sorted(run.folder.glob("wandb/offline-run-*/*.wandb")):
@@ -190,10 +194,13 @@ def test_a_tracker_that_fails_is_reported_once_and_left_out(run: TrackedRun, mon
     assert [*scalars(events(run.folder / "tensorboard"), "reward")] == [1, 2, 3]
 
 
-def test_a_finished_training_is_logged_as_it_was_stored(finished: Runs, undisturbed: tuple[Runs, Start]) -> None:
+def test_a_finished_training_is_logged_as_it_was_stored_and_ends_well_when_a_tracker_fails(
+    finished: Runs, undisturbed: tuple[Runs, Start], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import polars as pl
 
-    start = finished.start(run__trackers=["tensorboard"], run__project="mine")
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, Leaving.name, Leaving)
+    start = finished.start(run__trackers=["leaving", "tensorboard"], run__project="mine")
     assert start.stages == ()
     assert start.summary.policy_digest == undisturbed[1].summary.policy_digest
     read = events(finished.path("tensorboard"))

@@ -37,6 +37,7 @@ def test_weights_go_on_and_the_optimizer_begins_anew(finished: Runs) -> None:
     assert "continue_from: run@1" in finished.path("config.yaml", run="next").read_text()
 
 
+@pytest.mark.slow
 def test_without_a_version_it_is_the_last_one_when_the_run_began(finished: Runs) -> None:
     begun = finished.start("next", run__continue_from="run", run__iterations=1)
     finished.start(run__iterations=3)

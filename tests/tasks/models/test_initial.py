@@ -108,6 +108,7 @@ def test_a_copy_of_its_model_under_another_name_is_the_same_model(
 
 REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
     "another base": (lambda folder: edit(folder, base_model_name_or_path="org/other"), {}, "policy.adapter", "org/oth"),
+    "another revision": (lambda folder: edit(folder, revision="v1"), {}, "policy.adapter", "revision v1 of"),
     "another kind": (lambda folder: edit(folder, peft_type="IA3"), {}, "policy.adapter", "IA3"),
     "biases": (lambda folder: edit(folder, bias="all"), {}, "policy.adapter", "bias all"),
     "a base that it changed": (lambda folder: edit(folder, init_lora_weights="corda"), {}, "policy.adapter", "corda"),

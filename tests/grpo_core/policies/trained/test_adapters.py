@@ -15,8 +15,8 @@ from transformers import GlmImageForConditionalGeneration
 
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.policies.trained import ADAPTER_FILE, WEIGHTS_FILE, LoraSettings
-from tests.grpo_core.policies.trained.tiny_models import same
+from grpo_core.policies.trained import ADAPTER_FILE, WEIGHTS_FILE, LoraSettings, TrainingChoice, train_model
+from tests.grpo_core.policies.trained.tiny_models import same, tiny_llama
 from tests.tiny_policy import LORA, MODEL, build_policy, weights_of
 
 CHOICES = [pytest.param(LORA, id="adapters"), pytest.param(None, id="full weights")]
@@ -85,6 +85,13 @@ def test_peft_loads_the_adapter_as_it_is(
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, str(MODEL))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", ADAPTER_FILE]
+
+
+def test_an_adapter_names_the_revision_of_its_model_and_not_the_copy_here(tmp_path: Path) -> None:
+    choice = TrainingChoice(LoraSettings(2, 4.0, "all-linear"), hub=("organisation/model", "v1"))
+    train_model(tiny_llama(), choice, base_name="a/local/copy").save(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("organisation/model", "v1")
 
 
 def test_transformers_loads_the_full_weights_as_they_are(shipped_pipeline: GlmImagePipeline, tmp_path: Path) -> None:
