@@ -50,7 +50,11 @@ def hacking_verdict(run: RunView) -> Verdict:
     signs = hacking_signs([int(version) for version in versions], [rewards[each] for each in versions], levels, rule)
     if signs:
         found = ", ".join(sign.guardrail for sign in signs)
-        stopped = ("the run was stopped for it (watch.stop)",) if watch.get("stop") and not run.finished else ()
+        stopped = (
+            ("the run was stopped for it (watch.on_sign)",)
+            if watch.get("on_sign") == "stop" and not run.finished
+            else ()
+        )
         return Verdict("signs", f"signs in {found}", (*map(str, signs), *stopped))
     return Verdict("none", f"no sign in {', '.join(measures)}", tuple(_trends(rewards, measures)))
 

@@ -133,9 +133,8 @@ def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     # Without a person: what was accepted is not asked again.
     assert start(empty, own, run="watched", iterations=2, watch={**watched, "pause_timeout": 1}).stages == ()
 
-    other = start(
-        Runs(tmp_path / "other"), hacked_rewards(tmp_path / "straight"), watch={**watched, "on_sign": "report"}
-    )
+    straight = hacked_rewards(tmp_path / "straight")
+    other = start(Runs(tmp_path / "other"), straight, iterations=2, watch={**watched, "on_sign": "report"})
     assert resumed.summary.policy_digest == other.summary.policy_digest
     # Each once, though the run was started three times, and the sign once, though it stays.
     assert events("watched") == [*(("grpo.evaluated", version) for version in (0, 1, 2)), ("grpo.hacking-sign", 1)]

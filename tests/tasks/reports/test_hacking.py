@@ -9,7 +9,7 @@ from tests.tasks.reports.made_runs import RunMaker
 
 MEASURED = "rewards: [{reward: ssim, weight: 0}]\n"
 TRAINED = "rewards: [{reward: ssim, weight: 1}]\n"
-STOPPED = "watch: {stop: true}\n"
+STOPPED = "watch: {on_sign: stop}\n"
 RISES = (-0.2, -0.2, -0.2, 0.4, 0.4, 0.4)
 FALLS, STAYS = (0.8, 0.8, 0.8, 0.4, 0.4, 0.4), (0.8, 0.81, 0.8, 0.8, 0.81, 0.8)
 
