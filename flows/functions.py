@@ -10,12 +10,14 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.validation import Section, validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+from tasks.progress import Silence, listen
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -183,9 +185,12 @@ def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None
 
         use_hook(hook)
         work = body()
+        if not progress:
+            listen(Silence())
+            return _to_the_end(work)
         from flows.terminal.progress import training_progress
 
-        with training_progress() if progress else nullcontext():
+        with training_progress():
             return _to_the_end(work)
 
     return contextvars.copy_context().run(run)
@@ -203,7 +208,11 @@ def _to_the_end(work: Coroutine[Any, Any, R]) -> R:
         return await work
 
     with start_blocking_portal() as portal:
-        return portal.call(awaited)
+        future = portal.start_task_soon(awaited)
+        # Not in one wait: after polars is imported, its own handler of SIGINT lets a wait for a lock go on.
+        while not wait([future], timeout=0.25).done:
+            pass
+        return future.result()
 
 
 def _request(model: type[Q], first: object, field: str, options: Mapping[str, Any]) -> Q:

@@ -15,7 +15,9 @@ class ProgressReporter(Protocol):
         """Show a line of text."""
 
 
-class _NoReporter:
+class Silence:
+    """Shows nothing."""
+
     def advance(self, stage: str, done: int, total: int) -> None:
         """Show nothing."""
 
@@ -23,7 +25,8 @@ class _NoReporter:
         """Show nothing."""
 
 
-_REPORTER: ContextVar[ProgressReporter] = ContextVar("progress_reporter", default=_NoReporter())  # noqa: B039  (stateless)
+_UNSET = Silence()
+_REPORTER: ContextVar[ProgressReporter] = ContextVar("progress_reporter", default=_UNSET)
 
 
 def listen(reporter: ProgressReporter) -> None:
@@ -32,8 +35,8 @@ def listen(reporter: ProgressReporter) -> None:
 
 
 def has_listener() -> bool:
-    """Whether this context has a reporter."""
-    return not isinstance(_REPORTER.get(), _NoReporter)
+    """Whether this context has a reporter, which may be silent on purpose."""
+    return _REPORTER.get() is not _UNSET
 
 
 def listener() -> ProgressReporter:

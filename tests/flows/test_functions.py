@@ -1,18 +1,23 @@
 """The flows as functions of a script or a notebook: hooks, a loop that runs already, and errors as exceptions."""
 
 import asyncio
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 
-from flows import StopTraining, replay, rescore, train
+from flows import StopTraining, functions, replay, rescore, train
 from flows.training.summary import TrainSummary
 from tasks.reports.iteration import IterationRecord
 from tests.flows.conftest import TINY, Runs, Start, refused
 from tests.flows.training.test_train import Compare
 
 
-def test_a_hook_ends_a_run_and_sees_every_iteration_again_when_it_resumes(empty: Runs, final: Compare) -> None:
+def test_a_hook_ends_a_run_and_sees_every_iteration_again_when_it_resumes(
+    empty: Runs, final: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides, seen = empty.overrides(run__name="run"), list[tuple[int, bool]]()
 
     def stop(record: IterationRecord) -> bool:
@@ -31,8 +36,10 @@ def test_a_hook_ends_a_run_and_sees_every_iteration_again_when_it_resumes(empty:
         return "logged"
 
     seen.clear()
+    capsys.readouterr()
     ended = train(TINY, overrides=overrides, on_iteration=keep, progress=False)
     assert (ended.stopped_early, seen) == (False, [(1, True), (2, False)])
+    assert capsys.readouterr().err == ""
     final(empty, Start(ended, ()))
 
 
@@ -61,3 +68,26 @@ def test_rewards_may_be_a_list_and_options_are_checked(finished: Runs) -> None:
     (error,) = refused(lambda: replay("run", root=root, max_stalness=2))
     assert (error.place, error.value) == ("max_stalness", 2)
     assert "max_staleness" in error.hint
+
+
+def test_an_interrupt_of_a_cell_cancels_its_run() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    async def cell() -> None:
+        functions._to_the_end(work())
+
+    loop, previous = asyncio.new_event_loop(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        loop.close()
+    assert ended == ["cancelled"]
