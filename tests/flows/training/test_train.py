@@ -70,8 +70,8 @@ class TestUndisturbed:
 
 class TestPrefect:
     def test_states_and_names_of_task_runs(self, finished: Runs, server: None) -> None:
-        finished.start("watched", update__learning_rate=1e-3, run__iterations=1)
-        names = _task_runs("watched")
+        finished.start("cached-or-not", update__learning_rate=1e-3, run__iterations=1)
+        names = _task_runs("cached-or-not")
         assert names == {
             "iteration 1: collect rollouts": "Cached",
             "iteration 1: score ssim": "Cached",
