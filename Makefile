@@ -27,7 +27,7 @@ train: $(STAMP)  ## train the tiny GLM-Image (CONFIG=configs/tiny.yaml)
 	$(ENVIRONMENT) $(RUN)/grpo train $(CONFIG)
 
 test: $(STAMP)  ## run the tests that take a few minutes
-	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(ENVIRONMENT) $(RUN)/python -m pytest -m "not slow and not chaos and not postgresql" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-postgresql: $(STAMP)  ## run the tests that need PostgreSQL (apt-get install postgresql)
 	$(ENVIRONMENT) $(RUN)/python -m pytest -m "postgresql and not slow and not chaos"

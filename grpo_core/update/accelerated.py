@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from jaxtyping import Float
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
-from transformers import PreTrainedModel
 
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.policies.trained import TrainedModel
@@ -195,6 +193,9 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
         """
         super().collect(trained)
         trained.change_copies(lambda _, value: self._gather(value))
+        # Both libraries take seconds to import, and an unsharded update does not need them.
+        from peft import PeftModel
+
         # Of a model with adapters only the adapters are saved.
         adapters_only = isinstance(trained.model, PeftModel)
         for module in trained.model.modules():
@@ -215,6 +216,8 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    from transformers import PreTrainedModel
+
     language_model = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
     for module in _layers(language_model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)

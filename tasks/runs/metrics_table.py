@@ -64,7 +64,11 @@ def with_earlier(metrics: Mapping[str, float], earlier: Mapping[str, float], wal
         wall_time: seconds that the iteration took in this start.
     """
     kept = {name: value for name, value in earlier.items() if name in _KEPT or name.startswith(GUARDRAILS)}
-    return {**kept, **metrics} if earlier else {**metrics, WALL_TIME: wall_time}
+    if earlier:
+        return {**kept, **metrics}
+    # An iteration lasts at least as long as its update: in less time a stored one was passed, whose time is not known.
+    is_own = wall_time >= metrics.get(f"{SECONDS}{UPDATE}", 0.0)
+    return {**metrics, WALL_TIME: wall_time} if is_own else dict(metrics)
 
 
 def write_metrics(store: ArtifactStore, iteration: int, metrics: Mapping[str, float]) -> None:

@@ -133,6 +133,7 @@ class TestOtherPrompts:
         first, second = (pl.read_parquet(folder / "rollouts" / "*.parquet") for folder in folders)
         assert first.select("sample_id", "seed", "prompt").equals(second.select("sample_id", "seed", "prompt"))
 
+    @pytest.mark.slow
     def test_other_sampling_or_rewards_have_their_own_folder(self, runs: Runs) -> None:
         hotter, _ = evaluated(runs, overrides=["rollout.temperature=3.0"])
         shorter, _ = evaluated(runs, overrides=['rewards=[{reward: format, settings: {pattern: "^[a-z]+$"}}]'])

@@ -73,6 +73,7 @@ def test_sizes_are_named_and_the_largest_decides_the_memory(tmp_path: Path) -> N
     assert sized.memory == largest.memory
 
 
+@pytest.mark.slow
 def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """95 M adapter parameters and two moments each, in fp32, are 1.1 GB an iteration; the images are 10 GB in all."""
     with_free_space(monkeypatch, 100)

@@ -25,6 +25,7 @@ def test_without_its_description_what_was_pruned_comes_back(runs: Runs, trained:
     assert (start.stages, start.summary.policy_digest) == ((), trained[1].summary.policy_digest)
 
 
+@pytest.mark.slow
 def test_another_configuration_takes_nothing_that_was_pruned(runs: Runs) -> None:
     pruned(runs, **PRUNES)
     # The same first rollouts, scored by another reward; and the same held-out ones.

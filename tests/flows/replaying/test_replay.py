@@ -99,6 +99,7 @@ class TestAdvantages:
             mixed = [0.5 * ssim - 3.0 * psnr for ssim, psnr in zip(*scores, strict=True)]
             assert advantages(finished, iteration)["reward"].to_list() == pytest.approx(mixed, rel=1e-6)
 
+    @pytest.mark.slow
     def test_a_rescoring_of_the_source(self, finished: Runs) -> None:
         def turned(table: pl.DataFrame) -> pl.DataFrame:
             return table.with_columns(pl.col("advantage") * -1.0)
@@ -153,6 +154,7 @@ class TestCorrection:
             norms.append(steps["grad_norm"][0])
         assert norms[1] / norms[0] == pytest.approx(3.0, rel=1e-4)
 
+    @pytest.mark.slow
     def test_own_rows_need_none_and_pass_the_gate(self, finished: Runs) -> None:
         run_replay(finished, iterations="1")
         told = metrics(finished, 1)
@@ -194,6 +196,7 @@ class TestStaleness:
         assert (far.staleness, far.rows_left_out) == (7, 0)
         assert far.policy_digest != summary.policy_digest
 
+    @pytest.mark.slow
     def test_none_at_all_allows_own_rows_alone(self, finished: Runs) -> None:
         summary, _ = run_replay(finished, max_staleness=0)
         assert summary.policy_digest == policy_digest(finished, 2)

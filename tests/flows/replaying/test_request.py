@@ -149,6 +149,7 @@ def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pyte
     assert [path for path in written if str(finished.root.parent).encode() in path.read_bytes()] == []
 
 
+@pytest.mark.slow
 def test_a_root_may_be_any_url(server: None, undisturbed: tuple[Runs, Start]) -> None:
     memory = fsspec.filesystem("memory")
     try:

@@ -147,6 +147,7 @@ def test_a_rescoring_changed_under_its_name_leaves_no_previous_advantages(finish
     assert "iteration_000001/advantages" in error.place
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared_together_and_each_keeps_its_own(finished: Runs) -> None:
     finished.start("second", run__seed=5)
     html = finished.root.parent / "both.html"

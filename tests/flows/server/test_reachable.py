@@ -187,7 +187,8 @@ def test_pools_are_looked_up_and_each_problem_is_told() -> None:
     with pytest.raises(InputErrors) as refused:
         require_pools([*places, ("placement.advantages.pool", "gpu")])
     missing, paused, plain = (str(error) for error in refused.value.errors)
-    assert "it has: gpu, idle. `grpo worker gpus` creates it" in missing
+    assert "it has: gpu, idle" in missing
+    assert "`grpo worker gpus` creates it" in missing
     assert "prefect work-pool resume idle" in paused
     assert "of type process, and stages need one of type grpo" in plain
 

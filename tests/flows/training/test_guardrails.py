@@ -120,6 +120,7 @@ def person() -> Iterator[list[str]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_paused_run_that_is_resumed_ends_as_one_that_never_paused(
     empty: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ class Remover:
             self.lock.unlink()
 
 
+@pytest.mark.slow
 def test_training_that_lost_its_run_stops_at_the_next_stage(empty: Runs, final: Compare) -> None:
     config = read_config(TINY, empty.overrides(run__name="run"))
 

@@ -260,6 +260,7 @@ class TestDamage:
         final(finished, again)
         assert finished.start().stages == ()
 
+    @pytest.mark.slow
     def test_without_any_record_every_stage_is_done_again_to_the_bit(self, finished: Runs, final: Compare) -> None:
         shutil.rmtree(finished.root / ".stages")
         shutil.rmtree(finished.path(".stages"))

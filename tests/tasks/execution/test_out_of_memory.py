@@ -43,6 +43,7 @@ def resources() -> Iterator[None]:
 SETTING = "update.micro_batch_size"
 
 
+@pytest.mark.slow
 def test_the_half_is_remembered_for_the_run_and_the_setting() -> None:
     log = ProgressLog()
     listen(log)
