@@ -149,8 +149,6 @@ def codebook() -> NDArray[np.float32]:
 
 
 CODEBOOK_SIZE = len(COLORS) + len(BACKGROUNDS) + len(COLORS) * len(BACKGROUNDS) * len(_COVERAGES)
-# Codes below this one are the pure colours, the only ones in the large grid of a synthetic image.
-PURE_CODES = len(COLORS) + len(BACKGROUNDS)
 
 
 def _nearest_code(cells: NDArray[np.floating]) -> NDArray[np.int64]:

@@ -19,11 +19,9 @@ from flows import functions
 from flows.command_line.options import Config, Json, Overrides, RunName, handle_errors, takes_request
 from flows.command_line.questions import RESTART, ask_for_init, is_terminal, settle_change
 from flows.command_line.rewards import commands as reward_commands
-from flows.export.request import ExportRequest
+from flows.command_line.stored_runs import commands as stored_run_commands
 from flows.init.write import InitRequest, write_folder
 from flows.pipeline.requests import DeployRequest, EvaluateRequest, ReplayRequest, RescoreRequest
-from flows.pruning.request import PruneRequest, check_request
-from flows.sampling.request import SampleRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
 
@@ -37,6 +35,7 @@ application = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+application.add_typer(stored_run_commands)
 application.add_typer(reward_commands)
 
 
@@ -195,146 +194,6 @@ def init(request: InitRequest, as_json: Json = False) -> None:
     typer.echo(f"next: grpo doctor {files[0]}, then grpo train {files[0]}", err=True)
     if as_json:
         typer.echo(json.dumps({"files": [str(path) for path in files]}))
-
-
-@application.command()
-def inspect(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run under the storage root, or the path of its folder")],
-    iteration: Annotated[int | None, typer.Option(help="iteration to show; by default the last with rewards")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
-    root: Annotated[
-        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
-    ] = "runs",
-    everything: Annotated[bool, typer.Option("--all", help="show every curve and metric, and more prompts")] = False,
-    config: Annotated[bool, typer.Option("--config", help="show the configuration with all defaults")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show a run: curves, best and worst samples of each prompt, reward breakdown; nothing is changed."""
-    with handle_errors(as_json):
-        from flows.inspection.inspect_run import inspect_run
-
-        inspection = inspect_run(run, root=root, iteration=iteration, html=html)
-        if as_json:
-            typer.echo(inspection.summary(html).model_dump_json())
-            return
-        from rich.console import Console
-
-        from flows.terminal.inspection import report
-
-        report(inspection, html, Console(), everything=everything, config=config)
-
-
-@application.command("list")
-def list_runs(
-    root: Annotated[str, typer.Argument(metavar="[ROOT]", help="a folder or any fsspec URL")] = "runs",
-    as_json: Json = False,
-) -> None:
-    """List the runs below a folder: state, iterations, rewards, when they last made progress."""
-    with handle_errors(as_json):
-        from flows.inspection.list_runs import list_runs as listed
-
-        runs = listed(root)
-        if as_json:
-            typer.echo(json.dumps({"root": root, "runs": [each.model_dump(mode="json") for each in runs]}))
-            return
-        from rich.console import Console
-
-        from flows.terminal.summaries import show_runs
-
-        show_runs(root, runs, Console())
-
-
-@application.command()
-@takes_request(ExportRequest)
-def export(request: ExportRequest, as_json: Json = False) -> None:
-    """Write a policy version as a folder that diffusers, transformers and peft load: adapter or whole model."""
-    from flows.export.plan import plan_export
-
-    plan = plan_export(request)
-    for note in plan.notes:
-        typer.echo(note, err=True)
-    from flows.export.export import export as write_export
-    from flows.export.usage import usage
-    from flows.terminal.summaries import show_export
-
-    summary = write_export(plan)
-    show_export(summary, usage(plan.config, request.push_to_hub or request.folder, whole=summary.kind == "model"))
-    if as_json:
-        typer.echo(summary.model_dump_json())
-
-
-@application.command()
-@takes_request(SampleRequest)
-def sample(request: SampleRequest, as_json: Json = False) -> None:
-    """Draw or answer prompts at once, with a run's policy, an exported folder or any model."""
-    from flows.sampling.source import open_source
-
-    source = open_source(request)
-    from rich.console import Console
-
-    from flows.sampling.sample import sample as draw_samples
-    from flows.terminal.samples import show_sample
-
-    for note in source.notes:
-        typer.echo(note, err=True)
-    samples, console = [], Console(stderr=as_json)
-    for each in draw_samples(request, source):
-        show_sample(each, console)
-        samples.append(each.model_dump())
-    if as_json:
-        typer.echo(json.dumps({"source": source.name, "samples": samples}, ensure_ascii=False))
-
-
-@application.command()
-def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN...", help="runs under the storage root, or their folders; RUN@N: a version"),
-    ],
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")] = None,
-    root: Annotated[
-        str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")
-    ] = "runs",
-    as_json: Json = False,
-) -> None:
-    """Compare runs with the first: settings, curves, held-out samples side by side, paired differences."""
-    with handle_errors(as_json):
-        from flows.comparison.compare_runs import compare as compare_runs
-        from flows.terminal.comparison import show_comparison
-
-        compared = compare_runs(runs, root=root, html=html)
-        show_comparison(compared, html, to_stderr=as_json)
-        if as_json:
-            typer.echo(compared.summary(html).model_dump_json())
-
-
-@application.command()
-@takes_request(PruneRequest)
-def prune(
-    request: PruneRequest,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="delete without asking")] = False,
-    as_json: Json = False,
-) -> None:
-    """Delete policy versions and images that nothing depends on; all records are kept, and runs can continue."""
-    check_request(request)
-    functions.require_runs(request.sources, request.root)
-    from rich.console import Console
-
-    from flows.pruning.prune import prune as prune_runs
-    from flows.terminal.summaries import show_pruned
-
-    if not (yes or request.dry_run):
-        if not is_terminal():
-            hint = "Add --yes to delete without a question, or --dry-run to see what would be deleted."
-            raise InputError("grpo prune", "no terminal to ask in", hint)
-        planned = prune_runs(request.model_copy(update={"dry_run": True}))
-        show_pruned(planned, Console(stderr=True))
-        if planned.bytes:
-            typer.confirm("Delete this?", abort=True, err=True)
-    summary = prune_runs(request)
-    show_pruned(summary, Console(stderr=as_json))
-    if as_json:
-        typer.echo(summary.model_dump_json())
 
 
 @application.command()

@@ -11,8 +11,6 @@ TINY: Mapping[Modality, str] = MappingProxyType(
 )
 """The shipped models, relative to the checkout."""
 
-WORDS = ("apple", "river", "stone", "cloud", "table", "green", "mouse", "house", "night", "bread", "water", "train")
-
 PROMPTS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
     {
         "image": tuple(
