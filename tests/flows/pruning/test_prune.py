@@ -173,7 +173,7 @@ def test_the_program_deletes_when_someone_says_so(runs: Runs, monkeypatch: pytes
     result = CliRunner().invoke(application, given)
     assert result.exit_code == 2
     assert "--yes" in result.stderr
-    monkeypatch.setattr("flows.command_line.main.is_terminal", lambda: True)
+    monkeypatch.setattr("flows.command_line.stored_runs.is_terminal", lambda: True)
     asked = CliRunner().invoke(application, given, input="n\n")
     assert asked.exit_code == 1
     assert VERSIONS in asked.stderr
