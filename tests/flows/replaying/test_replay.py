@@ -118,8 +118,9 @@ class TestAdvantages:
     @pytest.mark.slow
     def test_iterations_of_other_numbers_keep_their_tables_where_they_are_used(self, finished: Runs) -> None:
         for overrides in ((), ("rewards.1.weight=-3.0",)):
-            run_replay(finished, *overrides, name="both")
-            run_replay(finished, *overrides, name="second", iterations="2")
+            again = ("run.on_change=restart", *overrides)
+            run_replay(finished, *again, name="both")
+            run_replay(finished, *again, name="second", iterations="2")
             assert advantages(finished, 1, "second").equals(advantages(finished, 2, "both"))
             assert not finished.path("iteration_000002", run="second").exists()
 
