@@ -32,7 +32,9 @@ class InitRequest(Section):
         None, min_length=1, description="your target images, for rewards such as r2: one per prompt, in order"
     )
     reward: Annotated[str, Option(metavar="NAME")] = Field(
-        OWN, min_length=1, description="a reward of `grpo rewards list`, or own: a function in DIR/reward.py"
+        OWN,
+        min_length=1,
+        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: an example in DIR/reward.py",
     )
     model: Annotated[str | None, Option(metavar="MODEL")] = Field(
         None, min_length=1, description="folder of a model, or hub name; by default the shipped tiny model"
@@ -94,7 +96,9 @@ def _files(request: InitRequest, folder: Path) -> Mapping[Path, str]:
 
 def _config(request: InitRequest, folder: Path) -> str:
     image, tiny = request.kind == "image", request.model is None
-    name, own = folder.resolve().name, request.reward == OWN
+    name, function = folder.resolve().name, request.reward if ":" in request.reward else None
+    if request.reward == OWN:
+        function = f"{request.folder.rstrip('/')}/{REWARD}:reward"
     lora = templates.LORA.format(
         rank=16 if tiny else 32, alpha=32.0 if tiny else 64.0, checkpointing="false" if tiny else "true"
     )
@@ -112,10 +116,8 @@ def _config(request: InitRequest, folder: Path) -> str:
         targets=templates.TARGETS.format(folder=_quoted(request.targets)) if request.targets is not None else "",
         batch=8 if tiny else 4,
         sampling=templates.SAMPLING[request.kind, tiny],
-        reward="function" if own else _quoted(request.reward),
-        settings=templates.SETTINGS.format(function=_quoted(f"{request.folder.rstrip('/')}/{REWARD}:reward"))
-        if own
-        else "",
+        reward="function" if function else _quoted(request.reward),
+        settings=templates.SETTINGS.format(function=_quoted(function)) if function else "",
         learning_rate=rate,
         rows=64,
         micro=32 if tiny else 4,

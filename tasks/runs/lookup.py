@@ -155,4 +155,5 @@ def _known_runs(name: str, root: str) -> str:
     runs = [each.run for each in found]
     if not runs:
         return f"{root} has no runs; name the storage root with --root, or the path of the run's folder."
-    return f"Runs in {root}: {nearest_names(name.rstrip('/').rsplit('/', 1)[-1], runs)}."
+    nearest = nearest_names(name.rstrip("/").rsplit("/", 1)[-1], runs)
+    return f"The nearest of the {len(runs)} in {root}: {nearest}; `grpo list` shows all."

@@ -46,6 +46,12 @@ def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
         assert bool(config.evaluate.sets) == (prompts is None)
 
 
+def test_an_own_function_is_named_by_its_file(own: Path) -> None:
+    (own / "mine.py").write_text("def redness(images, **columns):\n    return [1.0 for image in images]\n")
+    (reward,) = read_config(write(own / "run", reward=f"{own / 'mine.py'}:redness")).rewards
+    assert (reward.label, reward.settings["function"]) == ("redness", f"{own / 'mine.py'}:redness")
+
+
 def test_own_images_are_targets(own: Path) -> None:
     config = read_config(write(own / "run", prompts=str(own / "mine.txt"), targets=str(own / "images"), reward="r2"))
     assert [target is not None for target in run_checks(config).usable("data")[0].targets] == [True, True]

@@ -21,7 +21,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     ("names", "html", "places", "said"),
     [
         (["a"], None, ["RUN"], "Name at least two runs"),
-        (["a", "z", "y"], None, ["RUN", "RUN"], "Runs in"),
+        (["a", "z", "y"], None, ["RUN", "RUN"], "grpo list"),
         (["a", "b", "a"], None, ["RUN"], "named twice"),
         (["a@1", "b", "a@1"], None, ["RUN"], "named twice"),
         (["b", "a@7"], None, ["RUN"], "Evaluated are policies none of a"),

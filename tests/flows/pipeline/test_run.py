@@ -107,7 +107,7 @@ def test_a_person_is_asked(
     [
         ("tiny", "its own name"),
         ("other", "no valid policy"),
-        ("missing", "Runs in"),
+        ("missing", "grpo list"),
         ("other@0", "from 1"),
         ("other@7", "policy versions none"),
     ],

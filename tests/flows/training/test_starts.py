@@ -23,7 +23,7 @@ def test_a_run_starts_from_a_version_of_another(empty: Runs) -> None:
     assert steps["kl"][0] == pytest.approx(0.0, abs=1e-9)
     assert steps["kl"][1] > 0
     assert empty.start("second", policy__adapter="first@2", **adapted).stages == ()
-    hints = {"first@9": "policy versions 1 to 2", "first@0": "leave policy.adapter out", "frist@2": "Runs in"}
+    hints = {"first@9": "policy versions 1 to 2", "first@0": "leave policy.adapter out", "frist@2": "grpo list"}
     for adapter, hint in hints.items():
         (error,) = refused(lambda adapter=adapter: empty.start("third", policy__adapter=adapter, **adapted))
         assert (error.place, error.value) == ("policy.adapter", adapter)
