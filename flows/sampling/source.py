@@ -117,7 +117,7 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     else:
         hint = f"It is an adapter without {RECORD_FILE}, which `grpo export` writes; merge it into its base first."
         raise InputError("RUN|MODEL", str(folder), hint)
-    sections = {name: values[name] for name in ("policy", "rollout") if name in values}
+    sections: dict[str, Any] = {name: values[name] for name in ("policy", "rollout") if name in values}
     if adapter is not None:
         sections["policy"] |= {"adapter": str(adapter), "lora": None}
         _require_same_base(values.get("base_digest"), sections["policy"])
