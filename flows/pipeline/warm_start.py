@@ -38,6 +38,9 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
     name, at, version = wanted.partition("@")
     if at and not (version.isdigit() and int(version)):
         raise InputError(_PLACE, wanted, "Write RUN, or RUN@N for its policy version N, from 1.")
+    if "/" in name:
+        hint = f"Give the name of a run of storage.root, {config.storage.root}, and no path."
+        raise InputError(_PLACE, wanted, hint)
     if name == config.run.name:
         raise InputError(_PLACE, wanted, "A run cannot start from itself; give the new run its own name with --run.")
     try:
@@ -46,7 +49,7 @@ def settle_start(config: RunConfig, described: Mapping[str, Any]) -> tuple[RunCo
     except (InputError, InputErrors) as error:
         (first, *_) = error.errors if isinstance(error, InputErrors) else (error,)
         raise InputError(_PLACE, wanted, first.hint) from error
-    if found.checkpoint is None:
+    if not found.version:
         raise InputError(_PLACE, wanted, f"{name} has no valid policy yet; leave this out, or name another run.")
     if problems := list(model_problems(store, stored_config(store), config, found.version, "name another policy")):
         raise InputErrors(problems)

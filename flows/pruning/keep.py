@@ -14,6 +14,7 @@ from tasks.progress import log
 from tasks.pruning import Prunable, find_prunable
 from tasks.runs.layout import OTHER_EVALUATIONS, evaluation_folder, policy_folder
 from tasks.runs.reader import RunReader
+from tasks.runs.stored import heldout_rewards
 from tasks.storage.artifacts.reference import ArtifactRef
 
 
@@ -29,6 +30,8 @@ class PolicyKeeper:
         self._run, self._written = run, set[int]()
         found = RunReader(run.store).policies() if run.config.run.keep_policies else []
         self._stored = {version for version, prunable in self._find(found).items() if _has_files(prunable)}
+        # An earlier start may have evaluated versions that are not due in this one.
+        self._rewards = heldout_rewards(run.store) if self._stored else {}
 
     def delete_unneeded(self, version: int, heldout: Mapping[int, ArtifactRef]) -> None:
         """Delete what is not needed once this version is trained and, where that is due, evaluated.
@@ -50,7 +53,8 @@ class PolicyKeeper:
             Needs(),
             PruneRequest(sources=(run.store.run,), policies_last=section.last, policies_every=section.every),
         )
-        rewards = {each: heldout[each].metrics["reward"] for each in versions if "reward" in _metrics(heldout, each)}
+        self._rewards |= {each: ref.metrics["reward"] for each, ref in heldout.items() if "reward" in ref.metrics}
+        rewards = {each: reward for each, reward in self._rewards.items() if each in versions}
         if section.best and rewards:
             needs.policies[max(rewards, key=rewards.__getitem__)].append(BEST)
         add_dependents(needs, run.store)
@@ -77,7 +81,3 @@ class PolicyKeeper:
 
 def _has_files(prunable: Prunable) -> bool:
     return prunable.is_complete or prunable.half_pruned
-
-
-def _metrics(heldout: Mapping[int, ArtifactRef], version: int) -> Mapping[str, float]:
-    return heldout[version].metrics if version in heldout else {}

@@ -111,13 +111,13 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     record = folder / RECORD_FILE
     adapter = folder if (folder / ADAPTER_CONFIG_FILE).is_file() else None
     if record.is_file():
-        values = json.loads(record.read_text(encoding="utf-8"))
+        values = _read_record(record)
     elif adapter is None:
         values = {"policy": _described(folder)}
     else:
         hint = f"It is an adapter without {RECORD_FILE}, which `grpo export` writes; merge it into its base first."
         raise InputError("RUN|MODEL", str(folder), hint)
-    sections = {name: values[name] for name in ("policy", "rollout") if name in values}
+    sections: dict[str, Any] = {name: values[name] for name in ("policy", "rollout") if name in values}
     if adapter is not None:
         sections["policy"] |= {"adapter": str(adapter), "lora": None}
         _require_same_base(values.get("base_digest"), sections["policy"])
@@ -134,6 +134,15 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     config = validated(_ImageModel if images else _TextModel, sections)
     assert isinstance(config, _ImageModel | _TextModel)
     return Source(folder.resolve().name, config, _spec(config.policy, ""))
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values["policy"]["model"], values.get("rollout", {}).keys()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("RUN|MODEL", str(file), f"It is damaged ({error!r}); export the policy again.") from error
+    return values
 
 
 def _require_same_base(recorded: str | None, policy: dict[str, Any]) -> None:

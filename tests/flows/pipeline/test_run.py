@@ -106,6 +106,7 @@ def test_a_person_is_asked(
     ("start", "hint"),
     [
         ("tiny", "its own name"),
+        ("elsewhere/tiny", "no path"),
         ("other", "no valid policy"),
         ("missing", "grpo list"),
         ("other@0", "from 1"),

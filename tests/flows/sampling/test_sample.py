@@ -82,3 +82,11 @@ def test_what_cannot_be_sampled_is_refused_before_the_model_loads(options: dict[
         check_output(request, open_source(request))
     error = caught.value.errors[0] if isinstance(caught.value, InputErrors) else caught.value
     assert error.place == place
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"policy": {}}', '{"policy": {"model": "m"}, "rollout": null}'])
+def test_a_damaged_record_of_an_export_is_refused(tmp_path: Path, record: str) -> None:
+    for name, content in (("config.json", "{}"), ("grpo.json", record)):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=r"RUN\|MODEL.*grpo.json.*damaged"):
+        open_source(SampleRequest(source=str(tmp_path), prompts=PROMPTS))
