@@ -34,7 +34,7 @@ class InitRequest(Section):
     reward: Annotated[str, Option(metavar="NAME")] = Field(
         OWN,
         min_length=1,
-        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: an example in DIR/reward.py",
+        description="a reward of `grpo rewards list`, your function as FILE.py:NAME, or own: one in DIR/reward.py",
     )
     model: Annotated[str | None, Option(metavar="MODEL")] = Field(
         None, min_length=1, description="folder of a model, or hub name; by default the shipped tiny model"

@@ -6,23 +6,23 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
-from configs.contradictions import pools_of
+from configs.contradictions import contradictions, pools_of
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
-from configs.sections import DatasetSection, PromptsSection
+from configs.sections import DatasetSection, LoraSection, PromptsSection
 from flows.preflight.sizes import default_size, generation_problems, scoring_problems
 from flows.server.reachable import require_pools, require_server, require_ui
 from flows.tracking.available import tracker_problems
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.optimizer import refuse_unavailable
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained import refuse_unavailable_attention
+from grpo_core.policies.trained import LoraSettings, refuse_unavailable_attention
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
 from tasks.models.files import local_source
@@ -115,6 +115,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
             raise InputErrors(problems)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
         with training_choice(config.policy, store, model.adapter) as choice:
+            _refuse_stored_settings(config, choice.lora)
             notes = policy_family(config.policy.kind).check_choice(source_of(config), choice)
         store.require_writable()
         if config.storage.cache_dir is not None and store.files.cache is not None:
@@ -137,6 +138,19 @@ def run_checks(config: RunConfig) -> PromptFiles:
     if problems:
         raise InputErrors(problems)
     return prompts
+
+
+def _refuse_stored_settings(config: RunConfig, stored: LoraSettings | None) -> None:
+    """Refuse an adapter to start from whose own settings contradict the configuration, as those of `policy.lora` would.
+
+    Raises:
+        InputErrors: with one entry per contradiction.
+    """
+    if config.policy.adapter is None or stored is None:
+        return
+    policy = config.policy.model_copy(update={"lora": LoraSection(**asdict(stored))})
+    if problems := contradictions(config.model_copy(update={"policy": policy})):
+        raise InputErrors(problems)
 
 
 def refuse_prompt_texts(config: RunConfig, sets: Sequence[PromptSet]) -> None:

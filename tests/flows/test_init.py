@@ -49,7 +49,7 @@ def test_every_combination_can_be_trained(own: Path, kind: str) -> None:
 def test_an_own_function_is_named_by_its_file(own: Path) -> None:
     (own / "mine.py").write_text("def redness(images, **columns):\n    return [1.0 for image in images]\n")
     (reward,) = read_config(write(own / "run", reward=f"{own / 'mine.py'}:redness")).rewards
-    assert (reward.label, reward.settings["function"]) == ("redness", f"{own / 'mine.py'}:redness")
+    assert (reward.reward, reward.settings["function"]) == ("function", f"{own / 'mine.py'}:redness")
 
 
 def test_own_images_are_targets(own: Path) -> None:

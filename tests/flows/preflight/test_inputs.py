@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from configs.loader import read_config
@@ -336,3 +338,13 @@ class TestCommand:
         assert child.stdout.strip() == "[]"
         assert child.stderr.count("error:") == 1
         assert not (tmp_path / "home").exists()
+
+
+def test_settings_of_a_stored_adapter_are_refused_as_those_of_the_configuration_are(tmp_path: Path) -> None:
+    model = str(REPOSITORY / "data" / "models" / "tiny-text")
+    stored = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear", "modules_to_save": ["norm"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**stored, "base_model_name_or_path": model}))
+    save_file({"weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    adapter = (f"policy.adapter={tmp_path}", "policy.lora=null", f"policy.model={model}", "policy.dtype=bfloat16")
+    problems = refused(tmp_path, *adapter, config=TINY_TEXT)
+    only(problems, "policy.lora.modules_to_save", "norm", "set policy.dtype to float32")
