@@ -122,8 +122,8 @@ class ResidentWorker(ProcessWorker):
         if flow_run.flow_id not in self._names:
             self._names[flow_run.flow_id] = (await self.client.read_flow(flow_run.flow_id)).name
         flow = STAGE_FLOWS.get(self._names[flow_run.flow_id])
-        log(f"{flow_run.name}: begun")
         if flow is None:
+            log(f"{flow_run.name}: begun")
             # Paths of a configuration are relative to the checkout.
             configuration.working_dir = configuration.working_dir or CHECKOUT
             if needs_the_machine(flow_run.parameters):
@@ -132,6 +132,7 @@ class ResidentWorker(ProcessWorker):
             return await super().run(flow_run, configuration, task_status)
         if task_status is not None:
             task_status.started(os.getpid())
+        log(f"{flow_run.name}: begun")
         cancelled = anyio.Event()
         async with anyio.create_task_group() as watching:
             watching.start_soon(self._end_when_cancelled, flow_run, cancelled)
