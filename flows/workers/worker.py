@@ -140,8 +140,9 @@ class ResidentWorker(ProcessWorker):
                 flow, flow_run=flow_run, parameters=flow_run.parameters, return_type="state"
             )
             watching.cancel_scope.cancel()
-        if cancelled.is_set():
-            # At the end, since the stage that was killed has set its own run to failed.
+        if cancelled.is_set() or state.is_cancelling():
+            # At the end, since the stage that was killed has set its own run to failed. One that was cancelled before it
+            # ran is left as it was.
             state = Cancelled()
             await self.client.set_flow_run_state(flow_run.id, state, force=True)
         log(f"{flow_run.name}: {state.name.lower()}")
