@@ -141,8 +141,8 @@ class ResidentWorker(ProcessWorker):
             )
             watching.cancel_scope.cancel()
         if cancelled.is_set() or state.is_cancelling():
-            # At the end, since the stage that was killed has set its own run to failed. One that was cancelled before it
-            # ran is left as it was.
+            # At the end, since the stage that was killed has set its own run to failed; one that was cancelled before
+            # it ran is cancelling still.
             state = Cancelled()
             await self.client.set_flow_run_state(flow_run.id, state, force=True)
         log(f"{flow_run.name}: {state.name.lower()}")
