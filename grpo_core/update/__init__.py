@@ -2,7 +2,8 @@
 
 settings        how rows become optimizer steps, minibatches and microbatches
 policy_update   the update itself: log-probs before it, the parity gate, the steps
-step            one optimizer step over a minibatch
+gradient        the gradient of a minibatch, added up over microbatches
+step            one optimizer step with it
 metrics         the measurements of the steps, under TRL's names
 process_group   the processes that share one update
 accelerated     process groups over accelerate: the full model in each process, or a share of it (FSDP2)

@@ -1,23 +1,27 @@
 """Train a policy on stored rows; the parity gate comes before the first optimizer step."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from grpo_core.errors import NonFiniteError
 from grpo_core.losses import mismatch_metrics, mismatch_weights
 from grpo_core.optimizer import PolicyOptimizer
-from grpo_core.parity import ParityTolerance, measure_parity, require_parity
+from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import Policy
 from grpo_core.records import TokenBatch, TrainingRows
-from grpo_core.update.metrics import UpdateResult
+from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_tokens
+from grpo_core.update.metrics import StepMetrics, UpdateResult
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches, minibatches
-from grpo_core.update.step import make_minibatch, optimizer_step, trained_tokens
+from grpo_core.update.step import optimizer_step
 
 Progress = Callable[[int, int], None]
+Tick = Callable[[], None]
 
 
 def update_policy(
@@ -33,6 +37,9 @@ def update_policy(
 ) -> UpdateResult:
     """Train the policy on the rows.
 
+    The passes of the first minibatch run on the weights before the update, so they give its old_logprobs as well; those
+    of the other rows are computed before. The gate compares all of them with the stored ones before the first step.
+
     With `settings.ema` the policy's average has to be begun before, and follows every step.
 
     Rows that other weights sampled skip the parity gate: their log-probs are expected to differ, and
@@ -43,7 +50,7 @@ def update_policy(
         seed: decides the order of the rows.
         parity: allowed difference of stored and recomputed log-probs; None: the default for fp32.
         process_group: the processes that share the update; each has all rows and computes its part of them.
-        on_progress: called with the number of passes done and their total, recomputation included.
+        on_progress: called with the number of passes done and their total, those without gradients included.
 
     Raises:
         ParityError: stored and recomputed log-probs differ beyond the tolerance; no weight was changed.
@@ -54,35 +61,53 @@ def update_policy(
         return UpdateResult({}, ())
     if not bool(rows.on_policy.all()) and settings.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
-    minibatch_size = settings.minibatch_size or len(rows)
-    tick = _counter(_all_passes(len(rows), minibatch_size, settings, process_group), on_progress)
-    policy.prepare_for_update()
-    rows = _with_recomputed(policy, rows, settings, process_group, tick)
-    before = _measure(rows, parity or ParityTolerance(), settings)
     trained = trained_tokens(rows, settings)
+    minibatch_size = settings.minibatch_size or len(rows)
+    first, *later = minibatches(len(rows), minibatch_size, settings.epochs, seed)
+    # An entropy threshold has to be known before the first pass with gradients.
+    with_own_pass = set(first) if trained.any() and settings.entropy_quantile == 1 else set()
+    others = [row for row in range(len(rows)) if row not in with_own_pass]
+    total = _all_passes(len(rows), len(others), minibatch_size, settings, process_group)
+    tick = _counter(total, on_progress)
+    policy.prepare_for_update()
+    rows = _scored(policy, rows, others, settings, process_group, tick)
     if not trained.any():
-        return UpdateResult(before, ())
-    steps = []
-    for indices in minibatches(len(rows), minibatch_size, settings.epochs, seed):
-        minibatch = make_minibatch(rows, indices, trained, settings)
-        steps.append(optimizer_step(policy, optimizer, minibatch, settings, process_group, tick))
+        return UpdateResult(_measure(rows, parity, settings), ())
+
+    def gradient(known: TrainingRows, indices: list[int]) -> tuple[Minibatch, Passes]:
+        optimizer.zero_grad()
+        minibatch = make_minibatch(known, indices, trained, settings)
+        return minibatch, add_up_gradient(policy, minibatch, settings, process_group, tick)
+
+    def step(minibatch: Minibatch, passes: Passes) -> StepMetrics:
+        metrics = optimizer_step(optimizer, minibatch, passes, settings, process_group)
         if settings.ema is not None:
             policy.trained.update_average(1 - settings.ema)
+        return metrics
+
+    with _no_gradient_of_a_refused_update(optimizer):
+        minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
+        rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
+        before = _measure(rows, parity, settings)
+        steps = [step(minibatch, passes)]
+        steps += [step(*gradient(rows, indices)) for indices in later]
     return UpdateResult(before, tuple(steps))
 
 
-def _all_passes(rows: int, minibatch_size: int, settings: UpdateSettings, process_group: ProcessGroup) -> int:
-    """Return the number of passes of one process: recomputation, then every minibatch of every epoch."""
+def _all_passes(
+    rows: int, others: int, minibatch_size: int, settings: UpdateSettings, process_group: ProcessGroup
+) -> int:
+    """Return the number of passes of one process: those without gradients, then every minibatch of every epoch."""
 
     def passes(count: int) -> int:
         parts = -(-count // settings.micro_batch_size)
         return -(-parts // process_group.count)
 
     sizes = [min(minibatch_size, rows - start) for start in range(0, rows, minibatch_size)]
-    return passes(rows) * (1 + settings.with_reference) + settings.epochs * sum(map(passes, sizes))
+    return passes(others) + settings.with_reference * passes(rows) + settings.epochs * sum(map(passes, sizes))
 
 
-def _counter(total: int, report: Progress | None) -> Callable[[], None]:
+def _counter(total: int, report: Progress | None) -> Tick:
     done = itertools.count(1)
 
     def tick() -> None:
@@ -93,47 +118,65 @@ def _counter(total: int, report: Progress | None) -> Callable[[], None]:
     return tick
 
 
+@contextmanager
+def _no_gradient_of_a_refused_update(optimizer: PolicyOptimizer) -> Iterator[None]:
+    try:
+        yield
+    except (ParityError, NonFiniteError):
+        optimizer.zero_grad()
+        raise
+
+
 @torch.no_grad()
-def _with_recomputed(
+def _scored(
     policy: Policy,
     rows: TrainingRows,
+    others: list[int],
     settings: UpdateSettings,
     process_group: ProcessGroup,
-    tick: Callable[[], None],
+    tick: Tick,
 ) -> TrainingRows:
-    """Return the rows with old_logprobs, and with old_entropy and ref_logprobs where the settings need them."""
+    """Return the rows with old_logprobs of the others, and with old_entropy and ref_logprobs as the settings need."""
     entropy = settings.entropy_quantile < 1
 
-    def for_all_rows(score: Callable[[TokenBatch], list[Tensor]], quantities: int) -> list[Tensor]:
-        """Score each process's share of the rows; every process gets all scores, [rows, time] each, on the CPU."""
-        scores = torch.zeros(quantities, *rows.tokens.token_ids.shape)
-        lengths = rows.tokens.loss_mask.sum(-1).tolist()
-        for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
+    def scores(chosen: list[int], score: Callable[[TokenBatch], list[Tensor]], quantities: int) -> list[Tensor]:
+        """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
+        found = torch.zeros(quantities, *rows.tokens.token_ids.shape)
+        lengths = rows.tokens.loss_mask[chosen].sum(-1).tolist()
+        for places, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
+            part = [chosen[place] for place in places]
             scored = torch.stack(score(rows.tokens.select(part).trimmed())).cpu()
             if counts:
-                scores[:, part, : scored.shape[-1]] = scored
+                found[:, part, : scored.shape[-1]] = scored
             tick()
-        return list(process_group.add(scores))
+        return list(process_group.add(found))
 
     def under_policy(tokens: TokenBatch) -> list[Tensor]:
         scored = policy.logprobs(tokens, entropy=entropy)
         return [scored.logprobs, scored.entropy][: 1 + entropy]
 
-    old = for_all_rows(under_policy, 1 + entropy)
+    old = scores(others, under_policy, 1 + entropy)
     rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if entropy else None)
     if not settings.with_reference:
         return rows
-    return replace(rows, ref_logprobs=for_all_rows(lambda tokens: [policy.reference_logprobs(tokens)], 1)[0])
+    every = list(range(len(rows)))
+    return replace(rows, ref_logprobs=scores(every, lambda tokens: [policy.reference_logprobs(tokens)], 1)[0])
 
 
-def _measure(rows: TrainingRows, tolerance: ParityTolerance, settings: UpdateSettings) -> dict[str, float]:
+def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor) -> TrainingRows:
+    """Return the rows with these old_logprobs at the indices."""
+    assert rows.old_logprobs is not None, "those of the other rows have been computed"
+    return replace(rows, old_logprobs=rows.old_logprobs.index_copy(0, torch.tensor(indices), logprobs))
+
+
+def _measure(rows: TrainingRows, tolerance: ParityTolerance | None, settings: UpdateSettings) -> dict[str, float]:
     """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
-    assert rows.old_logprobs is not None, "they have just been recomputed"
+    assert rows.old_logprobs is not None, "they are computed before the first step"
     own = rows.on_policy
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
         report = measure_parity(names, rows.rollout_logprobs[own], rows.old_logprobs[own], rows.tokens.loss_mask[own])
-        require_parity(report, tolerance)
+        require_parity(report, tolerance or ParityTolerance())
     mask, mismatch = rows.tokens.loss_mask, settings.mismatch
     metrics = measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()
     if mismatch.mode == "none":

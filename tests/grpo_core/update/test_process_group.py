@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
-from grpo_core.parity import ParityTolerance
+from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.update import SINGLE_PROCESS, ProcessGroup, UpdateResult, UpdateSettings, update_policy
 from grpo_core.update.accelerated import AcceleratedProcessGroup, in_buckets
 from grpo_core.update.process_group import share
@@ -38,6 +38,7 @@ VARIANTS = {
     "dr_grpo": replace(SETTINGS, loss="dr_grpo"),
     "gspo": replace(SETTINGS, loss="gspo"),
     "entropy": replace(SETTINGS, entropy_quantile=0.5),
+    "whole": replace(SETTINGS, minibatch_size=9, micro_batch_size=2),
     "even": replace(SETTINGS, minibatch_size=6, epochs=1),
 }
 
@@ -71,13 +72,18 @@ def test_buckets_hold_every_gradient_in_order(sizes: list[tuple[int, bool]], ele
 # --- in processes
 
 
-def updated(settings: UpdateSettings, process_group: ProcessGroup) -> tuple[TablePolicy, UpdateResult]:
+def updated(
+    settings: UpdateSettings, process_group: ProcessGroup, *, disturbed: float = 0.0
+) -> tuple[TablePolicy, UpdateResult]:
+    """The update of one process; one stored log-prob is off by `disturbed`."""
     policy = TablePolicy(9)
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.01))
+    rows = sampled_rows(policy, ADVANTAGES)
+    rows.rollout_logprobs[5, 1] += disturbed
     return policy, update_policy(
         policy,
         optimizer,
-        sampled_rows(policy, ADVANTAGES),
+        rows,
         settings,
         parity=PARITY,
         seed=4,
@@ -91,6 +97,11 @@ def update_every_variant(folder: Path) -> None:
         policy, result = updated(settings, process_group)
         torch.save(policy.table.detach(), folder / f"{name}-{process_group.rank}.pt")
         (folder / f"{name}-{process_group.rank}.json").write_text(json.dumps([policy.seen, result.metrics()]))
+    for name in ("grpo", "whole"):
+        try:
+            updated(VARIANTS[name], process_group, disturbed=0.3)
+        except ParityError as error:
+            (folder / f"{name}-{process_group.rank}.txt").write_text(str(error))
     process_group.close()
 
 
@@ -123,6 +134,15 @@ def test_rows_of_the_processes_are_apart_and_all_rows_together(updates: tuple[in
     assert second[-1] == first[-1]
     rows = [prompt for part in [*first, *second[:-1]] for prompt in part]
     assert sorted(rows) == [str(row) for row in range(9)]
+
+
+def test_every_process_refuses_a_disturbed_row_of_any_of_them(updates: tuple[int, Path]) -> None:
+    """Also where it is in the first minibatch, whose log-probs come from the passes of one process."""
+    count, folder = updates
+    for name in ("grpo", "whole"):
+        messages = {(folder / f"{name}-{rank}.txt").read_text() for rank in range(count)}
+        assert len(messages) == 1
+        assert "is at most 0.3 nats" in messages.pop()
 
 
 def refuse_other_weights(folder: Path) -> None:

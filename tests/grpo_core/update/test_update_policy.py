@@ -9,9 +9,10 @@ import torch
 from diffusers import GlmImagePipeline
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_core.errors import NonFiniteError
+from grpo_core.losses import Denominators, LossInputs, MismatchSettings, compute_microbatch_loss
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
@@ -171,23 +172,82 @@ def test_progress_counts_every_microbatch_to_its_end() -> None:
     update_policy(
         policy, optimizer, rows, settings, parity=PARITY, seed=0, on_progress=lambda *ticks: reported.append(ticks)
     )
-    # 4 of the recomputation; (2 + 2 + 1) an epoch.
-    assert reported == [(done, 14) for done in range(1, 15)]
+    # 2 without gradients, for the rows outside the first minibatch; (2 + 2 + 1) an epoch.
+    assert reported == [(done, 12) for done in range(1, 13)]
 
 
-def test_a_disturbed_log_prob_is_refused_before_any_weight_changes() -> None:
+def updated_with_recomputed_log_probs(rows: TrainingRows, settings: UpdateSettings) -> Tensor:
+    """The table after an update by hand, with every old log-prob from passes of its own before the first step."""
+    policy = TablePolicy(7)
+    optimizer = torch.optim.AdamW([policy.table], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
+    with torch.no_grad():
+        old = policy.logprobs(rows.tokens).logprobs
+    for indices in minibatches(7, settings.minibatch_size or 7, settings.epochs, seed=0):
+        optimizer.zero_grad()
+        mask = rows.tokens.loss_mask[indices]
+        counts = replace(Denominators.of(mask), rollout_rows=7, rollout_tokens=int(rows.tokens.loss_mask.sum()))
+        for places in microbatches(mask.sum(-1).tolist(), settings.micro_batch_size):
+            part = [indices[place] for place in places]
+            inputs = LossInputs(
+                logprobs=policy.logprobs(rows.tokens.select(part)).logprobs,
+                old_logprobs=old[part],
+                rollout_logprobs=rows.rollout_logprobs[part],
+                advantages=rows.advantages[part],
+                loss_mask=rows.tokens.loss_mask[part],
+            )
+            compute_microbatch_loss(inputs, settings, counts)[0].backward()
+        nn.utils.clip_grad_norm_([policy.table], settings.max_grad_norm)
+        optimizer.step()
+    return policy.table.detach()
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 7])
+@pytest.mark.parametrize(("minibatch_size", "epochs"), [(7, 1), (7, 3), (3, 1), (3, 2)])
+def test_log_probs_of_the_first_passes_train_as_recomputed_ones(
+    minibatch_size: int, epochs: int, micro_batch_size: int
+) -> None:
+    policy = TablePolicy(7)
+    rows = sampled_rows(policy, ADVANTAGES)
+    # Other weights than 1, so that a wrong old log-prob shows in the first step too.
+    rows = replace(rows, rollout_logprobs=rows.rollout_logprobs - 5e-6 * torch.arange(5))
+    settings = changed(
+        minibatch_size=minibatch_size,
+        epochs=epochs,
+        micro_batch_size=micro_batch_size,
+        loss="dapo",
+        mismatch=MismatchSettings("truncate"),
+    )
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.05, betas=(0.9, 0.95)))
+    parity = ParityTolerance(1e-3, 1e-3)
+    result = update_policy(policy, optimizer, rows, settings, parity=parity, seed=0)
+    assert result.before["sampling/sampling_logp_difference/max"] == pytest.approx(2e-5, rel=0.05)
+    assert torch.equal(policy.table.detach(), updated_with_recomputed_log_probs(rows, settings))
+
+
+@pytest.mark.parametrize("minibatch_size", [3, 7])
+def test_a_disturbed_log_prob_is_refused_before_any_weight_changes(minibatch_size: int) -> None:
     policy = TablePolicy(7)
     rows = sampled_rows(policy, ADVANTAGES)
     disturbed = rows.rollout_logprobs.clone()
     disturbed[4, 2] += 0.3
     before = policy.table.detach().clone()
     with pytest.raises(ParityError, match=r"0\.3 nats \(allowed 0\.0001\).*worst samples: s4.*a few rows only"):
-        train(policy, replace(rows, rollout_logprobs=disturbed))
+        train(policy, replace(rows, rollout_logprobs=disturbed), minibatch_size=minibatch_size)
     assert torch.equal(policy.table.detach(), before)
+    assert policy.table.grad is None
 
 
-@pytest.mark.parametrize("part", ["rollout_logprobs", "advantages", "weights", "reference"])
-def test_nan_is_refused_by_name_and_leaves_the_weights(part: str) -> None:
+@pytest.mark.parametrize("minibatch_size", [3, 7])
+@pytest.mark.parametrize(
+    ("part", "quantity"),
+    [
+        ("rollout_logprobs", "stored log-prob"),
+        ("advantages", "loss"),
+        ("weights", "recomputed log-prob"),
+        ("reference", "loss"),
+    ],
+)
+def test_nan_is_refused_by_name_and_leaves_the_weights(part: str, quantity: str, minibatch_size: int) -> None:
     policy = TablePolicy(7)
     rows = sampled_rows(policy, ADVANTAGES)
     if part == "weights":
@@ -200,9 +260,10 @@ def test_nan_is_refused_by_name_and_leaves_the_weights(part: str) -> None:
         damaged[5] = math.nan
         rows = replace(rows, **{part: damaged})
     before = policy.table.detach().clone()
-    with pytest.raises(NonFiniteError, match="s5") as caught:
-        train(policy, rows, kl_coef=0.1, minibatch_size=7)
+    with pytest.raises(NonFiniteError, match=f"{quantity} is not finite.*s5") as caught:
+        train(policy, rows, lr=0.0, kl_coef=0.1, minibatch_size=minibatch_size)
     assert caught.value.sample_ids == ("s5",)
+    assert policy.table.grad is None
     assert torch.equal(policy.table.detach().nan_to_num(), before.nan_to_num())
 
 

@@ -1,0 +1,163 @@
+"""The gradient of one minibatch, which does not depend on how it is cut into microbatches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from grpo_core.losses import (
+    Denominators,
+    LossInputs,
+    TokenLoss,
+    compute_microbatch_loss,
+    entropy_threshold,
+    high_entropy_mask,
+    overlong_mask,
+)
+from grpo_core.policies.protocol import Policy
+from grpo_core.records import TrainingRows
+from grpo_core.update.metrics import StepSums
+from grpo_core.update.process_group import ProcessGroup, share
+from grpo_core.update.settings import UpdateSettings, microbatches
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The rows of one optimizer step, with the denominators of its loss; nothing of the rows is copied.
+
+    Attributes:
+        rows: all rows of the update, with everything that the settings need. Without old_logprobs the weights are
+            those before the update, and old_logprobs are the log-probs of the pass itself.
+        indices: of the minibatch's rows among them.
+        trained: tokens of the minibatch that the loss reads.
+        entropy_mask: of these, the ones whose entropy is high enough; None where all train.
+        denominators: counts of the full minibatch.
+    """
+
+    rows: TrainingRows
+    indices: list[int]
+    trained: Bool[Tensor, "batch time"]
+    entropy_mask: Bool[Tensor, "batch time"] | None
+    denominators: Denominators
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Names of the minibatch's rows."""
+        return [self.rows.sample_ids[index] for index in self.indices]
+
+
+@dataclass
+class Passes:
+    """What the passes of this process over a minibatch leave, beside the gradients of the parameters.
+
+    Attributes:
+        sums: for the metrics of the step.
+        logprobs: of the weights that the passes ran on, one row for each of the minibatch, on the CPU; zero in rows of
+            other processes.
+        broken: names of the samples whose loss is not finite.
+    """
+
+    sums: StepSums
+    logprobs: Tensor
+    broken: list[str] = field(default_factory=list)
+
+
+def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
+    """Return the sampled tokens, without truncated rows if the settings mask them."""
+    if not settings.mask_truncated:
+        return rows.tokens.loss_mask
+    return overlong_mask(rows.tokens.loss_mask, rows.finished)
+
+
+def make_minibatch(
+    rows: TrainingRows,
+    indices: list[int],
+    trained: Bool[Tensor, "rows time"],
+    settings: UpdateSettings,
+) -> Minibatch:
+    """Compute the masks and denominators of a minibatch.
+
+    Args:
+        rows: all rows of the update.
+        indices: of the minibatch's rows.
+        trained: from `trained_tokens`, of all rows.
+    """
+    own = trained[indices]
+    entropy_mask = None
+    if settings.entropy_quantile < 1:
+        assert rows.old_entropy is not None, "entropies are computed before the first step"
+        entropies = rows.old_entropy[indices]
+        threshold = entropy_threshold(entropies[own], settings.entropy_quantile)
+        entropy_mask = high_entropy_mask(entropies, own, threshold=threshold)
+    denominators = Denominators(
+        rows=len(indices),
+        tokens=int(own.sum()),
+        entropy_tokens=int((own if entropy_mask is None else entropy_mask).sum()),
+        rollout_rows=len(rows),
+        rollout_tokens=int(trained.sum()),
+        max_completion_length=rows.max_length,
+    )
+    return Minibatch(rows, indices, own, entropy_mask, denominators)
+
+
+def add_up_gradient(
+    policy: Policy,
+    minibatch: Minibatch,
+    settings: UpdateSettings,
+    process_group: ProcessGroup,
+    tick: Callable[[], None],
+) -> Passes:
+    """Add the gradients of this process's microbatches to those of the parameters."""
+    lengths = minibatch.rows.tokens.loss_mask[minibatch.indices].sum(-1).tolist()
+    passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
+    for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
+        _backward(policy, minibatch, part, settings, passes, counts=counts)
+        tick()
+    return passes
+
+
+def _backward(
+    policy: Policy, minibatch: Minibatch, part: list[int], settings: UpdateSettings, passes: Passes, *, counts: bool
+) -> None:
+    """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
+    chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
+    tokens = chunk.tokens.trimmed()
+    time = tokens.token_ids.shape[1]
+    scored = policy.logprobs(tokens, entropy=True)
+    logprobs = scored.logprobs.detach()
+
+    def aligned(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:, :time].to(logprobs.device)
+
+    def selected(values: Tensor | None) -> Tensor | None:
+        return None if values is None else aligned(values[part])
+
+    mask = selected(minibatch.trained)
+    old = aligned(chunk.old_logprobs)
+    assert mask is not None, "every minibatch has its trained tokens"
+    inputs = LossInputs(
+        logprobs=scored.logprobs,
+        old_logprobs=logprobs if old is None else old,
+        rollout_logprobs=aligned(chunk.rollout_logprobs),
+        ref_logprobs=aligned(chunk.ref_logprobs),
+        advantages=chunk.advantages.to(logprobs.device),
+        loss_mask=mask,
+        entropy=scored.entropy,
+        entropy_mask=selected(minibatch.entropy_mask),
+    )
+    loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
+    (loss if counts else loss * 0.0).backward()
+    if not counts:
+        return
+    if not torch.isfinite(loss):
+        passes.broken += _not_finite(chunk.sample_ids, terms)
+    passes.logprobs[part, :time] = logprobs.cpu()
+    passes.sums.add(loss, terms, scored.entropy, mask, settings, part)
+
+
+def _not_finite(sample_ids: tuple[str, ...], terms: TokenLoss) -> list[str]:
+    """Name the rows with a term that is not finite, or all where each of them is."""
+    finite = torch.isfinite(terms.surrogate + terms.kl).all(-1).tolist()
+    return [sample for sample, good in zip(sample_ids, finite, strict=True) if not good] or list(sample_ids)
