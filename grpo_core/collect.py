@@ -162,6 +162,6 @@ def _compared(
     scored, reference = [], []
     for start in range(0, len(tokens), rows_per_pass):
         chunk = tokens.select(range(start, min(start + rows_per_pass, len(tokens))))
-        scored.append(policy.logprobs(chunk, entropy=False).logprobs.cpu())
+        scored.append(policy.logprobs(chunk, entropy="none").logprobs.cpu())
         reference.append(policy.reference_logprobs(chunk).cpu())
     return torch.cat(scored), torch.cat(reference)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_core.records import TokenLogprobs, TokenSupport
+from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
 
 CHUNK_TOKENS = 256
 
@@ -22,7 +22,8 @@ def vocabulary_logprobs(
     Sampling and scoring both go through here: the same temperature and the same restriction on both sides is
     what makes stored and recomputed log-probs agree.
     """
-    return torch.log_softmax(logits[..., :vocabulary].float() / temperature, dim=-1)
+    scaled = logits[..., :vocabulary].float()
+    return torch.log_softmax(scaled if temperature == 1 else scaled / temperature, dim=-1)
 
 
 def gather_logprobs(
@@ -34,8 +35,8 @@ def gather_logprobs(
 
 def entropy_of(logprobs: Float[Tensor, "*batch vocabulary"]) -> Float[Tensor, "*batch"]:
     """Compute the entropy in nats of each distribution; differentiable, ids of probability zero included."""
-    # At a log-prob of -inf, p * log p and its derivative would be NaN where both tend to 0.
-    finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
+    # At a log-prob of -inf, p * log p and its derivative would be NaN where both tend to 0; at -1e4, p is 0.
+    finite = logprobs.clamp(min=-1e4)
     return -(logprobs.exp() * finite).sum(-1)
 
 
@@ -48,13 +49,14 @@ def score_hidden(
     vocabulary: int,
     temperature: float,
     support: TokenSupport | None = None,
-    entropy: bool = True,
+    entropy: Entropies = "constant",
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenLogprobs:
     """Compute the log-probs of given tokens from the hidden states that predict them.
 
     Logits exist for one chunk of trained tokens at a time: each chunk's are computed again in the backward pass
-    (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary.
+    (Chen et al., 2016, arXiv:1604.06174), so that memory does not grow with time x vocabulary. The last chunk's are
+    kept: the backward pass begins with them.
 
     Args:
         hidden: hidden[b, t] predicts token_ids[b, t].
@@ -63,17 +65,18 @@ def score_hidden(
             the head returns them unchanged: only one chunk of them is in fp32 at a time.
         token_ids: any ids where the mask is False.
         support: the ids each token was sampled from; None without truncation.
-        entropy: compute entropies too, with gradients; otherwise they are zero.
+        entropy: whether entropies are computed too; constants cost no backward pass.
         chunk_tokens: tokens whose logits are in memory at once.
     """
     places = loss_mask.nonzero(as_tuple=True)
     states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
     possible = [None] * len(ids) if support is None else _by_chunk(support, loss_mask, chunk_tokens)
-    scored = [
-        _without_keeping(_score_chunk, head, *chunk, vocabulary, temperature, entropy)
-        for chunk in zip(states, ids, possible, strict=True)
-    ]
+    *chunks, last = zip(states, ids, possible, strict=True)
+    scored = [_without_keeping(_score_chunk, head, *chunk, vocabulary, temperature, entropy) for chunk in chunks]
+    scored.append(_score_chunk(head, *last, vocabulary, temperature, entropy))
     logprobs, entropies = torch.cat(scored, 1)
+    if entropy != "differentiable":
+        entropies = entropies.detach()
     zeros = torch.zeros(loss_mask.shape, device=hidden.device)
     return TokenLogprobs(zeros.index_put(places, logprobs), zeros.index_put(places, entropies))
 
@@ -94,7 +97,7 @@ def _score_chunk(
     possible: TokenSupport | None,
     vocabulary: int,
     temperature: float,
-    entropy: bool,
+    entropy: Entropies,
 ) -> Float[Tensor, "2 tokens"]:
     """Compute log-prob and entropy of each token.
 
@@ -105,7 +108,10 @@ def _score_chunk(
         outside = ~_possible_ids(possible, vocabulary, logprobs.device)
         logprobs = logprobs.masked_fill(outside, -torch.inf).log_softmax(-1)
     chosen = gather_logprobs(logprobs, ids)
-    return torch.stack([chosen, entropy_of(logprobs) if entropy else torch.zeros_like(chosen)])
+    if entropy == "none":
+        return torch.stack([chosen, torch.zeros_like(chosen)])
+    # After everything that has a gradient, so that constants are not computed again in the backward pass.
+    return torch.stack([chosen, entropy_of(logprobs if entropy == "differentiable" else logprobs.detach())])
 
 
 def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chunk_tokens: int) -> list[TokenSupport]:

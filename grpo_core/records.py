@@ -31,6 +31,9 @@ Output = Image.Image | BrokenImage | str
 Modality = Literal["image", "text"]
 """Which of the two."""
 
+Entropies = Literal["none", "constant", "differentiable"]
+"""How entropies are computed beside log-probs: not at all, as zeros; as numbers; or with gradients."""
+
 
 def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate [rows, time] tensors of unequal lengths along their rows, with zeros on the right."""
@@ -165,7 +168,7 @@ class TokenLogprobs:
     Attributes:
         logprobs: nats, fp32; zero where the loss mask is False.
         entropy: entropy of the distribution each token was sampled from, nats, fp32; zero where masked, and everywhere
-            if it was not requested.
+            if none was requested.
     """
 
     logprobs: Float[Tensor, "batch time"]

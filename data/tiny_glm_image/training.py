@@ -98,7 +98,7 @@ def token_losses(pipeline: GlmImagePipeline, encoded: EncodedPrompts, tokens: Te
         tokens,
         everything,
         vocabulary=CODEBOOK_SIZE,
-        entropy=False,
+        entropy="none",
         temperature=1.0,
     )
     return -scored.logprobs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.trained import TrainedModel, TrainingChoice
-from grpo_core.records import Modality, Output, SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.records import Entropies, Modality, Output, SampledTokens, TokenBatch, TokenLogprobs
 
 
 class Policy(Protocol):
@@ -45,11 +45,11 @@ class Policy(Protocol):
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> Sequence[Output]:
         """Return the image or text of each row; rows with one prompt and one noise seed share their noise."""
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
+    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant") -> TokenLogprobs:
         """Compute the log-probs of the given tokens under the current weights; gradients flow if enabled.
 
         Args:
-            entropy: compute the entropies too, with gradients; otherwise they are zero.
+            entropy: whether entropies are computed too, and whether gradients flow through them.
         """
 
     def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:

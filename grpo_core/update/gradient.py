@@ -125,7 +125,7 @@ def _backward(
     chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
     tokens = chunk.tokens.trimmed()
     time = tokens.token_ids.shape[1]
-    scored = policy.logprobs(tokens, entropy=True)
+    scored = policy.logprobs(tokens, entropy="differentiable" if settings.entropy_coef > 0 else "constant")
     logprobs = scored.logprobs.detach()
 
     def aligned(values: Tensor | None) -> Tensor | None:

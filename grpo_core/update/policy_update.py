@@ -13,7 +13,7 @@ from grpo_core.losses import mismatch_metrics, mismatch_weights
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import Policy
-from grpo_core.records import TokenBatch, TrainingRows
+from grpo_core.records import Entropies, TokenBatch, TrainingRows
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_tokens
 from grpo_core.update.metrics import StepMetrics, UpdateResult
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
@@ -137,7 +137,8 @@ def _scored(
     tick: Tick,
 ) -> TrainingRows:
     """Return the rows with old_logprobs of the others, and with old_entropy and ref_logprobs as the settings need."""
-    entropy = settings.entropy_quantile < 1
+    entropy: Entropies = "constant" if settings.entropy_quantile < 1 else "none"
+    quantities = 1 if entropy == "none" else 2
 
     def scores(chosen: list[int], score: Callable[[TokenBatch], list[Tensor]], quantities: int) -> list[Tensor]:
         """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
@@ -153,10 +154,10 @@ def _scored(
 
     def under_policy(tokens: TokenBatch) -> list[Tensor]:
         scored = policy.logprobs(tokens, entropy=entropy)
-        return [scored.logprobs, scored.entropy][: 1 + entropy]
+        return [scored.logprobs, scored.entropy][:quantities]
 
-    old = scores(others, under_policy, 1 + entropy)
-    rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if entropy else None)
+    old = scores(others, under_policy, quantities)
+    rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if quantities == 2 else None)
     if not settings.with_reference:
         return rows
     every = list(range(len(rows)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import entropy_of, gather_logprobs
-from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs, TrainingRows
+from grpo_core.records import Entropies, SampledTokens, TokenBatch, TokenLogprobs, TrainingRows
 from grpo_core.sampling import draw_tokens, uniform_numbers
 
 
@@ -58,21 +58,22 @@ class TablePolicy:
             for ids, seed in zip(tokens.token_ids.tolist(), noise_seeds, strict=True)
         ]
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
+    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant") -> TokenLogprobs:
         if torch.is_grad_enabled():
             self.seen.append(tokens.prompts)
         return self._score(self.table, tokens, entropy=entropy)
 
-    def _score(self, table: Tensor, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
+    def _score(self, table: Tensor, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
         time = tokens.token_ids.shape[1]
         distributions = self._distributions(table, tokens.prompts, tokens.temperature)[:, :time]
         scored = gather_logprobs(distributions, tokens.token_ids)
-        entropies = entropy_of(distributions) if entropy else torch.zeros_like(scored)
+        entropies = torch.zeros_like(scored) if entropy == "none" else entropy_of(distributions)
+        entropies = entropies if entropy == "differentiable" else entropies.detach()
         return TokenLogprobs(torch.where(tokens.loss_mask, scored, 0.0), torch.where(tokens.loss_mask, entropies, 0.0))
 
     @torch.no_grad()
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
-        return self._score(self.reference, tokens, entropy=False).logprobs
+        return self._score(self.reference, tokens, entropy="none").logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return {"table": self.table}

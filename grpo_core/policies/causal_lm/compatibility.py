@@ -133,7 +133,7 @@ def _wrong_logprobs(model: Any) -> str | None:
         vocabulary=_IDS,
         temperature=1.0,
         support=None,
-        entropy=False,
+        entropy="none",
         whole_logits=not head_gives_logits(model),
     ).logprobs
     plain = torch.stack(

@@ -31,7 +31,7 @@ from grpo_core.policies.trained import (
     use_attention,
 )
 from grpo_core.policies.trained import autocast as autocast_to
-from grpo_core.records import SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.records import Entropies, SampledTokens, TokenBatch, TokenLogprobs
 
 CPU = torch.device("cpu")
 
@@ -153,7 +153,7 @@ class CausalLMPolicy(TrainedPolicy):
             texts.append(self.stops.cut(self.stops.decode(written)))
         return texts
 
-    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
+    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
         device = self._device
         encoded, rows = self._distinct(tokens.prompts)
         with self._precision():

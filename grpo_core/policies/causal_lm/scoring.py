@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_core.logprobs import score_hidden
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
-from grpo_core.records import TokenLogprobs, TokenSupport
+from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
 
 _PROBE_LOGIT = 100.0
 
@@ -22,7 +22,7 @@ def score_completions(
     vocabulary: int,
     temperature: float,
     support: TokenSupport | None,
-    entropy: bool,
+    entropy: Entropies,
     whole_logits: bool,
 ) -> TokenLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
@@ -31,7 +31,7 @@ def score_completions(
         encoded: one row per sample.
         token_ids: padded on the right.
         support: the ids each token was sampled from; None without truncation.
-        entropy: compute entropies too, with gradients; otherwise they are zero.
+        entropy: whether entropies are computed too.
         whole_logits: take the logits from the model, because its head does not give them (`head_gives_logits`).
     """
     time = token_ids.shape[1]

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GlmImageForConditionalGeneration, GlmImag
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
-from grpo_core.records import TokenLogprobs, TokenSupport
+from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
 from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
 
 
@@ -192,7 +192,7 @@ def score_tokens(
     vocabulary: int,
     temperature: float,
     support: TokenSupport | None = None,
-    entropy: bool = True,
+    entropy: Entropies = "constant",
 ) -> TokenLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, ids and temperature of their sampling.
 
@@ -200,7 +200,7 @@ def score_tokens(
         model: GlmImageForConditionalGeneration, bare or wrapped.
         token_ids: both grids, preview first; a short grid is padded on the right, with any ids.
         support: the ids each token was sampled from; None without truncation.
-        entropy: compute entropies too, with gradients.
+        entropy: whether entropies are computed too.
     """
     # The padding of a short grid may be the end token, which is not an image code.
     token_ids = torch.where(loss_mask, token_ids, 0)

@@ -23,7 +23,7 @@ from grpo_core.policies.trained import (
     train_model,
     use_attention,
 )
-from grpo_core.records import BrokenImage, SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.records import BrokenImage, Entropies, SampledTokens, TokenBatch, TokenLogprobs
 
 # Short names such as "q_proj" would also match the vision tower, which sampling from text never runs.
 LANGUAGE_MODEL_LINEARS = (
@@ -204,7 +204,7 @@ class GlmImagePolicy(TrainedPolicy):
             if longest > (most := self._grids_of(size).tokens):
                 raise InputError("token_ids", longest, f"A {size} image has {most} tokens.")
 
-    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
+    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
         self._require_fit(tokens)
         device = self._device
         with autocast(self._device, self.autocast):

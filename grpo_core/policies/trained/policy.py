@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.records import TokenBatch, TokenLogprobs
+from grpo_core.records import Entropies, TokenBatch, TokenLogprobs
 
 
 class TrainedPolicy(ABC):
@@ -24,17 +24,17 @@ class TrainedPolicy(ABC):
     trained: TrainedModel
 
     @abstractmethod
-    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: bool) -> TokenLogprobs:
+    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
         """Compute the log-probs of the tokens under this model, the policy's or the reference."""
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: bool = True) -> TokenLogprobs:
+    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant") -> TokenLogprobs:
         """Compute the log-probs of the tokens under the current weights."""
         return self._score(self.trained.model, tokens, entropy=entropy)
 
     def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
         """Compute the log-probs of the tokens under the reference, without gradients."""
         with torch.no_grad(), self.trained.reference() as reference:
-            return self._score(reference, tokens, entropy=False).logprobs
+            return self._score(reference, tokens, entropy="none").logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an update changes, by name."""

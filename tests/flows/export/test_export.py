@@ -155,7 +155,7 @@ def test_the_merged_pipeline_draws_our_pixels(
         same(first, second) for first, second in zip(drawn, ours, strict=True) if isinstance(second, Image.Image)
     )
     assert len(drawn) == len(ours) == 2
-    merged = drawing._score(pipe.vision_language_encoder, tokens, entropy=False).logprobs
+    merged = drawing._score(pipe.vision_language_encoder, tokens, entropy="none").logprobs
     torch.testing.assert_close(merged, drawing.logprobs(tokens).logprobs, atol=2e-5, rtol=0)
     run_card(folder, monkeypatch)
     with Image.open(folder.parent / "image.png") as image:
@@ -169,7 +169,7 @@ def test_the_image_adapter_gives_our_logprobs_in_plain_peft(
     folder = exported(root, "drawing", tmp_path / "adapter")
     base = build_policy(shipped_pipeline, lora=None).pipeline.vision_language_encoder
     tokens = drawing.sample(["a red circle"], group_size=2, seeds=[1, 2]).tokens
-    plain = drawing._score(PeftModel.from_pretrained(base, str(folder)), tokens, entropy=False)
+    plain = drawing._score(PeftModel.from_pretrained(base, str(folder)), tokens, entropy="none")
     assert torch.equal(plain.logprobs, drawing.logprobs(tokens).logprobs)
 
 

@@ -10,7 +10,7 @@ import torch
 from configs.sections import PlacementSection
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.records import TokenBatch
+from grpo_core.records import Entropies, TokenBatch
 from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
@@ -105,7 +105,7 @@ def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkey
     arguments = (job.policy, job.rollouts, job.advantages, job.model, job.update, job.seed, job.max_staleness)
     logprobs, stopped = GlmImagePolicy.logprobs, []
 
-    def bounded(self: GlmImagePolicy, tokens: TokenBatch, *, entropy: bool = True) -> object:
+    def bounded(self: GlmImagePolicy, tokens: TokenBatch, *, entropy: Entropies = "constant") -> object:
         # After some steps: the weights are half way between two versions by then.
         stopped.append(len(tokens))
         if len(tokens) > 1 and torch.is_grad_enabled() and len(stopped) > 8:

@@ -1,11 +1,8 @@
-"""Oracles for memory: what autograd keeps, and the most bytes alive at once, seen by watching real operations."""
+"""An oracle for memory: the most bytes alive at once, seen by watching real operations."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,21 +33,3 @@ class PeakBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._forget, key, size)
         self.peak = max(self.peak, self.alive)
         return output
-
-
-@contextmanager
-def saved_storages(besides: list[Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes of each storage that autograd keeps for backward, those of `besides` left out."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    saved: dict[int, int] = {}
-    kept = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)  # a freed storage's address would be given out again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved

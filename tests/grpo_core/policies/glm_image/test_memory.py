@@ -113,7 +113,9 @@ def test_a_backward_pass_peaks_near_the_estimate(
     weights = [*trained.model.parameters(), *trained.model.buffers()]
     stored = [encoded.input_ids, encoded.attention_mask, encoded.position_ids, tokens, mask]
     with PeakBytes([*weights, *gradients, *stored]) as watched:
-        scored = score_tokens(trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0)
+        scored = score_tokens(
+            trained.model, encoded, tokens, mask, vocabulary=codes, temperature=1.0, entropy="differentiable"
+        )
         scored.logprobs.sum().backward()
     transformer = estimate_of(tiny_configs, trained, choice, dtype=dtype)
     estimated = sum(part.bytes for part in transformer.backward_parts(LENGTH, TOKENS, codes))
