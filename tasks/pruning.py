@@ -22,7 +22,7 @@ from tasks.storage.artifacts.run_folder import INCOMING, PREVIOUS, QUARANTINE, R
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, lineage_of
 from tasks.storage.artifacts.tombstones import is_half_pruned, replace_artifact
 from tasks.storage.filesystem.files import is_local, locked_file
-from tasks.storage.tables.parquet import DIGESTS
+from tasks.storage.tables.parquet import DIGESTS, encoding_writer, write_row_group
 
 IMAGE = "image"
 CALLS_ARE_KEPT = timedelta(days=1)
@@ -127,12 +127,12 @@ def strip_images(source: Path, target: Path) -> None:
     # Sorted, so that the same table always gives the same bytes.
     schema = file.schema_arrow.with_metadata(dict(sorted((file.schema_arrow.metadata or {}).items())))
     others = [name for name in schema.names if name != IMAGE]
-    with pq.ParquetWriter(target, schema, compression="zstd") as writer:
+    with encoding_writer(target, schema) as writer:
         for index in range(file.num_row_groups):
             kept = file.read_row_group(index, columns=others)
             absent = pa.nulls(kept.num_rows, schema.field(IMAGE).type)
             columns = [absent if name == IMAGE else kept[name] for name in schema.names]
-            writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, kept.num_rows))
+            write_row_group(writer, pa.table(columns, schema=schema))
         if digests is not None:
             writer.add_key_value_metadata({DIGESTS: digests.decode()})
 

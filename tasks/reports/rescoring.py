@@ -1,7 +1,7 @@
 """What changed when stored rollouts were scored again: rewards, ranks and advantages before and after, and the page."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -43,22 +43,32 @@ def read_rescored(
     Raises:
         StaleReferenceError: a table is missing or changed.
     """
-    frames = []
     with tempfile.TemporaryDirectory() as fetched:
-        for sides in zip(previous, later, strict=True):
-            columns: dict[str, Sequence[object]] = {}
-            for side, prefix, each in zip(("before", "after"), (BEFORE, AFTER), sides, strict=True):
-                rewards = [pair for part in each.rounds for pair in part.rewards.items()]
-                rollouts = [part.rollouts for part in each.rounds]
-                fetch = verified(store, Path(fetched))
-                rows = read_samples(fetch, rollouts, rewards, [each.advantages], COLUMNS).rows
-                columns |= {name: [row[name] for row in rows] for name in COLUMNS}
-                columns |= {f"{name}_{side}": [row[name] for row in rows] for name in ("reward", "advantage")}
-                columns |= {prefix + label: [row["breakdown"][label] for row in rows] for label in rows[0]["breakdown"]}
-            numbers = {name: pl.Float64 for name in columns if name not in COLUMNS}
-            frame = pl.DataFrame(columns, schema_overrides=numbers)
-            frames.append(frame.with_columns(iteration=pl.lit(sides[0].number)))
-    return pl.concat(frames, how="diagonal").with_columns(run=pl.lit(store.run))
+        fetch = verified(store, Path(fetched))
+        samples = pl.concat(
+            _read_tables([fetch(part.rollouts) for part in each.rounds], COLUMNS).with_columns(iteration=each.number)
+            for each in previous
+        )
+        for side, prefix, iterations in (("before", BEFORE, previous), ("after", AFTER, later)):
+            rated = _read_tables([fetch(each.advantages) for each in iterations], ("sample_id", "reward", "advantage"))
+            renamed = {name: f"{name}_{side}" for name in ("reward", "advantage")}
+            samples = _joined(samples, rated.rename(renamed))
+            scores: dict[str, list[Path]] = {}
+            for label, part in (pair for each in iterations for part in each.rounds for pair in part.rewards.items()):
+                scores.setdefault(label, []).append(fetch(part))
+            for label, folders in scores.items():
+                values = _read_tables(folders, ("sample_id", "value"))
+                samples = _joined(samples, values.rename({"value": prefix + label}))
+    return samples.with_columns(run=pl.lit(store.run))
+
+
+def _read_tables(folders: Iterable[Path], columns: Sequence[str]) -> pl.DataFrame:
+    files = [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+    return pl.read_parquet(files, columns=list(columns))
+
+
+def _joined(samples: pl.DataFrame, table: pl.DataFrame) -> pl.DataFrame:
+    return samples.join(table, on="sample_id", how="left", validate="1:1", maintain_order="left")
 
 
 def read_outputs(store: ArtifactStore, iterations: Sequence[StoredIteration], samples: pl.DataFrame) -> Outputs:

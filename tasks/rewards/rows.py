@@ -70,14 +70,13 @@ def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
 def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> list[ScoredRow]:
     """Score the rows that the reward is meant for; the others get NOT_APPLICABLE."""
     begun = time.perf_counter()
-    others = [json.loads(row["columns"]) for row in rows]
-    wanted = [
-        index
-        for index, (row, columns) in enumerate(zip(rows, others, strict=True))
-        if section.scores_prompt(row["dataset"], columns)
-    ]
+    # Siblings share their prompt.
+    prompts = {(row["dataset"], row["columns"]) for row in rows}
+    columns = {text: json.loads(text) for _, text in prompts}
+    meant = {prompt for prompt in prompts if section.scores_prompt(prompt[0], columns[prompt[1]])}
+    wanted = [index for index, row in enumerate(rows) if (row["dataset"], row["columns"]) in meant]
     chosen = [rows[index] for index in wanted]
-    batch = _scoring_batch(chosen, [others[index] for index in wanted])
+    batch = _scoring_batch(chosen, [columns[row["columns"]] for row in chosen])
     scores = [_floored(score, row) for score, row in zip(score_samples(reward, batch), chosen, strict=True)]
     share = (time.perf_counter() - begun) / max(1, len(wanted))
     by_index = dict(zip(wanted, scores, strict=True))

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -13,7 +14,7 @@ from configs.scoring import RewardSection
 from configs.sections import PlacementSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_reference
-from grpo_core.rewards.reward import NOT_APPLICABLE, Reward, Score
+from grpo_core.rewards.reward import Reward
 from tasks.execution.caching import stage_task
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
 from tasks.models.resident import configure_torch
@@ -28,6 +29,13 @@ from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import REWARDS, SCHEMA_VERSION
 
 STAGE = "score reward"
+_SCORES = pl.Schema(
+    {"sample_id": pl.String, "value": pl.Float64, "raw": pl.Float64, "failure": pl.String, "seconds": pl.Float64}
+)
+
+_ONE_EACH: Mapping[str, Any] = MappingProxyType(
+    {"on": "sample_id", "how": "left", "validate": "1:1", "maintain_order": "left"}
+)
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -77,7 +85,7 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             rows=table.height,
             # Shards are scored in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
-            metrics=_statistics(section.label, [Score(*row) for row in table.select("value", "raw", "failure").rows()]),
+            metrics=_statistics(section.label, table),
         )
 
 
@@ -117,42 +125,39 @@ def score_reward_task(
         source = store.local_files(rollouts, Path(fetched) / "rollouts")
         everything = _samples(source)
         samples = _shard(everything, part)
-        wanted = samples_to_score(section, samples, known.keys())
+        wanted = samples_to_score(section, samples, known["sample_id"])
         if wanted:
             refuse_lost_scores(store, rollouts, f"{folder}/{section.label}")
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
-        meant = frozenset(in_scope(section, everything)["sample_id"])
-        scored = known | _score(reward, section, source, wanted, len(meant), report_progress)
-        names = samples["sample_id"].to_list()
-        rows = [scored[name] if name in meant else ScoredRow(name, NOT_APPLICABLE, 0.0) for name in names]
-        columns = {name: [getattr(row.score, name) for row in rows] for name in ("value", "raw", "failure")}
-        columns |= {name: samples[name].to_list() for name in ("sample_id", "iteration")}
-        columns |= {"reward": [section.label] * len(rows), "seconds": [row.seconds for row in rows]}
-        columns["provenance"] = [provenance if row.sample_id in meant else None for row in rows]
-        digest = write_table(staged / SCORES_FILE, REWARDS, columns)
+        meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
+        made = _score(reward, section, source, wanted, meant.height, report_progress)
+        # A score that a sibling's score depends on was computed again.
+        scored = meant.join(pl.concat([known, made]).unique("sample_id", keep="last"), **_ONE_EACH)
+        table = samples.select("sample_id", "iteration", reward=pl.lit(section.label)).join(scored, **_ONE_EACH)
+        table = table.with_columns(pl.col("seconds").fill_null(0.0))
+        digest = write_table(staged / SCORES_FILE, REWARDS, table.to_dict(as_series=False))
         return store.commit(
             staged,
             f"{folder}/{section.label}",
             digest=digest,
             schema_version=SCHEMA_VERSION,
-            rows=len(rows),
+            rows=table.height,
             seconds=time.perf_counter() - started,
-            metrics=_statistics(section.label, [row.score for row in rows]),
+            metrics=_statistics(section.label, table),
         )
 
 
 def _known_scores(
     store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path
-) -> dict[str, ScoredRow]:
-    """Return the earlier scores that stay valid; failed samples are scored again."""
-    known: dict[str, ScoredRow] = {}
+) -> pl.DataFrame:
+    """Return the earlier scores that stay valid, the last of each sample; failed samples are scored again."""
+    tables = [pl.DataFrame(schema=_SCORES)]
     for index, reference in enumerate(earlier):
         folder = store.local_files(reference, fetched / f"earlier-{index}")
         table = pl.read_parquet(folder / SCORES_FILE)
         standing = table.filter(pl.col("failure").is_null() & (pl.col("provenance") == provenance))
-        for row in standing.iter_rows(named=True):
-            known[row["sample_id"]] = ScoredRow(row["sample_id"], Score(row["value"], row["raw"]), row["seconds"])
-    return known
+        tables.append(standing.select(_SCORES.names()))
+    return pl.concat(tables).unique("sample_id", keep="last")
 
 
 def _samples(source: Path) -> pl.DataFrame:
@@ -176,13 +181,13 @@ def _score(
     wanted: frozenset[str],
     meant: int,
     report_progress: Callable[[int], None],
-) -> dict[str, ScoredRow]:
+) -> pl.DataFrame:
     """Score the wanted samples; once more could not be scored than is allowed, the others are not tried.
 
     Args:
         meant: number of samples in scope, scored before or not; max_failures is a share of these.
     """
-    scored: dict[str, ScoredRow] = {}
+    scored: list[ScoredRow] = []
     failed: list[str] = []
     batches = batches_of(source, section.batch_size, wanted, with_tokens=reward.needs_tokens) if wanted else iter(())
     if section.processes:
@@ -190,17 +195,17 @@ def _score(
     else:
         results = (score_rows(reward, section, batch) for batch in batches)
     for rows in results:
-        scored |= {row.sample_id: row for row in rows}
+        scored += rows
         failed += [f"{row.sample_id}: {row.score.failure}" for row in rows if row.score.failure is not None]
         _require_enough(section, failed, meant)
         report_progress(len(scored))
-    return scored
+    cells = [(row.sample_id, row.score.value, row.score.raw, row.score.failure, row.seconds) for row in scored]
+    return pl.DataFrame(cells, _SCORES, orient="row")
 
 
-def _statistics(label: str, scores: Sequence[Score]) -> dict[str, float]:
-    known = [score.value for score in scores if score.value is not None]
-    failed = sum(score.failure is not None for score in scores)
-    statistics_of = {f"rewards/{label}/null": float(len(scores) - len(known)), f"rewards/{label}/failed": float(failed)}
+def _statistics(label: str, table: pl.DataFrame) -> dict[str, float]:
+    known, failed = table["value"].drop_nulls().to_list(), table["failure"].count()
+    statistics_of = {f"rewards/{label}/null": float(table.height - len(known)), f"rewards/{label}/failed": float(failed)}
     if known:
         statistics_of[f"rewards/{label}/mean"] = statistics.fmean(known)
     if len(known) > 1:

@@ -6,8 +6,7 @@ sample out of scope has neither a score nor a provenance, so a wider scope only 
 
 import contextlib
 import json
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -48,7 +47,7 @@ def in_scope(section: RewardSection, samples: pl.DataFrame) -> pl.DataFrame:
     return samples.join(prompts.filter(pl.Series(scored, dtype=pl.Boolean)), on=["dataset", "columns"], how="semi")
 
 
-def samples_to_score(section: RewardSection, samples: pl.DataFrame, scored: AbstractSet[str]) -> frozenset[str]:
+def samples_to_score(section: RewardSection, samples: pl.DataFrame, scored: Collection[str]) -> frozenset[str]:
     """Return the samples in scope that have no score yet, with their siblings if a score depends on them."""
     meant = in_scope(section, samples)
     missing = meant.filter(~pl.col("sample_id").is_in(list(scored)))

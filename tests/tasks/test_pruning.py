@@ -28,6 +28,7 @@ from tasks.pruning import (
 from tasks.rewards.rows import batches_of, score_rows
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import dump_checked
+from tasks.storage.tables import parquet
 from tasks.storage.tables.parquet import TableWriter, part_digests
 from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
 from tests.tasks.reports.made_runs import contents
@@ -66,7 +67,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArtifactSt
 
 
 class TestImages:
-    def test_everything_else_stays_as_it_was(self, tmp_path: Path) -> None:
+    def test_everything_else_stays_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 1)
         before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
         write_rollouts(before)
         strip_images(before, after)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.storage.tables import schemas
+from tasks.storage.tables import parquet, schemas
 from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests, read_table, write_table
 from tests.tasks.storage.table_rows import BREAKDOWNS, Entry, advantages, entry, rollouts
 
@@ -75,8 +75,25 @@ class TestDigest:
         assert joint_digest(part_digests(first) + part_digests(second)) == digest
         assert joint_digest(part_digests(second) + part_digests(first)) != digest
         assert second_digest == write_table(tmp_path / "third.parquet", schemas.IMAGE_ROLLOUTS, groups[2])
-        assert pq.read_metadata(path).num_row_groups == 3
+        assert pq.read_metadata(path).num_row_groups == 1
         assert read_table(tmp_path, schemas.IMAGE_ROLLOUTS, ["seed"]).num_rows == 14
+
+    def test_the_size_of_row_groups_changes_neither_digest_nor_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        groups = [rollouts(2, seed=seed) for seed in (1, 2, 3)]
+        digests, found = set(), []
+        for size in (1, parquet.ROW_GROUP_BYTES):
+            monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", size)
+            writer = TableWriter(tmp_path / str(size) / "part.parquet", schemas.IMAGE_ROLLOUTS)
+            for batch in groups:
+                writer.write(batch)
+            digests.add(writer.close())
+            found.append(pq.read_metadata(tmp_path / str(size) / "part.parquet").num_row_groups)
+        assert found == [3, 1]
+        assert len(digests) == 1
+        first, second = (read_table(folder, schemas.IMAGE_ROLLOUTS) for folder in sorted(tmp_path.iterdir()))
+        assert first.equals(second)
 
     def test_file_without_digests_is_refused_by_name(self, tmp_path: Path) -> None:
         pq.write_table(schemas.METRICS.empty_table(), tmp_path / "metrics.parquet")

@@ -1,0 +1,199 @@
+"""What storage costs: bytes, writing and reading, a filter, and scoring 100,000 stored rollouts again.
+
+The rollouts are drawn, not sampled: ids of a large vocabulary by Zipf's law, log-probs with random last digits, texts
+of one random word a token, and images of noise, which nothing can pack.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from PIL import Image
+
+from configs.loader import read_config
+from configs.scoring import RewardSection
+from flows.functions import rescore
+from tasks.advantages.compute_advantages import compute_advantages_task
+from tasks.checkout import CHECKOUT
+from tasks.rewards.score_rewards import score_reward_task
+from tasks.rollouts.rows import encode_png
+from tasks.runs.layout import ROLLOUTS, iteration_folder
+from tasks.runs.lookup import write_description
+from tasks.runs.records import SamplingRound
+from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.filesystem.files import hashes_of, settle_folder
+from tasks.storage.tables.parquet import TableWriter
+from tasks.storage.tables.schemas import IMAGE_ROLLOUTS, SCHEMA_VERSION, TEXT_ROLLOUTS
+from tests.bench.table import Row, alternate
+
+SIBLINGS, VOCABULARY = 8, 151_936
+RUN, FILE = "stored", "part-00000.parquet"
+STORED = ("answer", "format")
+Columns = Mapping[str, Sequence[Any]]
+
+
+def measure() -> Iterator[Row]:
+    """Measure files of rollouts first, then the re-scoring of 100 iterations of 1,000 texts."""
+    for tokens, groups in ((64, 128), (1_024, 16)):
+        yield from measure_file(f"{SIBLINGS * groups:,} texts of {tokens} tokens", TEXT_ROLLOUTS, groups, tokens)
+    yield from measure_file("64 images of 512 x 512, 256 tokens", IMAGE_ROLLOUTS, 8, 256, side=512)
+    with tempfile.TemporaryDirectory() as folder:
+        write_run(Path(folder), iterations=100, rows=1_000)
+        yield measure_filter(Path(folder))
+        other_weights = [{"reward": name, "weight": weight} for name, weight in zip(STORED, (0.9, 0.1), strict=True)]
+        yield measure_rescoring(Path(folder), "other weights", other_weights)
+        partial = {"reward": "format", "name": "partial", "settings": {"mode": "partial"}}
+        yield measure_rescoring(Path(folder), "a new reward", [*other_weights, partial])
+
+
+def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: int = 0) -> Iterator[Row]:
+    """Measure one file of rollouts: its bytes, and writing and reading it, verified, beside a copy of the same bytes.
+
+    What is written is on the disk at the end, the copy too.
+    """
+    drawn = list(draw_groups(schema, groups, tokens, side=side))
+    with tempfile.TemporaryDirectory() as folder:
+        staged, copy = Path(folder) / "staged", Path(folder) / "copy"
+
+        def write() -> None:
+            write_table(staged, schema, drawn)
+            hashes_of(staged)
+            settle_folder(staged)
+
+        def write_copy() -> None:
+            shutil.copyfile(staged / FILE, copy)
+            with copy.open("rb") as file:
+                os.fsync(file.fileno())
+
+        def read() -> None:
+            hashes_of(staged)
+            pq.read_table(staged / FILE)
+
+        write()
+        size = (staged / FILE).stat().st_size
+        count = sum(sum(columns["length"]) for columns in drawn)
+        if side:
+            images = sum(len(image["bytes"]) for columns in drawn for image in columns["image"])
+            yield Row(what=what, unit="bytes/image beside its PNG", ours=((size - images) / groups / SIBLINGS,))
+        else:
+            yield Row(what=what, unit="bytes/token", ours=(size / count,), at_most=12.0)
+        for name, ours, theirs in (
+            ("write", write, write_copy),
+            ("read", read, lambda: shutil.copyfile(staged / FILE, copy)),
+        ):
+            seconds, copied = alternate(5, ours, theirs)
+            label, peer = f"{name} {what}", "a plain copy"
+            yield Row(what=label, unit="s", ours=seconds, peer=peer, theirs=copied, at_most=2.0)
+
+
+def measure_filter(root: Path) -> Row:
+    """Measure how many rollouts a second a filter over all files of a run goes through."""
+    files = str(root / RUN / "iteration_*" / ROLLOUTS / "*.parquet")
+    shown = ("sample_id", "prompt", "completion")
+
+    def chosen() -> pl.DataFrame:
+        return pl.scan_parquet(files).filter(pl.col("finished") & (pl.col("length") < 10)).select(shown).collect()
+
+    rows = pl.scan_parquet(files).select(pl.len()).collect().item()
+    (seconds,) = alternate(5, chosen)
+    return Row(what=f"filter {rows:,} rollouts", unit="rows/s", ours=tuple(rows / each for each in seconds))
+
+
+def measure_rescoring(root: Path, name: str, rewards: Sequence[Mapping[str, Any]]) -> Row:
+    """Measure a rescoring in its flow, with report and page; nothing is reused from an earlier one."""
+    summary = rescore(RUN, rewards=rewards, name=name.replace(" ", "-"), root=str(root), progress=False).summary
+    what = f"re-score {summary.samples:,} rollouts with {name}"
+    return Row(what=what, unit="s", ours=(summary.seconds["total"],), at_most=10.0)
+
+
+def draw_groups(
+    schema: pa.Schema, groups: int, tokens: int, *, iteration: int = 1, side: int = 0
+) -> Iterator[dict[str, Sequence[Any]]]:
+    """Draw groups of SIBLINGS rows, by column: half of `tokens` or more, and images of noise of this side."""
+    generator = np.random.default_rng(iteration)
+    weights = 1 / (np.arange(VOCABULARY) + 2.7)
+    edges, chances = np.cumsum(weights / weights.sum()), np.log(weights / weights.sum())
+    ids, letters = generator.permutation(VOCABULARY).astype(np.int32), list("abcdefghijklmnopqrstuvwxyz")
+    words = ["".join(generator.choice(letters, generator.integers(2, 7))) for _ in range(5_000)]
+    for group in range(groups):
+        drawn = generator.random((SIBLINGS, tokens))
+        lengths = generator.integers(tokens // 2, tokens + 1, SIBLINGS).tolist()
+        ranks = [np.searchsorted(edges, row[:size]) for row, size in zip(drawn, lengths, strict=True)]
+        texts = [" ".join(words[rank % len(words)] for rank in row) for row in ranks]
+        name = f"i{iteration:06d}.p{group:04d}"
+        same = {
+            "iteration": iteration,
+            "group_id": name,
+            "prompt_id": f"{group:016x}",
+            "dataset": "default",
+            "prompt": f"Sort the letters of {texts[0][:40]}",
+            "columns": f'{{"answer": "{texts[0][:20]}"}}',
+            "prompt_length": 20,
+            "max_length": tokens,
+            "temperature": 1.0,
+            "policy_version": iteration - 1,
+            "policy_digest": "0" * 64,
+            "height": side,
+            "width": side,
+        }
+        logprobs = [(chances[row] * generator.random(len(row))).astype(np.float32) for row in ranks]
+        noise = generator.integers(0, 256, (SIBLINGS if side else 0, side, side, 3), dtype=np.uint8)
+        known = {key: [value] * SIBLINGS for key, value in same.items()} | {
+            "sample_id": [f"{name}.s{sibling:02d}" for sibling in range(SIBLINGS)],
+            "sibling": range(SIBLINGS),
+            "token_ids": pa.array([ids[row] for row in ranks]),
+            "rollout_logprobs": pa.array(logprobs),
+            "loss_mask": pa.array([np.ones(size, dtype=bool) for size in lengths]),
+            "length": lengths,
+            "finished": [size < tokens for size in lengths],
+            "seed": generator.integers(0, 2**62, SIBLINGS),
+            "completion": texts,
+            "image": [{"bytes": encode_png(Image.fromarray(each)), "path": f"{name}.png"} for each in noise],
+        }
+        yield {field.name: known.get(field.name, [None] * SIBLINGS) for field in schema}
+
+
+def write_table(folder: Path, schema: pa.Schema, groups: Iterator[Columns] | Sequence[Columns]) -> tuple[str, int]:
+    """Write a file of rollouts; return its digest and its rows."""
+    writer = TableWriter(folder / FILE, schema)
+    for columns in groups:
+        writer.write(columns)
+    return writer.close(), writer.rows
+
+
+def write_run(root: Path, iterations: int, rows: int) -> None:
+    """Store a run of texts of up to 16 tokens with scores and advantages, through the code of their stages."""
+    store = ArtifactStore(str(root), RUN)
+    config = read_config(CHECKOUT / "configs" / "tiny_text.yaml", [f"run.name={RUN}", f"storage.root={root}"])
+    described = yaml.safe_dump(config.model_dump(mode="json")).encode()
+    write_description(store, {"schema_version": SCHEMA_VERSION}, described)
+    use_store(store)
+    mix = tuple(RewardSection(reward=name, weight=0.5) for name in STORED)
+    for number in range(1, iterations + 1):
+        folder, title = iteration_folder(number), f"iteration {number}"
+        with store.staging() as staged:
+            digest, count = write_table(
+                staged, TEXT_ROLLOUTS, draw_groups(TEXT_ROLLOUTS, rows // SIBLINGS, 16, iteration=number)
+            )
+            rollouts = store.commit(
+                staged,
+                f"{folder}/{ROLLOUTS}",
+                digest=digest,
+                schema_version=SCHEMA_VERSION,
+                rows=count,
+                seconds=0.0,
+                metrics={},
+            )
+        scored = {
+            each.label: score_reward_task.fn(rollouts, each, f"{folder}/rewards", title, config.placement)
+            for each in mix
+        }
+        compute_advantages_task.fn((SamplingRound(rollouts, scored),), mix, config.advantages, folder, title)
