@@ -128,7 +128,8 @@ def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callabl
     task = configured(stage, f"{title}: {stage.name}", placement)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return task(*unsearched(args), **dict(zip(kwargs, unsearched(kwargs.values()), strict=True)))
+        reference: R = task(*unsearched(args), **dict(zip(kwargs, unsearched(kwargs.values()), strict=True)))
+        return reference
 
     return run
 

@@ -123,13 +123,14 @@ def _condition(limits: dict[Retryable, int]) -> Callable[[Task[..., Any], TaskRu
 
 def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
     """Return the stage's task with a title, its record in the run's folder and the placement's retries."""
-    named = copy.copy(_retried(stage, placement))
+    retried: Any = _retried(stage, placement)
+    named: Task[P, R] = copy.copy(retried)
     named.task_run_name, named.result_storage = title, current_records()
     return named
 
 
 @functools.lru_cache(maxsize=64)
-def _retried(stage: Task[P, R], placement: PlacementSection) -> Task[P, R]:
+def _retried(stage: Task[..., Any], placement: PlacementSection) -> Task[..., Any]:
     # Prefect parses the source of the stage's function each time that it makes a task.
     return stage.with_options(**retry_options(placement))
 
