@@ -1,4 +1,4 @@
-"""The history of a training flow: its evaluations, and the report of each iteration.
+"""The history of a training flow: its evaluations, and the metrics of each iteration.
 
 The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
 """

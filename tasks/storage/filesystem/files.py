@@ -1,4 +1,4 @@
-"""Steps of a write that is complete or absent: staging in a locked folder, fsync, rename, fsync of the folder.
+"""Steps of a write that is complete or absent: staging in a locked folder, rename, and fsync of files and folders.
 
 Small JSON documents carry their own checksum.
 """
