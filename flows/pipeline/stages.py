@@ -6,7 +6,7 @@ rollouts, scores  --compute_advantages-->  advantages
 all of these      --update_policy-->       the next policy
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
@@ -21,7 +21,7 @@ from flows.pipeline.flow_run_page import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import ending_with_temporary_server
 from tasks.advantages.compute_advantages import compute_advantages_task
-from tasks.execution.caching import configured
+from tasks.execution.caching import configured, unsearched
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
 from tasks.execution.stages import clear_shards
 from tasks.rewards.score_rewards import score_reward_task
@@ -107,8 +107,9 @@ def score_concurrently(
         known = (earlier or {}).get(section.label, ())
         stage = configured(score_reward_task, f"{title}: score {section.label}", placement)
         # Scores that failed are tried again.
-        stage = stage.with_options(refresh_cache=any(failed_scores(each) for each in known))
-        futures[section.label] = stage.submit(rollouts, section, folder, title, placement, known)
+        stage.refresh_cache = any(failed_scores(each) for each in known)
+        arguments = unsearched([rollouts, section, folder, title, placement, known])
+        futures[section.label] = stage.submit(*arguments)
     with stages_cancelled_on_interrupt():
         wait(list(futures.values()))
     made = {label: future.result() for label, future in futures.items()}
@@ -117,14 +118,20 @@ def score_concurrently(
     return made
 
 
-def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
+def named(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
     """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries.
 
     Raises:
         LockLostError: another process writes the run.
     """
     current_lock().require_held()
-    return configured(stage, f"{title}: {stage.name}", placement)
+    task = configured(stage, f"{title}: {stage.name}", placement)
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        reference: R = task(*unsearched(args), **dict(zip(kwargs, unsearched(kwargs.values()), strict=True)))
+        return reference
+
+    return run
 
 
 @asynccontextmanager

@@ -45,22 +45,23 @@ async def replay(request: ReplayForm) -> ReplaySummary:
     """Train a policy from another run's stored rollouts, one update per iteration, in their order."""
     started = time.perf_counter()
     plan = plan_replay(request)
-    with open_run(plan.config) as run, open_callbacks(run) as callbacks:
+    with open_run(plan.config) as run:
         history, policy = TrainingHistory(), plan.start or run.base_policy
         log(introduction(plan))
         async with recording(run.store, run.lock):
-            evaluate(run, policy, history)
-            callbacks.on_train_begin(history)
-            for stored in plan.iterations:
-                update = corrected_update(run, plan, policy, stored)
-                advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
-                rollouts = tuple(each.rollouts for each in stored.rounds)
-                title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
-                policy = update_policy(run, policy, rollouts, advantages, update, staleness, title)
-                if is_evaluated(run.config, policy.version):
-                    evaluate(run, policy, history)
-                if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
-                    break
+            with open_callbacks(run) as callbacks:
+                evaluate(run, policy, history)
+                callbacks.on_train_begin(history)
+                for stored in plan.iterations:
+                    update = corrected_update(run, plan, policy, stored)
+                    advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
+                    rollouts = tuple(each.rollouts for each in stored.rounds)
+                    title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
+                    policy = update_policy(run, policy, rollouts, advantages, update, staleness, title)
+                    if is_evaluated(run.config, policy.version):
+                        evaluate(run, policy, history)
+                    if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
+                        break
         summary = summarize(run, policy, history, time.perf_counter() - started)
         await publish_summary(run, summary)
     section, metrics = plan.config.replay, [record.metrics for record in history.iterations]

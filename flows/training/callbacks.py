@@ -8,6 +8,7 @@ from flows.pipeline.run import Run
 from flows.pruning.keep import PolicyKeeper
 from flows.tracking.log import RunTrackers, tracking
 from flows.training.history import TrainingHistory, evaluate, report_iteration
+from flows.training.publication import Publisher, publishing
 from flows.training.signs import ends_at_sign
 from tasks.progress import log
 from tasks.runs.records import SamplingRound
@@ -16,9 +17,9 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 
 @contextmanager
 def open_callbacks(run: Run) -> Iterator["Callbacks"]:
-    """Open what follows the iterations of a run, and close its trackers at the end."""
-    with tracking(run.config, run.store) as trackers:
-        yield Callbacks(run, trackers, PolicyKeeper(run))
+    """Open what follows the iterations of a run; at the end, close its trackers and finish its reports."""
+    with tracking(run.config, run.store) as trackers, publishing(run) as publisher:
+        yield Callbacks(run, publisher, trackers, PolicyKeeper(run))
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Callbacks:
     """What one start of a training or a replay does between its iterations."""
 
     run: Run
+    publisher: Publisher
     trackers: RunTrackers
     keeper: PolicyKeeper
 
@@ -48,7 +50,7 @@ class Callbacks:
         Returns:
             Whether the run ends here, as the hook of `on_iteration` or `watch.on_sign` says.
         """
-        await report_iteration(self.run, history, policy, rounds, advantages, replayed=replayed)
+        await report_iteration(self.run, history, self.publisher, policy, rounds, advantages, replayed=replayed)
         stops = self._stopped_by_hook(history, policy)
         self.trackers.log(history)
         self.keeper.delete_unneeded(policy.version, history.heldout)
@@ -59,6 +61,8 @@ class Callbacks:
         if history.stop_reason is None or policy.version == self.run.config.run.iterations:
             return False
         if policy.version not in history.heldout:
+            # An evaluation looks whether its iteration has been reported.
+            self.publisher.finish()
             evaluate(self.run, policy, history)
         log(f"stopped after iteration {policy.version}: {history.stop_reason}")
         return True

@@ -1,4 +1,4 @@
-"""The history of a training flow: its evaluations, and the report of each iteration.
+"""The history of a training flow: its evaluations, and the metrics of each iteration.
 
 The evaluations watch for reward hacking: a guardrail that falls while the reward rises.
 """
@@ -6,31 +6,22 @@ The evaluations watch for reward hacking: a guardrail that falls while the rewar
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from uuid import UUID
-
-from prefect.artifacts import (
-    acreate_link_artifact,
-    acreate_markdown_artifact,
-    acreate_progress_artifact,
-    acreate_table_artifact,
-    aupdate_progress_artifact,
-)
 
 from configs.schema import RunConfig
 from flows.evaluation.evaluate import evaluate_baselines, evaluate_policy
 from flows.pipeline.events import emit_evaluated, emit_hacking_sign
-from flows.pipeline.flow_run_page import artifact_key, folder_link
 from flows.pipeline.run import Run, plan_heldout
 from flows.training.hooks import call_hook
 from flows.training.pace import Pace, find_reused, name_reused
+from flows.training.publication import Publisher
 from grpo_core.rewards.hacking import HackingSign, hacking_signs
 from tasks.progress import advance_run, log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics
-from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
+from tasks.reports.iteration import IterationRecord
 from tasks.reports.text import duration
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.layout import ROLLOUTS, UPDATE, WATCH_PLOT, Baseline
-from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier, write_metrics
+from tasks.runs.metrics_table import gather_metrics, read_metrics, with_earlier
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -56,7 +47,6 @@ class TrainingHistory:
         pace: how fast this start trains.
         stop_reason: why the hook of `on_iteration` ends the run; None while it does not.
         new_signs: those that had not fallen at the evaluation before.
-        progress: the artifact in Prefect's UI that shows how far the run is; None before this start's first report.
     """
 
     iterations: list[IterationRecord] = field(default_factory=list)
@@ -69,7 +59,6 @@ class TrainingHistory:
     pace: Pace = field(default_factory=Pace)
     stop_reason: str | None = None
     new_signs: list[HackingSign] = field(default_factory=list)
-    progress: UUID | None = None
 
     @property
     def last_advantages(self) -> ArtifactRef | None:
@@ -156,13 +145,14 @@ def write_watch_plot(store: ArtifactStore, heldout: Mapping[int, ArtifactRef], g
 async def report_iteration(
     run: Run,
     history: TrainingHistory,
+    publisher: Publisher,
     policy: PolicyRef,
     rounds: tuple[SamplingRound, ...],
     advantages: ArtifactRef,
     *,
     replayed: bool = False,
 ) -> None:
-    """Gather the metrics of an iteration, log one line, show them once in Prefect's UI, and store them.
+    """Gather the metrics of an iteration, log one line, and begin to publish them.
 
     Rounds that were `replayed` are those of another run, which counts their metrics.
     """
@@ -186,10 +176,9 @@ async def report_iteration(
     pace = history.pace.add(trained=UPDATE not in record.reused and not record.stored)
     advance_run(iteration, iterations, pace)
     log(format_progress_line(record, iterations, pace))
-    # A run that resumes passes its previous iterations, which have been reported.
-    if not record.stored or iteration == iterations:
-        await publish(run, history)
-    write_metrics(run.store, iteration, metrics)
+    # A run that resumes passes iterations whose metrics are stored as they are.
+    if metrics != earlier or iteration == iterations:
+        publisher.publish(history.iterations, format_progress_line(record, iterations))
     # After a resume it gets the previous iterations too, so that its decision is that of an undisturbed run.
     history.stop_reason = await call_hook(record)
 
@@ -206,25 +195,3 @@ def format_progress_line(record: IterationRecord, iterations: int, pace: float |
     left = iterations - record.iteration
     parts += [f"about {duration(pace * left)} left"] if pace is not None and left else []
     return f"iteration {record.iteration}/{iterations}: {', '.join(parts)}"
-
-
-async def publish(run: Run, history: TrainingHistory) -> None:
-    """Show the last iteration's report and table in Prefect's UI, and how far the run is."""
-    name, record = run.config.run.name, history.iterations[-1]
-    title = f"{name}, iteration {record.iteration}"
-    markdown = iteration_markdown(run.store, name, history.iterations)
-    await acreate_markdown_artifact(markdown, key=artifact_key(f"{name}-report"), description=title)
-    await acreate_table_artifact(iteration_table(record), key=artifact_key(f"{name}-metrics"), description=title)
-    await _publish_progress(run, history, record)
-
-
-async def _publish_progress(run: Run, history: TrainingHistory, record: IterationRecord) -> None:
-    name, iterations = run.config.run.name, run.config.run.iterations
-    percent, line = 100.0 * record.iteration / iterations, format_progress_line(record, iterations)
-    if history.progress is not None:
-        await aupdate_progress_artifact(history.progress, percent, description=line)
-        return
-    history.progress = await acreate_progress_artifact(percent, key=artifact_key(f"{name}-progress"), description=line)
-    link = folder_link(run.store.path())
-    key, title = artifact_key(f"{name}-folder"), f"{name}: its folder"
-    await acreate_link_artifact(link, link_text=link, key=key, description=title)

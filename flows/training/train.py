@@ -35,10 +35,11 @@ from tasks.storage.artifacts.reference import PolicyRef
 async def train(config: TrainConfig, accept_code: bool = False) -> TrainSummary:
     """Start or resume a training run; `accept_code` keeps stored results that other code made, and records it."""
     started = time.perf_counter()
-    with open_run(config, accept_code=accept_code) as run, open_callbacks(run) as callbacks:
+    with open_run(config, accept_code=accept_code) as run:
         history, policy = TrainingHistory(), run.base_policy
+        sample = partial(sample_rollouts, run, history)
         async with recording(run.store, run.lock):
-            with prefetching(config.run, policy, partial(sample_rollouts, run, history)) as prefetcher:
+            with open_callbacks(run) as callbacks, prefetching(config.run, policy, sample) as prefetcher:
                 evaluate(run, policy, history)
                 callbacks.on_train_begin(history)
                 for iteration in range(1, config.run.iterations + 1):

@@ -6,12 +6,13 @@ Titles, the name of the run, placement and settings that change only memory are 
 Another device, thread count or batch size rounds the last bits differently; existing results stay valid.
 """
 
+import copy
 import functools
 import hashlib
 import inspect
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -22,6 +23,8 @@ from prefect.cache_policies import CachePolicy
 from prefect.client.schemas import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.events import Event
+from prefect.utilities.annotations import quote
+from pydantic import BaseModel
 
 from configs.sections import PlacementSection
 from tasks.execution.dispatch import dispatch
@@ -120,7 +123,29 @@ def _condition(limits: dict[Retryable, int]) -> Callable[[Task[..., Any], TaskRu
 
 def configured(stage: Task[P, R], title: str, placement: PlacementSection) -> Task[P, R]:
     """Return the stage's task with a title, its record in the run's folder and the placement's retries."""
-    return stage.with_options(task_run_name=title, result_storage=current_records(), **retry_options(placement))
+    retried: Any = _retried(stage, placement)
+    named: Task[P, R] = copy.copy(retried)
+    named.task_run_name, named.result_storage = title, current_records()
+    return named
+
+
+@functools.lru_cache(maxsize=64)
+def _retried(stage: Task[..., Any], placement: PlacementSection) -> Task[..., Any]:
+    # Prefect parses the source of the stage's function each time that it makes a task.
+    return stage.with_options(**retry_options(placement))
+
+
+def unsearched(arguments: Iterable[Any]) -> list[Any]:
+    """Mark the settings and plans among a stage's arguments.
+
+    Prefect searches every value of every argument for results of other tasks, several times a stage; those are
+    references. It takes the mark off before it computes the key and calls the stage.
+    """
+    return [quote(each) if _is_described(each) else each for each in arguments]
+
+
+def _is_described(argument: object) -> bool:
+    return isinstance(argument, BaseModel) and not isinstance(argument, ArtifactRef | PolicyRef)
 
 
 def stage_task(

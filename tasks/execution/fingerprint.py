@@ -84,18 +84,22 @@ def code_fingerprint(roots: Iterable[str], checkout: Path = CHECKOUT) -> str:
     Raises:
         ValueError: there is no such module or name.
     """
-    digest = hashlib.sha256()
     with _PARSING:
-        reached = _reached(tuple(roots), checkout)
-    for (module, name), text in sorted(reached.items()):
-        digest.update(f"{module}:{name}\n{text}\n".encode())
-    return digest.hexdigest()
+        return _digest(tuple(roots), checkout)
 
 
 def reached_symbols(roots: Iterable[str], checkout: Path = CHECKOUT) -> frozenset[Symbol]:
     """Return the module and name of all that a fingerprint covers; an empty name for a module's bare statements."""
     with _PARSING:
         return frozenset(_reached(tuple(roots), checkout))
+
+
+@lru_cache(maxsize=64)
+def _digest(roots: tuple[str, ...], checkout: Path) -> str:
+    digest = hashlib.sha256()
+    for (module, name), text in sorted(_reached(roots, checkout).items()):
+        digest.update(f"{module}:{name}\n{text}\n".encode())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=64)

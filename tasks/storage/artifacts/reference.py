@@ -8,7 +8,7 @@ import hashlib
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -131,7 +131,7 @@ class Manifest:
         present = {name: value for name, value in optional.items() if value not in ([], None, {})}
         return dump_checked({**self.described, "files": dict(self.files), **present})
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Digest of the manifest itself."""
         return hashlib.sha256(self.content).hexdigest()
@@ -160,8 +160,9 @@ class Manifest:
         return frozenset({self.files[name], self.replaced.get(name, self.files[name])})
 
 
+@lru_cache(maxsize=64)
 def read_manifest(content: bytes) -> Manifest:
-    """Read a manifest from its bytes.
+    """Read a manifest from its bytes; each stage of an iteration reads those of the stages before it.
 
     Raises:
         ValueError: it is no manifest, was changed, or names a file outside of its folder.

@@ -290,6 +290,23 @@ class TestFailure:
         assert again.stages == (FIRST[4], *SECOND)
         final(empty, again)
 
+    def test_a_report_that_fails_beside_the_next_iteration_ends_the_run_and_is_made_up_for(
+        self, finished: Runs, final: Compare, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def failing(*given: object) -> str:
+            raise RuntimeError("no report")
+
+        finished.path("iteration_000001", "metrics.parquet").unlink()
+        monkeypatch.setattr("flows.training.publication.iteration_markdown", failing)
+        with pytest.raises(RuntimeError, match="no report"):
+            finished.start()
+        assert not finished.path("iteration_000001", "metrics.parquet").exists()
+        monkeypatch.undo()
+        monkeypatch.chdir(REPOSITORY)
+        again = finished.start()
+        assert again.stages == ()
+        final(finished, again)
+
     def test_nan_of_a_reward_names_the_samples(self, finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(self: SsimReward, batch: ScoringBatch) -> list[Score]:
             return [Score(float("nan") if name.endswith("s01") else 0.5, 0.5) for name in batch.sample_ids]

@@ -222,6 +222,7 @@ def test_stages_that_start_at_once_fingerprint_the_same() -> None:
     """Python 3.11 raises SystemError where two threads build syntax trees and one of them collects garbage."""
     roots = [("tasks.rewards.score_rewards",), ("tasks.update.update_policy",), ("tasks.rollouts.collect_rollouts",)]
     expected = [code_fingerprint(each) for each in roots]
+    fingerprint._digest.cache_clear()
     fingerprint._reached.cache_clear()
     fingerprint._source.cache_clear()
     interval = sys.getswitchinterval()
