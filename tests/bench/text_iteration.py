@@ -1,8 +1,8 @@
 """An iteration of a text model through the real flow, beside TRL's trainer and beside the least that has to be done.
 
-The least is a generate() of transformers and one forward and backward pass of the same model over the same microbatches,
-without a reward, an optimizer, or anything that is kept. The peers run in a process of their own while the flow waits in
-its `on_iteration` hook.
+The least is one generate() of transformers, and one forward and backward pass of the same model over the same
+microbatches, without a reward, an optimizer, or anything that is kept. The peers run in a process of their own while
+the flow waits in its `on_iteration` hook.
 """
 
 import tempfile
@@ -35,7 +35,9 @@ def build_model(folder: Path) -> None:
 
 
 @cache
-def configured(model: str, root: str) -> "TextRunConfig":
+def configured(
+    model: str, root: str, *, prompts: int = PROMPTS, group_size: int = GROUP_SIZE, microbatch: int = MICROBATCH
+) -> "TextRunConfig":
     """The configuration of all sides: one optimizer step an iteration, no held-out prompts, hardly any learning."""
     from configs.loader import read_config
     from configs.schema import TextRunConfig
@@ -46,13 +48,13 @@ def configured(model: str, root: str) -> "TextRunConfig":
         "run.iterations": ROUNDS * (STEPS + 1),
         "storage.root": root,
         "policy.model": model,
-        "rollout.prompts_per_iteration": PROMPTS,
-        "rollout.prompts_per_batch": PROMPTS,
-        "rollout.group_size": GROUP_SIZE,
+        "rollout.prompts_per_iteration": prompts,
+        "rollout.prompts_per_batch": prompts,
+        "rollout.group_size": group_size,
         "rollout.max_completion_length": LENGTH,
         "update.learning_rate": 1e-6,
-        "update.minibatch_size": PROMPTS * GROUP_SIZE,
-        "update.micro_batch_size": MICROBATCH,
+        "update.minibatch_size": prompts * group_size,
+        "update.micro_batch_size": microbatch,
         "evaluate.prompts": "null",
     }
     config = read_config(CHECKOUT / "configs" / "tiny_text.yaml", [f"{key}={value}" for key, value in settings.items()])
@@ -124,7 +126,7 @@ def _loaded(model: str) -> tuple[Any, Any]:
 
 
 def _least(folder: str, root: str) -> dict[str, list[float]]:
-    """Seconds of generate(), and of the passes over its rows, as often as the flow has counted iterations in a round."""
+    """Seconds of generate() and of the passes over its rows, as many as the flow has counted iterations."""
     import torch
 
     from tasks.prompts.read import read_prompts
@@ -132,7 +134,9 @@ def _least(folder: str, root: str) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     (model, tokenizer), config = _loaded(folder), configured(folder, root)
     assert config.data.prompts is not None
-    messages = [[{"role": "user", "content": each.text}] for each in read_prompts(config.data.prompts).prompts[:PROMPTS]]
+    messages = [
+        [{"role": "user", "content": each.text}] for each in read_prompts(config.data.prompts).prompts[:PROMPTS]
+    ]
     rows = [message for message in messages for _ in range(GROUP_SIZE)]
     prompts = tokenizer.apply_chat_template(
         rows, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
