@@ -1,7 +1,7 @@
 """One update of a random model, parity gate and optimizer step included, beside TRL's loss and the same step.
 
-Each side has a process of its own, whose largest resident size is the peak: libraries, weights, gradients and optimizer
-states included. A group is one microbatch.
+Each side has a process of its own. Its memory is what an update takes at its peak on top of libraries and weights:
+activations, gradients and optimizer states. A group is one microbatch.
 """
 
 import json
@@ -22,6 +22,8 @@ LENGTH = 64
 ROUNDS = 5
 LEARNING_RATE = 1e-9
 PROMPT = "sort the letters of benchmark"
+
+Build = Callable[[str, int], Callable[[], None]]
 
 
 def measure() -> Iterator[Row]:
@@ -62,7 +64,9 @@ def build_model(vocabulary: int, folder: str) -> None:
 
 def _compared(vocabulary: int, group: int, folder: str) -> Iterator[Row]:
     what = f"{group} rows of {LENGTH} tokens, vocabulary {vocabulary:,}"
-    spawn, speeds, peaks = get_context("spawn"), ([], []), [0.0, 0.0]
+    spawn = get_context("spawn")
+    speeds: tuple[list[float], list[float]] = ([], [])
+    peaks = [0.0, 0.0]
     with ProcessPoolExecutor(1, spawn) as here, ProcessPoolExecutor(1, spawn) as there:
         for counted in (False, *[True] * ROUNDS):
             for side, (pool, build) in enumerate(((here, _our_update), (there, _trl_update))):
@@ -79,7 +83,7 @@ def _compared(vocabulary: int, group: int, folder: str) -> Iterator[Row]:
         at_least=1.0 if goal else None,
     )
     yield Row(
-        what=f"its peak memory, {what}",
+        what=f"its memory, {what}",
         unit="MB",
         ours=(peaks[0],),
         peer="TRL loss and step",
@@ -88,15 +92,26 @@ def _compared(vocabulary: int, group: int, folder: str) -> Iterator[Row]:
     )
 
 
-def _timed(build: "Callable[[str, int], Callable[[], None]]", folder: str, group: int) -> tuple[float, float]:
-    """Seconds of one update in this process, and the largest resident size that it has had so far, in MB."""
-    step = build(folder, group)
+def _timed(build: Build, folder: str, group: int) -> tuple[float, float]:
+    """Seconds of one update in this process, and how many MB more than before the first one were resident at most."""
+    step, before = _prepared(build, folder, group)
     begun = time.perf_counter()
     step()
-    seconds = time.perf_counter() - begun
+    return time.perf_counter() - begun, _resident_mb("VmHWM") - before
+
+
+@cache
+def _prepared(build: Build, folder: str, group: int) -> tuple[Callable[[], None], float]:
+    step = build(folder, group)
+    # The peak begins anew: loading a model may have taken more than an update does.
+    Path("/proc/self/clear_refs").write_text("5")
+    return step, _resident_mb("VmRSS")
+
+
+def _resident_mb(name: str) -> float:
     # getrusage would include the peak of the process that this one was started from.
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return seconds, int(peak.split()[1]) * 1024 / 1e6
+    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(found.split()[1]) * 1024 / 1e6
 
 
 @cache
