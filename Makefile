@@ -51,8 +51,8 @@ format: $(STAMP)  ## format the sources
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-bench: $(STAMP)  ## measure the cost of orchestration, storage and reports against a plain loop
-	$(ENVIRONMENT) $(RUN)/python -m tests.bench.orchestration
+bench: $(STAMP)  ## measure speed and memory beside TRL and others: docs/performance.md (ONLY=start)
+	$(ENVIRONMENT) $(RUN)/python -m tests.bench $(ONLY)
 
 bench-pools: $(STAMP)  ## compare one process with two pools, three workers, PostgreSQL and S3
 	$(ENVIRONMENT) $(RUN)/python -m tests.bench.placement

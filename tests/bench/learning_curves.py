@@ -20,16 +20,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import polars as pl
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from configs.loader import read_config
 from configs.schema import TextRunConfig
 from flows.training.train import train
-from grpo_core.rewards.reward import ScoringBatch
-from grpo_core.rewards.text.answer import AnswerReward
-from tasks.prompts.read import read_prompts
+from tests.bench.trl_text import build_trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "tiny_text.yaml"
@@ -65,64 +60,11 @@ def train_here(seed: int) -> Curve:
     return Curve(tuple(rewards))
 
 
-def answer_reward(
-    prompts: list[object], completions: list[list[dict[str, str]]], answer: list[str], **others: object
-) -> list[float]:
-    """The same reward behind TRL's signature."""
-    batch = ScoringBatch(
-        sample_ids=[str(place) for place in range(len(answer))],
-        prompts=[str(prompt) for prompt in prompts],
-        completions=[messages[0]["content"] for messages in completions],
-        columns={"answer": answer},
-    )
-    return [float(score.value or 0.0) for score in AnswerReward().score(batch)]
-
-
 def train_with_trl(seed: int) -> Curve:
     """TRL's trainer at the settings of the configuration."""
     with tempfile.TemporaryDirectory() as folder:
         config = configured(seed, folder)
-        rollout, update = config.rollout, config.update
-        assert config.data.prompts is not None
-        rows = [
-            {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}
-            for prompt in read_prompts(config.data.prompts).prompts
-        ]
-        settings = GRPOConfig(
-            output_dir=folder,
-            seed=seed,
-            max_steps=config.run.iterations,
-            per_device_train_batch_size=config.rows_per_iteration,
-            num_generations=rollout.group_size,
-            max_completion_length=rollout.max_completion_length,
-            temperature=rollout.temperature,
-            learning_rate=update.learning_rate,
-            lr_scheduler_type="constant",
-            adam_beta1=update.betas[0],
-            adam_beta2=update.betas[1],
-            adam_epsilon=update.eps,
-            weight_decay=update.weight_decay,
-            max_grad_norm=update.max_grad_norm,
-            loss_type=update.loss,
-            epsilon=update.clip_range,
-            beta=update.kl_coef,
-            scale_rewards=config.advantages.scale,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(config.policy.model, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(config.policy.model),
-            reward_funcs=answer_reward,
-            train_dataset=Dataset.from_list(rows),
-            args=settings,
-        )
-        trainer.remove_callback(PrinterCallback)
+        trainer = build_trainer(config, folder, config.run.iterations)
         trainer.train()
         steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     return Curve(tuple(float(step["reward"]) for step in steps))

@@ -1,0 +1,54 @@
+"""`make bench`: measure everything, or the modules that are named; the tables go to docs/performance.md.
+
+Each module is measured in a process of its own, and its figures are stored as soon as it is done: nothing that one
+loads weighs on another, and one that fails costs no other.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib import import_module
+
+from rich.console import Console
+
+from flows.terminal.tables import table_of
+from tasks.checkout import code_version
+from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
+
+MODULES = ("text_iteration", "sampling", "update", "orchestration", "storage", "start")
+
+
+def main() -> None:
+    """Measure one module here, or several one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(MODULES))
+    names = parser.parse_args().modules or MODULES
+    if unknown := sorted({*names} - {*MODULES}):
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(MODULES)}")
+    if len(names) == 1:
+        measure(names[0])
+        return
+    commands = {name: [sys.executable, "-m", "tests.bench", name] for name in names}
+    failed = [name for name, command in commands.items() if subprocess.run(command).returncode]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; measure them again with make bench ONLY='{' '.join(failed)}'")
+
+
+def measure(name: str) -> None:
+    """Measure what a module does, store it and print its table."""
+    console, commit, begun = Console(), code_version(), time.perf_counter()
+    module = import_module(f"tests.bench.{name}")
+    title = module.__doc__.splitlines()[0].rstrip(".")
+    rows = []
+    for row in module.measure():
+        rows.append(row)
+        console.log(f"{name}: {row.what}", markup=False, highlight=False)
+    minutes = round((time.perf_counter() - begun) / 60, 1)
+    store(name, Measured(title, commit, date.today().isoformat(), minutes, this_machine(), tuple(rows)))
+    console.print(table_of(f"{title} ({minutes} min)", HEADINGS, cells(rows), right=(1, 2)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""How long commands take to begin, measured from outside as in a shell, beside the imports that they cannot avoid."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from tasks.checkout import CHECKOUT, environment
+from tests.bench.table import Row, alternate
+
+ROUNDS, ROUNDS_OF_TRAININGS = 5, 3
+CONFIG = "configs/tiny_text.yaml"
+IMPORTS = "import torch, transformers, prefect"
+MISTAKES = {
+    "a file that does not exist": ("configs/tiny_txt.yaml",),
+    "a wrong key": (CONFIG, "--set", "rollout.group_sise=4"),
+    "a wrong value": (CONFIG, "--set", "rollout.group_size=many"),
+}
+ITERATIONS = 40
+SMALL = (
+    f"run.iterations={ITERATIONS}",
+    "rollout.prompts_per_iteration=2",
+    "rollout.group_size=2",
+    "update.minibatch_size=4",
+    "evaluate.prompts=null",
+)
+
+
+def measure() -> Iterator[Row]:
+    """Time the quickest commands first."""
+    with tempfile.TemporaryDirectory() as folder:
+        shell = _Shell(Path(folder))
+        (seconds,) = alternate(ROUNDS, partial(shell.grpo, "--help"))
+        yield Row(what="grpo --help", unit="s", ours=seconds, at_most=0.3)
+        for mistake, arguments in MISTAKES.items():
+            (seconds,) = alternate(ROUNDS, partial(shell.grpo, "train", *arguments, code=2))
+            yield Row(what=f"grpo train with {mistake}, to its end", unit="s", ours=seconds, at_most=1.0)
+        yield from _first_rollouts(shell)
+        again = partial(shell.grpo, *shell.training("finished", *SMALL))
+        seconds, imports = alternate(ROUNDS, again, shell.imports)
+        what = f"a finished run of {ITERATIONS} iterations started again, to its end"
+        yield Row(what=what, unit="s", ours=seconds, at_most=5.0)
+        yield Row(what=what, unit="s", ours=seconds, peer=IMPORTS, theirs=imports)
+
+
+def _first_rollouts(shell: "_Shell") -> Iterator[Row]:
+    """Begin trainings in turn with a new PREFECT_HOME and a used one, and stop each after its first rollouts."""
+    names = map(str, count())
+    lines: list[float] = []
+    rollouts: dict[str, list[float]] = {"new": [], "used": []}
+    imports: list[float] = []
+    # What is used first has to be made: this training does not count.
+    shell.begin("prefect-used", *shell.training(next(names)))
+    for _ in range(ROUNDS_OF_TRAININGS):
+        begun = time.perf_counter()
+        shell.imports()
+        imports.append(time.perf_counter() - begun)
+        for home, kept in rollouts.items():
+            name = next(names)
+            line, stage = shell.begin(f"prefect-{name if home == 'new' else home}", *shell.training(name))
+            lines.append(line)
+            kept.append(stage)
+    yield Row(what="grpo train to its first line", unit="s", ours=tuple(lines), at_most=1.0)
+    for home, kept in rollouts.items():
+        what = f"grpo train to its first rollouts, {home} PREFECT_HOME"
+        yield Row(what=what, unit="s", ours=tuple(kept), peer=IMPORTS, theirs=tuple(imports), at_most=1.5)
+
+
+@dataclass(frozen=True)
+class _Shell:
+    """Commands as a user starts them, with runs and Prefect's files in a folder of their own."""
+
+    folder: Path
+
+    def grpo(self, *arguments: str, code: int = 0) -> None:
+        """Run the program to its end, which has to have this exit code."""
+        process = self._start("prefect-used", str(Path(sys.executable).with_name("grpo")), *arguments)
+        output, _ = process.communicate()
+        assert process.returncode == code, output
+
+    def imports(self) -> None:
+        """Import what every training needs, in an interpreter that does nothing else."""
+        self._start("prefect-used", sys.executable, "-c", IMPORTS).communicate()
+
+    def training(self, name: str, *settings: str) -> list[str]:
+        """The arguments of a training in a folder of its own: runs of one folder share their results."""
+        every = (f"storage.root={self.folder / name}", *settings)
+        return ["train", CONFIG, *(part for setting in every for part in ("--set", setting))]
+
+    def begin(self, home: str, *arguments: str) -> tuple[float, float]:
+        """Start the program and interrupt it after its first rollouts.
+
+        Returns:
+            Seconds to its first line, and to the line that reports the rollouts.
+        """
+        begun, lines, times = time.perf_counter(), [], []
+        with self._start(home, str(Path(sys.executable).with_name("grpo")), *arguments) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                times.append(time.perf_counter() - begun)
+                if "collect rollouts: " in line:
+                    break
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+        assert any("collect rollouts: " in line for line in lines), "".join(lines)
+        return times[0], times[-1]
+
+    def _start(self, home: str, *command: str) -> "subprocess.Popen[str]":
+        variables = environment(PREFECT_HOME=str(self.folder / home), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=CHECKOUT, env=variables, text=True, **pipes)
