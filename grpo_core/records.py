@@ -188,7 +188,7 @@ class TrainingRows:
         on_policy: whether the weights before the update are those that sampled the row.
         max_length: maximum number of tokens of a row, by the settings of its sampler; of images, that of the size in
             the settings, whatever the sizes of the rows: the constant that some losses divide by.
-        old_logprobs: recomputed on the weights before the update; None until they are.
+        old_logprobs: under the weights before the update; None until they are computed.
         old_entropy: of the same distributions, nats; None until they are computed, or if not needed.
         ref_logprobs: under the reference; None until they are computed, or without a reference.
     """

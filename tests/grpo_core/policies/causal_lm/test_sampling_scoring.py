@@ -146,7 +146,7 @@ def test_head_and_whole_logits_give_the_same_gradients(kind: str) -> None:
         policy = made_policy(kind, SAMPLERS["top_k"], choice=TrainingChoice(lora=None))
         tokens = drawn(policy).tokens
         policy.whole_logits = whole
-        scored = policy.logprobs(tokens)
+        scored = policy.logprobs(tokens, entropy="differentiable")
         (scored.logprobs.sum() + 0.1 * scored.entropy.sum()).backward()
         gradients.append({name: parameter.grad for name, parameter in policy.trainable_parameters().items()})
     for name, gradient in gradients[0].items():
