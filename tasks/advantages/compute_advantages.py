@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -28,7 +29,7 @@ from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
 from tasks.storage.tables.parquet import write_table
-from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
+from tasks.storage.tables.schemas import ADVANTAGES, BREAKDOWN, SCHEMA_VERSION
 
 STAGE = "compute advantages"
 HERE = PlacementSection()
@@ -106,7 +107,7 @@ class _Samples:
     """Scores laid out by group and sibling.
 
     Attributes:
-        table: one row per group, in the order of the rollouts; lists over siblings.
+        table: one row per sample, groups in the order of the rollouts.
         values: NaN where a reward is null.
         applies: whether a reward scores the group's dataset.
         penalties: KL to the reference in nats, one per sample; None without a KL in the reward.
@@ -131,18 +132,26 @@ def _read_samples(
                 for index, (label, reference) in enumerate(each.rewards.items())
             }
             parts.append(_read_round(rollouts, scored, mix, settings))
-    groups = pl.concat(parts).group_by("group_id", maintain_order=True).agg(pl.all())
-    sizes = {len(ids) for ids in groups["sample_id"]}
+    samples = pl.concat(parts)
+    # Siblings one after another, as their groups were drawn.
+    samples = samples.sort(pl.int_range(pl.len()).min().over("group_id"), maintain_order=True)
+    sizes = samples.group_by("group_id").len()["len"].unique().to_list()
     assert len(sizes) == 1, f"groups of one size, got {sizes}"
-    prompts = zip(groups["dataset"].list.first(), groups["columns"].list.first(), strict=True)
-    routed = [[section.scores_prompt(name, json.loads(columns)) for section in mix] for name, columns in prompts]
-    values = [torch.tensor(_with_nan(groups[_column(section)].to_list()), dtype=torch.float64) for section in mix]
+    prompts = samples.select("dataset", "columns").gather_every(sizes[0]).rows()
+    others = [(name, json.loads(columns)) for name, columns in prompts]
+    routed = [[section.scores_prompt(name, columns) for section in mix] for name, columns in others]
+    values = [_by_group(samples[_column(section)], sizes[0]) for section in mix]
     return _Samples(
-        table=groups,
+        table=samples,
         values=torch.stack(values, -1),
         applies=torch.tensor(routed),
-        penalties=torch.tensor(groups["kl_penalty"].to_list(), dtype=torch.float64) if settings.kl_coef > 0 else None,
+        penalties=_by_group(samples["kl_penalty"], sizes[0]) if settings.kl_coef > 0 else None,
     )
+
+
+def _by_group(values: pl.Series, siblings: int) -> Float[Tensor, "groups siblings"]:
+    """Return one row a group, in fp64, NaN where a value is null."""
+    return values.cast(pl.Float64).fill_null(math.nan).to_torch().view(-1, siblings)
 
 
 def _column(section: RewardSection) -> str:
@@ -184,26 +193,19 @@ def _penalties(files: Sequence[Path], settings: AdvantageSettings) -> list[float
     return [float(value) for value in penalties]
 
 
-def _with_nan(values: list[list[float | None]]) -> list[list[float]]:
-    return [[math.nan if value is None else value for value in row] for row in values]
-
-
 def _columns(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]) -> dict[str, Any]:
-    names = ("sample_id", "iteration", "group_id", "prompt_id", "dataset")
-    flat = samples.table.select(names)
     siblings = samples.values.shape[1]
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(siblings)
 
-    one_each = flat.explode([name for name in names if name != "group_id"])
+    none = pa.nulls(samples.table.height, pa.float64())
+    names = ("sample_id", "iteration", "group_id", "prompt_id", "dataset")
     return {
-        **{name: one_each[name].to_list() for name in names},
-        "reward": _with_null(result.rewards.flatten()),
-        "kl_penalty": [None] * one_each.height
-        if samples.penalties is None
-        else _with_null(samples.penalties.flatten()),
-        "advantage": _with_null(result.advantages.flatten()),
+        **{name: samples.table[name].to_list() for name in names},
+        "reward": _with_null(result.rewards),
+        "kl_penalty": none if samples.penalties is None else _with_null(samples.penalties),
+        "advantage": _with_null(result.advantages),
         "group_mean": _with_null(each(result.means)),
         "group_std": _with_null(each(result.stds)),
         "dropped": each(result.dropped).tolist(),
@@ -212,24 +214,20 @@ def _columns(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSec
     }
 
 
-def _breakdown(
-    samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]
-) -> list[list[dict[str, object]]]:
+def _breakdown(samples: _Samples, result: GroupAdvantages, mix: Sequence[RewardSection]) -> pa.ListArray:
     """Return each reward's value and what was counted, for each sample."""
-    values = [_with_null(column) for column in samples.values.flatten(0, 1).unbind(-1)]
-    scaled = [_with_null(column) for column in result.scaled.flatten(0, 1).unbind(-1)]
-    labels = [section.label for section in mix]
-    return [
-        [
-            {"reward": label, "value": value, "scaled": counted}
-            for label, value, counted in zip(labels, row, counted_row, strict=True)
-        ]
-        for row, counted_row in zip(zip(*values, strict=True), zip(*scaled, strict=True), strict=True)
-    ]
+    rows, labels = samples.table.height, [section.label for section in mix]
+    columns = [pa.array(labels * rows), _with_null(samples.values), _with_null(result.scaled)]
+    entries = pa.StructArray.from_arrays(columns, fields=list(BREAKDOWN.value_type))
+    return pa.ListArray.from_arrays(pa.array(range(0, len(mix) * rows + 1, len(mix)), pa.int32()), entries, BREAKDOWN)
 
 
-def _with_null(values: Float[Tensor, " samples"]) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _with_null(values: Tensor) -> pa.Array:
+    """Return all values in fp64, null where they are NaN."""
+    numbers = values.flatten().double()
+    missing = numbers.isnan()
+    # Zeros, since the digest covers what is stored under a null.
+    return pa.array(numbers.masked_fill(missing, 0.0).numpy(), mask=missing.numpy())
 
 
 def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
@@ -240,7 +238,7 @@ def _metrics(result: GroupAdvantages, samples: _Samples) -> dict[str, float]:
         metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     if samples.penalties is not None:
         metrics["kl_penalty"] = float(samples.penalties.mean())
-    datasets = [names[0] for names in samples.table["dataset"].to_list()]
+    datasets = samples.table["dataset"].gather_every(samples.values.shape[1]).to_list()
     if len(set(datasets)) < 2:
         return metrics
     for name in sorted(set(datasets)):

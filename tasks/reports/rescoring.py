@@ -54,8 +54,9 @@ def read_rescored(
             renamed = {name: f"{name}_{side}" for name in ("reward", "advantage")}
             samples = _joined(samples, rated.rename(renamed))
             scores: dict[str, list[Path]] = {}
-            for label, part in (pair for each in iterations for part in each.rounds for pair in part.rewards.items()):
-                scores.setdefault(label, []).append(fetch(part))
+            for each in iterations:
+                for label, reference in (pair for part in each.rounds for pair in part.rewards.items()):
+                    scores.setdefault(label, []).append(fetch(reference))
             for label, folders in scores.items():
                 values = _read_tables(folders, ("sample_id", "value"))
                 samples = _joined(samples, values.rename({"value": prefix + label}))

@@ -147,9 +147,7 @@ def score_reward_task(
         )
 
 
-def _known_scores(
-    store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path
-) -> pl.DataFrame:
+def _known_scores(store: ArtifactStore, earlier: Sequence[ArtifactRef], provenance: str, fetched: Path) -> pl.DataFrame:
     """Return the earlier scores that stay valid, the last of each sample; failed samples are scored again."""
     tables = [pl.DataFrame(schema=_SCORES)]
     for index, reference in enumerate(earlier):
@@ -204,8 +202,8 @@ def _score(
 
 
 def _statistics(label: str, table: pl.DataFrame) -> dict[str, float]:
-    known, failed = table["value"].drop_nulls().to_list(), table["failure"].count()
-    statistics_of = {f"rewards/{label}/null": float(table.height - len(known)), f"rewards/{label}/failed": float(failed)}
+    known, failed = table["value"].drop_nulls().to_list(), float(table["failure"].count())
+    statistics_of = {f"rewards/{label}/null": float(table.height - len(known)), f"rewards/{label}/failed": failed}
     if known:
         statistics_of[f"rewards/{label}/mean"] = statistics.fmean(known)
     if len(known) > 1:

@@ -9,7 +9,7 @@ SCHEMA_VERSION = 5
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
-_BREAKDOWN = pa.list_(
+BREAKDOWN = pa.list_(
     pa.struct(
         [
             ("reward", pa.string()),
@@ -141,7 +141,7 @@ ADVANTAGES = _described(
         ("group_std", pa.float64()),
         ("dropped", pa.bool_()),  # its group has no spread and was left out
         ("imputed", pa.int32()),  # rewards of the sample that were filled with the group's mean
-        ("reward_breakdown", _BREAKDOWN),
+        ("reward_breakdown", BREAKDOWN),
     ]
 )
 
