@@ -91,7 +91,6 @@ def update_every_variant(folder: Path) -> None:
         policy, result = updated(settings, process_group)
         torch.save(policy.table.detach(), folder / f"{name}-{process_group.rank}.pt")
         (folder / f"{name}-{process_group.rank}.json").write_text(json.dumps([policy.seen, result.metrics()]))
-    process_group.close()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -135,7 +134,6 @@ def refuse_other_weights(folder: Path) -> None:
         process_group.require_equal(values)
     except RuntimeError as error:
         (folder / f"{process_group.rank}.txt").write_text(str(error))
-    process_group.close()
 
 
 def test_weights_that_differ_are_refused_by_every_process(tmp_path: Path) -> None:
