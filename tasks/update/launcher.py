@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from configs.sections import PlacementSection
 from tasks.execution.child_main import child_command
@@ -60,8 +61,8 @@ def _verify(job: UpdateJob, store: ArtifactStore) -> None:
             store.local_files(reference, Path(fetched) / str(number))
 
 
-class _FirstProgress(Silence):
-    """Passes on the first process's progress; every process would log the same lines."""
+class _Progress(Silence):
+    """Passes progress on, which the first process reports; every process would log the same lines."""
 
     def __init__(self, on_progress: Callable[[int, int], None]) -> None:
         self._on_progress = on_progress
@@ -77,18 +78,16 @@ class UpdateProcesses:
     def __init__(self) -> None:
         self._placement: PlacementSection | None = None
         self._processes: list[ChildProcess] = []
-        self._meeting: TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def carry_out(self, shared: SharedJob, on_progress: Callable[[int, int], None]) -> UpdateOutcome:
         """Hand the job to every process, and return the first one's outcome; raises what `carry_out_together` does."""
         processes = self._running(shared.job.placement)
-        payload, reporters = shared.model_dump(mode="json"), [_FirstProgress(on_progress), Silence()]
+        payload, reporter = shared.model_dump(mode="json"), _Progress(on_progress)
         with ThreadPoolExecutor(len(processes), thread_name_prefix="update") as threads:
             answers: list[Future[Any]] = [
-                threads.submit(
-                    copy_context().run, process.request, "update policy", payload, None, reporters[min(rank, 1)]
-                )
-                for rank, process in enumerate(processes)
+                threads.submit(copy_context().run, process.request, "update policy", payload, None, reporter)
+                for process in processes
             ]
             try:
                 _require_success(answers)
@@ -106,11 +105,14 @@ class UpdateProcesses:
         if placement == self._placement and all(process.is_running for process in self._processes):
             return self._processes
         self.close()
-        # This process has the store by which they find each other, on a free port of the system's choice.
-        self._meeting = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        # This process has the store in which they find each other; without a socket of ours it would listen on every
+        # address of the machine.
+        with socket.create_server((_ADDRESS, 0)) as listening:
+            port, descriptor = listening.getsockname()[1], listening.detach()
+        self._store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         variables = {
             "MASTER_ADDR": _ADDRESS,
-            "MASTER_PORT": str(self._meeting.port),
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(placement.processes),
             "LOCAL_WORLD_SIZE": str(placement.processes),
@@ -129,7 +131,7 @@ class UpdateProcesses:
         """Kill every process."""
         for process in self._processes:
             process.end()
-        self._processes, self._placement, self._meeting = [], None, None
+        self._processes, self._placement, self._store = [], None, None
 
 
 def _require_success(answers: Sequence[Future[Any]]) -> None:

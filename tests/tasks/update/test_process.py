@@ -240,8 +240,8 @@ def test_a_loss_that_is_not_finite_names_its_sample_and_leaves_no_version(store:
     assert not update_processes(psutil.Process())
 
 
-# Minutes of work, so that it is in the middle when something happens to it.
-LONG = UPDATE.model_copy(update={"epochs": 5000})
+# Long enough that it is in the middle when something happens to it.
+LONG = UPDATE.model_copy(update={"epochs": 500})
 
 
 @pytest.mark.slow
