@@ -230,7 +230,7 @@ class PlacementSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     torch_threads: PositiveInt = Field(1, description="measure before raising: on a small shared machine 1 is fastest")
-    processes: PositiveInt = Field(1, description="processes of the update, started by accelerate on one machine")
+    processes: PositiveInt = Field(1, description="processes of the update on one machine, started once a run")
     sharding: Literal["ddp", "fsdp2"] = Field("ddp", description="ddp: each process has all weights; fsdp2: a share")
     rollouts: ShardedStagePlacement = ShardedStagePlacement()
     rewards: ShardedStagePlacement = ShardedStagePlacement()

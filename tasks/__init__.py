@@ -5,7 +5,7 @@ The four stages, one folder each:
 rollouts     sample groups of outputs with a policy, and plan their prompts, names and seeds
 rewards      score rollouts, one table per reward, in this process or in several in parallel
 advantages   scores of siblings -> rewards and advantages; copies them for a replay
-update       rollouts and advantages -> the next policy, in one process or in several of accelerate
+update       rollouts and advantages -> the next policy, in one process or in several
 
 What the stages use:
 

@@ -1,4 +1,4 @@
-"""Process groups over accelerate: the processes that `accelerate launch` started, one per GPU, or several on the CPU.
+"""Process groups over accelerate, of processes that torchrun's variables name: one per GPU, or several on the CPU.
 
 Each has the full model, or a share of it (FSDP2). DistributedDataParallel would average the gradients of each backward
 pass. The denominators here count the full minibatch, so gradients are summed once per minibatch, after the last
@@ -24,7 +24,7 @@ from grpo_core.policies.trained import TrainedModel
 
 BUCKET_ELEMENTS = 1 << 26
 CHECKED_AT_ONCE = 1 << 24
-# While one process writes a large policy the others wait; the launcher ends them if one fails.
+# While one process writes a large policy the others wait; whoever started them ends all if one fails.
 TIMEOUT = timedelta(days=7)
 
 
@@ -32,7 +32,7 @@ class AcceleratedProcessGroup:
     """A ProcessGroup; the backward pass already sums the gradients of sharded parameters."""
 
     def __init__(self, device: torch.device) -> None:
-        """Join the other processes; every one of them has to call this.
+        """Join the other processes, once in a process's life; every one of them has to call this.
 
         Args:
             device: cpu, or cuda for one GPU per process, which becomes the current one.
@@ -46,10 +46,6 @@ class AcceleratedProcessGroup:
         """Device of this process."""
         device: torch.device = self._processes.device
         return device
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._processes.destroy_process_group()
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give every process the sum of all processes' gradients, bucket by bucket."""
@@ -65,6 +61,12 @@ class AcceleratedProcessGroup:
         total = values.to(self.device, copy=True)
         dist.all_reduce(total)
         return total.to(values.device)
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first process's value on every process; the others' are ignored."""
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""

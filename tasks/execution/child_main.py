@@ -4,7 +4,6 @@ It writes one JSON object per line to its standard output: that it is ready, pro
 the error of a request. It ends when its standard input closes, even during a request, since its parent is gone then.
 """
 
-import fcntl
 import importlib
 import json
 import os
@@ -19,6 +18,7 @@ ADVANCE, ERROR, LOG, OUTCOME, READY = "advance", "error", "log", "outcome", "rea
 HANDLERS = {
     "stage": "tasks.execution.call:stage_handler",
     "scoring": "tasks.rewards.process_pool:scoring_handler",
+    "update": "tasks.update.process:update_handler",
 }
 """Functions that import what the requests need, and return a function from one JSON value to another."""
 
@@ -29,10 +29,7 @@ def child_command(handler: str) -> tuple[str, ...]:
 
 
 class Answers:
-    """The child's messages to its parent; it is a ProgressReporter.
-
-    Other processes may write complete lines to the same file descriptor.
-    """
+    """The child's messages to its parent; it is a ProgressReporter."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
@@ -42,12 +39,8 @@ class Answers:
         """Write a message as one line."""
         remaining = (json.dumps({kind: value}) + "\n").encode()
         with self._lock:
-            fcntl.lockf(self._stream, fcntl.LOCK_EX)
-            try:
-                while remaining:
-                    remaining = remaining[os.write(self._stream, remaining) :]
-            finally:
-                fcntl.lockf(self._stream, fcntl.LOCK_UN)
+            while remaining:
+                remaining = remaining[os.write(self._stream, remaining) :]
 
     def advance(self, stage: str, done: int, total: int) -> None:
         """Report progress."""

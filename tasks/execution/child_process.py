@@ -118,10 +118,13 @@ class ChildProcess:
                 continue
             if line is None or not line.endswith("\n"):
                 raise self.loss()
-            # A launcher between this process and its workers may print lines of its own.
-            if line.startswith("{"):
-                message: dict[str, Any] = json.loads(line)
-                return message
+            message: dict[str, Any] = json.loads(line)
+            return message
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the next request would find a child."""
+        return self._child is not None and exit_code(self._child) is None
 
     def _ready_child(self) -> subprocess.Popen[str]:
         if self._child is not None and exit_code(self._child) is None:

@@ -1,31 +1,37 @@
-"""Run an update in several processes of this machine, started by accelerate."""
+"""Updates in several processes of this machine, which are started once and keep their model."""
 
 import json
 import os
-import re
+import socket
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tasks.execution.child_process import ChildProcess, exit_code
-from tasks.execution.errors import ErrorRecord, LostStageError
+from configs.sections import PlacementSection
+from tasks.execution.child_main import child_command
+from tasks.execution.child_process import ChildProcess
+from tasks.execution.errors import RemoteStageError
 from tasks.execution.resources import resource
 from tasks.models.resident import ResidentPolicy
+from tasks.progress import Silence
 from tasks.storage.artifacts.store import ArtifactStore, described
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, refuse_unusable_placement
-from tasks.update.process import JOB_FILE
 
-SECONDS_TO_END = 30.0
-_SETTINGS_FILE = "accelerate.json"
+SECONDS_TO_FIND_CAUSE = 5.0
+_SECONDS_TO_END = 0.1
+_ADDRESS = "127.0.0.1"
 
 
 def carry_out_together(
     job: UpdateJob, store: ArtifactStore, staged: Path, on_progress: Callable[[int, int], None]
 ) -> UpdateOutcome:
-    """Run `carry_out` in `job.placement.processes` processes.
+    """Run `carry_out` in `job.placement.processes` processes, which the run keeps for its next updates.
 
     The policy that this process keeps is released first if it uses a GPU's memory.
 
@@ -43,18 +49,8 @@ def carry_out_together(
     _verify(job, store)
     if job.placement.device != "cpu" and torch.cuda.is_available():
         resource(ResidentPolicy).close()
-    with tempfile.TemporaryDirectory(prefix="grpo-update-") as scratch:
-        folder = Path(scratch)
-        shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(staged.resolve()))
-        (folder / JOB_FILE).write_text(shared.model_dump_json())
-        (folder / _SETTINGS_FILE).write_text(json.dumps(_launcher_settings(job)))
-        launcher = _Launcher(folder, job)
-        try:
-            # The job is in the folder, since only one of several processes would read it from their common input.
-            outcome = launcher.request("update policy", {}, None, _Progress(on_progress))
-        finally:
-            launcher.end()
-    return UpdateOutcome.model_validate_json(json.dumps(outcome))
+    shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(staged.resolve()))
+    return resource(UpdateProcesses).carry_out(shared, on_progress)
 
 
 def _verify(job: UpdateJob, store: ArtifactStore) -> None:
@@ -65,7 +61,9 @@ def _verify(job: UpdateJob, store: ArtifactStore) -> None:
             store.local_files(reference, Path(fetched) / str(number))
 
 
-class _Progress:
+class _Progress(Silence):
+    """Passes progress on, which the first process reports; every process would log the same lines."""
+
     def __init__(self, on_progress: Callable[[int, int], None]) -> None:
         self._on_progress = on_progress
 
@@ -73,62 +71,76 @@ class _Progress:
         """Report passes."""
         self._on_progress(done, total)
 
-    def log(self, line: str) -> None:
-        """Drop the line: every process would log the same."""
 
+class UpdateProcesses:
+    """The processes of a run's updates; a failure ends all of them, and the next update starts others."""
 
-class _Launcher(ChildProcess):
-    """accelerate's launcher and the processes that it starts; they share its input and output."""
+    def __init__(self) -> None:
+        self._placement: PlacementSection | None = None
+        self._processes: list[ChildProcess] = []
+        self._store: TCPStore | None = None
 
-    def __init__(self, folder: Path, job: UpdateJob) -> None:
-        launch = ("-m", "accelerate.commands.launch", "--config_file", str(folder / _SETTINGS_FILE))
+    def carry_out(self, shared: SharedJob, on_progress: Callable[[int, int], None]) -> UpdateOutcome:
+        """Hand the job to every process, and return the first one's outcome; raises what `carry_out_together` does."""
+        processes = self._running(shared.job.placement)
+        payload, reporter = shared.model_dump(mode="json"), _Progress(on_progress)
+        with ThreadPoolExecutor(len(processes), thread_name_prefix="update") as threads:
+            answers: list[Future[Any]] = [
+                threads.submit(copy_context().run, process.request, "update policy", payload, None, reporter)
+                for process in processes
+            ]
+            try:
+                _require_success(answers)
+            except BaseException:
+                # Again for a process that is only being started: it would wait for the others.
+                while wait(answers, _SECONDS_TO_END).not_done:
+                    for process in processes:
+                        process.end()
+                self.close()
+                raise
+        return UpdateOutcome.model_validate_json(json.dumps(answers[0].result()))
+
+    def _running(self, placement: PlacementSection) -> list[ChildProcess]:
+        """Return the processes of this placement; they are started with their first request."""
+        if placement == self._placement and all(process.is_running for process in self._processes):
+            return self._processes
+        self.close()
+        # This process has the store in which they find each other; without a socket of ours it would listen on every
+        # address of the machine.
+        with socket.create_server((_ADDRESS, 0)) as listening:
+            port, descriptor = listening.getsockname()[1], listening.detach()
+        self._store = TCPStore(_ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         variables = {
-            "OMP_NUM_THREADS": str(job.placement.torch_threads),
+            "MASTER_ADDR": _ADDRESS,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(placement.processes),
+            "LOCAL_WORLD_SIZE": str(placement.processes),
+            "OMP_NUM_THREADS": str(placement.torch_threads),
             # The machine's host name may resolve to an unreachable address.
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        super().__init__((*launch, "-m", "tasks.update.process", str(folder)), variables)
+        self._placement = placement
+        self._processes = [
+            ChildProcess(child_command("update"), {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(placement.processes)
+        ]
+        return self._processes
 
-    def failure(self, record: ErrorRecord) -> Exception:
-        """Find the cause: when a process is killed, the others fail first, with a lost connection."""
-        if record.is_foreseen:
-            return record.error()
-        child, deadline = self._child, time.monotonic() + SECONDS_TO_END
-        while child is not None and exit_code(child) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        loss = self.loss()
-        return loss if self._killed(loss) else record.error()
-
-    def loss(self) -> Exception:
-        """Name the signal that killed a process, as torch's report at the end of the standard error has it."""
-        loss = super().loss()
-        killed = self._killed(loss)
-        if killed is None:
-            return loss
-        cause = f"a process of the update was killed from outside by {killed}; the machine's memory may have run out"
-        return LostStageError(f"{cause}\n{loss}")
-
-    @staticmethod
-    def _killed(loss: Exception) -> str | None:
-        # The launcher ends the other processes by a signal too; it reports the first one to fail last.
-        found = re.search(r"Signal \d+ \((\w+)\) received by PID \d+", str(loss).rpartition("Root Cause")[2])
-        return found and found[1]
+    def close(self) -> None:
+        """Kill every process."""
+        for process in self._processes:
+            process.end()
+        self._processes, self._placement, self._store = [], None, None
 
 
-def _launcher_settings(job: UpdateJob) -> dict[str, object]:
-    """Return accelerate's settings, which replace those that the user may have stored for this machine."""
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        # On the CPU accelerate would start several processes through MPI; its launcher for GPUs uses torch's
-        # rendezvous, which works on any device.
-        "distributed_type": "MULTI_GPU",
-        "num_processes": job.placement.processes,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "main_process_ip": "127.0.0.1",
-        "main_process_port": 0,  # a free one
-        "gpu_ids": "all",
-        "mixed_precision": "no",  # the policy does its own autocast
-        "use_cpu": False,
-        "debug": False,
-    }
+def _require_success(answers: Sequence[Future[Any]]) -> None:
+    """Wait until all have an outcome or one has failed, and raise what made it fail."""
+    first = next((error for answer in as_completed(answers) if (error := answer.exception()) is not None), None)
+    if first is None:
+        return
+    if isinstance(first, RemoteStageError):
+        # When a process is killed, another may report first that it has lost the connection.
+        wait(answers, SECONDS_TO_FIND_CAUSE)
+    errors = [error for answer in answers if answer.done() and (error := answer.exception()) is not None]
+    raise next((error for error in errors if not isinstance(error, RemoteStageError)), first)

@@ -48,7 +48,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    # Several processes run the second module by its name.
+    # A handler of child processes is found by its name.
     return family_module(inputs["model"].section.kind), "tasks.update.process"
 
 

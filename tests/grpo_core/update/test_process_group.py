@@ -102,7 +102,6 @@ def update_every_variant(folder: Path) -> None:
             updated(VARIANTS[name], process_group, disturbed=0.3)
         except ParityError as error:
             (folder / f"{name}-{process_group.rank}.txt").write_text(str(error))
-    process_group.close()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -155,7 +154,6 @@ def refuse_other_weights(folder: Path) -> None:
         process_group.require_equal(values)
     except RuntimeError as error:
         (folder / f"{process_group.rank}.txt").write_text(str(error))
-    process_group.close()
 
 
 def test_weights_that_differ_are_refused_by_every_process(tmp_path: Path) -> None:

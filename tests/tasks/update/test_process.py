@@ -1,22 +1,29 @@
 """The update in several processes: the weights and moments of one, every row once, and failures that are reported."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
 import psutil
 import pytest
+import torch
 
 from configs.sections import LoraSection, PlacementSection
 from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.update.accelerated import AcceleratedProcessGroup
 from tasks.execution.errors import LostStageError
+from tasks.execution.resources import run_resources
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef
-from tasks.storage.artifacts.store import ArtifactStore, use_store
-from tasks.update.job import refuse_unusable_placement
+from tasks.storage.artifacts.store import ArtifactStore, current_store, described, use_store
+from tasks.update.job import SharedJob, UpdateOutcome, refuse_unusable_placement
+from tasks.update.process import take_part
 from tasks.update.update_policy import update_policy_task
+from tests.processes import in_processes
 from tests.progress import ProgressLog
 from tests.tasks.update.update_jobs import (
     ADVANTAGE_OF,
@@ -33,8 +40,15 @@ from tests.tasks.update.update_jobs import (
     together,
 )
 
+pytestmark = pytest.mark.usefixtures("ending_processes")
 REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = {"images": IMAGES, "texts": TEXTS}
+
+
+@pytest.fixture
+def ending_processes() -> Iterator[None]:
+    with run_resources():
+        yield
 
 
 REFRESHED = UPDATE.model_copy(update={"reference": ReferenceSection(refresh_every=1, mix=0.6), "ema": 0.9})
@@ -98,6 +112,41 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert all((folder / "reference").exists() for folder in last.values())
 
 
+def make_two_versions(first: str, folder: Path) -> None:
+    """In each process: an update, its commit and the next update."""
+    log, shared = ProgressLog(), SharedJob.model_validate_json(first)
+    listen(log)
+    outcome = take_part(shared)
+    made = None if outcome is None else commit(current_store(), shared.job, Path(shared.staged), outcome)
+    policy = AcceleratedProcessGroup(torch.device("cpu")).from_first(made)
+    (folder / "two").mkdir(exist_ok=True)
+    job = shared.job.model_copy(update={"policy": policy})
+    outcome = take_part(shared.model_copy(update={"job": job, "staged": str(folder / "two")}))
+    loads = sum(line.startswith("loaded ") for line in log.lines)
+    (folder / f"loads-{os.environ['RANK']}").write_text(str(loads))
+    if outcome is not None:
+        (folder / "policy.json").write_text(policy.model_dump_json())
+        (folder / "outcome.json").write_text(outcome.model_dump_json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "loads"), [("ddp", "1"), ("fsdp2", "2")])
+def test_the_next_update_of_the_same_processes_is_that_of_new_ones(
+    store: ArtifactStore, tmp_path: Path, sharding: str, loads: str
+) -> None:
+    """With a reference that every update refreshes, and a moving average."""
+    modality, update = UPDATES["texts, adapters"]
+    rollouts = modality.collect()
+    job = job_of(modality, rollouts, advantages_of(rollouts), update=update, processes=2, sharding=sharding)
+    (tmp_path / "one").mkdir()
+    shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(tmp_path / "one"))
+    in_processes(2, make_two_versions, shared.model_dump_json(), tmp_path)
+    policy = PolicyRef.model_validate_json((tmp_path / "policy.json").read_text())
+    new = together(job.model_copy(update={"policy": policy}), tmp_path / "new")
+    assert UpdateOutcome.model_validate_json((tmp_path / "outcome.json").read_text()) == new
+    assert [(tmp_path / f"loads-{rank}").read_text() for rank in range(2)] == [loads, loads]
+
+
 @pytest.mark.parametrize(
     ("placement", "optimizer", "place"),
     [
@@ -123,13 +172,11 @@ def test_an_update_that_cannot_be_shared_is_refused(
     assert caught.value.place == place
 
 
-# --- launched: half a minute and more each, nearly all of it the imports of the processes
+# --- started as a run starts them: half a minute each, nearly all of it the imports of the processes
 
 
 def update_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """Those that accelerate's launcher started, the launcher not among them."""
-    ours = [each for each in parent.children(recursive=True) if "tasks.update.process" in each.cmdline()]
-    return [each for each in ours if not any("accelerate" in part for part in each.cmdline())]
+    return [each for each in parent.children() if each.cmdline()[-2:] == ["tasks.execution.child_main", "update"]]
 
 
 def run_task(
@@ -193,13 +240,29 @@ def test_a_loss_that_is_not_finite_names_its_sample_and_leaves_no_version(store:
     assert not update_processes(psutil.Process())
 
 
-# Minutes of work, so that it is in the middle when something happens to it.
-LONG = UPDATE.model_copy(update={"epochs": 5000})
+# Long enough that it is in the middle when something happens to it.
+LONG = UPDATE.model_copy(update={"epochs": 500})
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_reported_and_leaves_no_version(store: ArtifactStore) -> None:
-    log = ProgressLog(lambda: update_processes(psutil.Process())[-1].kill())
+def test_processes_are_kept_until_one_of_them_dies(tmp_path: Path) -> None:
+    def version(name: str) -> str:
+        use_store(ArtifactStore(str(tmp_path / "runs"), name))
+        return run_task(TEXTS, processes=2).digest
+
+    first = version("first")
+    kept = update_processes(psutil.Process())
+    assert len(kept) == 2
+    assert version("again") == first
+    assert update_processes(psutil.Process()) == kept
+    kept[-1].kill()
+    kept[-1].wait(10)
+    assert version("anew") == first
+    assert not set(update_processes(psutil.Process())) & set(kept)
+
+    store, log = ArtifactStore(str(tmp_path / "runs"), "killed"), ProgressLog()
+    use_store(store)
+    log.then = lambda: update_processes(psutil.Process())[-1].kill()
     with pytest.raises(LostStageError, match="SIGKILL"):
         run_task(TEXTS, log=log, update=LONG, processes=2)
     assert store.find("policies/000001") is None
@@ -225,7 +288,7 @@ def test_nothing_is_left_of_an_update_whose_own_process_is_killed(tmp_path: Path
         assert parent.stdout is not None
         assert parent.stdout.readline() == "running\n"
         started = psutil.Process(parent.pid).children(recursive=True)
-        assert len(started) >= 3
+        assert len(started) >= 2
         parent.kill()
     _, left = psutil.wait_procs(started, timeout=60)
     assert left == []

@@ -1,8 +1,6 @@
 """Updates to be carried out over stored rollouts of the shipped tiny models, with advantages as a test wants them."""
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from torch import Tensor
 from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import MismatchSection, UpdateSection
 from grpo_core.update import SINGLE_PROCESS
-from tasks.execution.child_main import OUTCOME, Answers
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
@@ -24,7 +21,7 @@ from tasks.storage.artifacts.store import ArtifactStore, current_store, describe
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, SCHEMA_VERSION
 from tasks.update.job import SharedJob, UpdateJob, UpdateOutcome, carry_out
-from tasks.update.process import JOB_FILE, take_part
+from tasks.update.process import take_part
 from tests.processes import in_processes
 from tests.tiny_policy import MODEL as IMAGE_MODEL
 from tests.tiny_text_policy import MODEL as TEXT_MODEL
@@ -172,17 +169,16 @@ def together(job: UpdateJob, folder: Path) -> UpdateOutcome:
     """The update in as many processes as its placement says, through the function that launched processes run."""
     store = current_store()
     folder.mkdir()
-    exchanged = folder.with_name(f"{folder.name}-exchanged")
-    exchanged.mkdir()
     shared = SharedJob(job=job, storage=described(store), run=store.run, staged=str(folder))
-    (exchanged / JOB_FILE).write_text(shared.model_dump_json())
-    in_processes(job.placement.processes, _take_part, exchanged)
-    answers = [json.loads(line) for line in (exchanged / "answers").read_text().splitlines()]
-    return UpdateOutcome.model_validate_json(json.dumps(answers[-1][OUTCOME]))
+    outcome = folder.with_name(f"{folder.name}-outcome.json")
+    in_processes(job.placement.processes, _take_part, shared.model_dump_json(), outcome)
+    return UpdateOutcome.model_validate_json(outcome.read_text())
 
 
-def _take_part(folder: Path) -> None:
-    take_part(folder, Answers(os.open(folder / "answers", os.O_WRONLY | os.O_APPEND | os.O_CREAT)))
+def _take_part(shared: str, written: Path) -> None:
+    outcome = take_part(SharedJob.model_validate_json(shared))
+    if outcome is not None:
+        written.write_text(outcome.model_dump_json())
 
 
 def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOutcome) -> PolicyRef:
