@@ -26,16 +26,15 @@ def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, 
     with the other rows of the batch.
 
     Args:
-        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller detects it there.
+        logprobs: normalised log-probs. A row of NaN gives some id, whose log-prob is NaN: the caller detects it there.
         uniforms: in [0, 1), fp64.
     """
-    probabilities = logprobs.double().exp()
-    cumulative = probabilities.cumsum(-1)
-    thresholds = uniforms.to(cumulative.device, torch.float64).unsqueeze(-1) * cumulative[:, -1:]
-    # `right=True` skips ids of probability zero at a threshold of exactly zero.
-    sampled = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=sampled.device))
-    return torch.minimum(sampled, last_possible.amax(-1))
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below the total, so that no id after the last possible one is found; `right=True` finds none of probability zero.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    thresholds = torch.minimum(uniforms.to(total.device, torch.float64).unsqueeze(-1) * total, below)
+    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
 
 
 @dataclass(frozen=True)
@@ -125,26 +124,26 @@ def _outside_nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[
 class SupportRecorder:
     """Collects, token by token, the ids that a truncated sampler could choose."""
 
-    def __init__(self) -> None:
-        """Start without a record."""
-        self._ids: list[tuple[Tensor, ...]] = []
+    def __init__(self, batch: int) -> None:
+        """Start without a record, for this many rows."""
+        self._batch = batch
+        self._ids: list[dict[int, Tensor]] = []
         self._counts: list[Tensor] = []
 
-    def add(self, logprobs: Float[Tensor, "batch vocab"], active: Bool[Tensor, " batch"] | None = None) -> None:
-        """Record one token of every row.
+    def add(self, logprobs: Float[Tensor, "rows vocab"], rows: Sequence[int]) -> None:
+        """Record one token of these rows; the others get no ids.
 
         Args:
-            active: rows that have this token; the others get no ids. None: all rows.
+            rows: the row of each distribution in the batch, ascending.
         """
         # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
         possible = logprobs != -torch.inf
-        if active is not None:
-            possible = possible & active.unsqueeze(-1)
-        counts = possible.sum(-1).cpu()
-        self._counts.append(counts)
-        self._ids.append(possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist()))
+        counts, index = possible.sum(-1).cpu(), torch.tensor(rows, dtype=torch.long)
+        self._counts.append(torch.zeros(self._batch, dtype=torch.long).index_put((index,), counts))
+        ids = possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist())
+        self._ids.append(dict(zip(rows, ids, strict=True)))
 
     def support(self) -> TokenSupport:
         """Return the recorded ids, row by row, on the CPU; requires at least one recorded token."""
-        by_row = [ids for row in zip(*self._ids, strict=True) for ids in row]
+        by_row = [step[row] for row in range(self._batch) for step in self._ids if row in step]
         return TokenSupport(torch.cat(by_row), torch.stack(self._counts, 1))

@@ -71,7 +71,9 @@ def test_draw_agrees_with_a_loop_over_the_ids(seed: int) -> None:
 def test_a_row_of_nan_gives_an_id_that_exists() -> None:
     """The NaN then stands in the recorded log-prob, where collection refuses it by name."""
     logprobs = torch.cat([torch.full((1, 3), torch.nan), log(0.2, 0.3, 0.5)])
-    assert draw_tokens(logprobs, torch.tensor([0.9, 0.9], dtype=torch.float64)).tolist() == [0, 2]
+    drawn = draw_tokens(logprobs, torch.tensor([0.9, 0.9], dtype=torch.float64)).tolist()
+    assert 0 <= drawn[0] < 3
+    assert drawn[1] == 2
 
 
 # --- truncation
@@ -184,10 +186,11 @@ def test_values_outside_their_range_are_refused(field: str, value: float) -> Non
 )
 def test_what_is_recorded_is_what_could_be_drawn(steps: list[list[tuple[bool, set[int]]]]) -> None:
     assume(any(active for step in steps for active, _ in step))
-    recorder = SupportRecorder()
+    recorder = SupportRecorder(len(steps[0]))
     for step in steps:
-        possible = torch.tensor([[float(index in ids) for index in range(7)] for _, ids in step])
-        recorder.add(possible.log().log_softmax(-1), torch.tensor([active for active, _ in step]))
+        rows = [row for row, (active, _) in enumerate(step) if active]
+        possible = torch.tensor([[float(index in step[row][1]) for index in range(7)] for row in rows])
+        recorder.add(possible.reshape(-1, 7).log().log_softmax(-1), rows)
     support = recorder.support()
     by_row = [[sorted(ids) if active else [] for active, ids in row] for row in zip(*steps, strict=True)]
     assert support.counts.tolist() == [[len(ids) for ids in row] for row in by_row]
