@@ -13,6 +13,8 @@ from grpo_core.errors import InputError
 from grpo_core.records import TokenSupport
 from grpo_core.seeds import make_generator
 
+_BLOCK = 1024
+
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples count"]:
     """Return `count` uniform numbers per sample, which depend on that sample's seed only."""
@@ -29,12 +31,31 @@ def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, 
         logprobs: normalised log-probs. A row of NaN gives some id, whose log-prob is NaN: the caller detects it there.
         uniforms: in [0, 1), fp64.
     """
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    rows, vocabulary = logprobs.shape
+    numbers = uniforms.to(logprobs.device, torch.float64).unsqueeze(-1)
+    if vocabulary <= _BLOCK:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative, numbers * cumulative[:, -1:]).squeeze(-1)
+    # A block first, then the id in it: fp64 sums of every id of a large vocabulary would take longer than its softmax.
+    filled = torch.nn.functional.pad(logprobs, (0, -vocabulary % _BLOCK), value=-torch.inf)
+    blocks = filled.exp().unflatten(-1, (-1, _BLOCK))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    thresholds = numbers * ends[:, -1:]
+    chosen = _first_above(ends, thresholds)
+    begins = torch.nn.functional.pad(ends, (1, 0)).gather(-1, chosen)
+    within = blocks[torch.arange(rows, device=chosen.device), chosen.squeeze(-1)].cumsum(-1, dtype=torch.float64)
+    ids = chosen * _BLOCK + _first_above(within, thresholds - begins)
+    return ids.squeeze(-1).clamp(max=vocabulary - 1)
+
+
+def _first_above(
+    cumulative: Float[Tensor, "batch count"], thresholds: Float[Tensor, "batch 1"]
+) -> Int[Tensor, "batch 1"]:
+    """Return the first place in each row whose sum is above the threshold; thresholds end below the row's total."""
     total = cumulative[:, -1:]
-    # Below the total, so that no id after the last possible one is found; `right=True` finds none of probability zero.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    thresholds = torch.minimum(uniforms.to(total.device, torch.float64).unsqueeze(-1) * total, below)
-    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).clamp(max=logprobs.shape[-1] - 1)
+    below = torch.minimum(thresholds, torch.nextafter(total, torch.zeros_like(total)))
+    # `right=True` finds no place that adds nothing to the sum. A row of NaN has no such place.
+    return torch.searchsorted(cumulative, below, right=True).clamp(max=cumulative.shape[-1] - 1)
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,12 @@ def sample_completions(
     written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
     for index in range(rule.max_tokens):
         written.add(index, logits)
-        if index + 1 == rule.max_tokens or not written.active.any():
+        kept = written.active.nonzero()[:, 0]
+        if index + 1 == rule.max_tokens or not len(kept):
             break
-        if (kept := written.drop_ended()) is not None:
+        # Each time copies the cache, so a row does not leave at once when it ends.
+        if len(kept) <= 0.75 * len(written.rows):
+            written.keep(kept)
             cache.batch_select_indices(kept)
             lengths, attention = lengths[kept], attention[kept]
         logits = model(
@@ -180,16 +183,9 @@ class _Written:
         self.active = self.active & ~ended
         self.finished[rows] = ~self.active
 
-    def drop_ended(self) -> Int[Tensor, " kept"] | None:
-        """Leave out the rows that have ended, once they are a quarter; return the places of those that stay.
-
-        Each time copies the cache, so not every row is dropped at its end.
-        """
-        kept = self.active.nonzero()[:, 0]
-        if len(kept) > 0.75 * len(self.rows):
-            return None
-        self.rows, self.active = self.rows[kept], self.active[kept]
-        return kept
+    def keep(self, places: Int[Tensor, " kept"]) -> None:
+        """Leave out all rows but those in these places."""
+        self.rows, self.active = self.rows[places], self.active[places]
 
     def _stopped(self, stops: StopTexts, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
         stopped = [False] * len(sampled)
