@@ -15,6 +15,10 @@ class GrowingLayer(DynamicLayer):
     The layer that it replaces joins all earlier keys and values with those of each new token.
     """
 
+    keys: Tensor
+    values: Tensor
+    _memory: tuple[Tensor, Tensor]
+
     def __init__(self, filled: DynamicLayer, limit: int) -> None:
         """Take over the keys and values of a filled layer.
 
@@ -51,12 +55,15 @@ class GrowingLayer(DynamicLayer):
         length: int,
     ) -> None:
         """Move them to memory for at least `length` tokens of each row."""
-        filled = keys.shape[-2]
         capacity = max(length, min(self._limit, length + max(_GROWTH, length // 4)))
-        self._memory = tuple(part.new_empty(*part.shape[:2], capacity, part.shape[3]) for part in (keys, values))
-        self.keys, self.values = (memory[:, :, :filled] for memory in self._memory)
-        self.keys.copy_(keys)
-        self.values.copy_(values)
+
+        def moved(part: Tensor) -> tuple[Tensor, Tensor]:
+            memory = part.new_empty(*part.shape[:2], capacity, part.shape[3])
+            filled = memory[:, :, : part.shape[2]]
+            return memory, filled.copy_(part)
+
+        (key_memory, self.keys), (value_memory, self.values) = moved(keys), moved(values)
+        self._memory = key_memory, value_memory
 
 
 def grow_in_place(cache: Cache, limit: int) -> None:
