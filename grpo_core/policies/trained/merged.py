@@ -26,7 +26,8 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
                 originals.append((layer, {each: each.data for each in parameters}))
                 for each in parameters:
                     each.data = each.data.clone()
-                layer.merge()
+                with torch.no_grad():
+                    layer.merge()
         yield
     finally:
         for layer, values in originals:
