@@ -13,6 +13,8 @@ from grpo_core.errors import InputError
 from grpo_core.records import TokenSupport
 from grpo_core.seeds import make_generator
 
+_BLOCK = 1024
+
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> Float[Tensor, "samples count"]:
     """Return `count` uniform numbers per sample, which depend on that sample's seed only."""
@@ -26,16 +28,34 @@ def draw_tokens(logprobs: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, 
     with the other rows of the batch.
 
     Args:
-        logprobs: normalised log-probs. A row of NaN gives id 0, whose log-prob is NaN: the caller detects it there.
+        logprobs: normalised log-probs. A row of NaN gives some id, whose log-prob is NaN: the caller detects it there.
         uniforms: in [0, 1), fp64.
     """
-    probabilities = logprobs.double().exp()
-    cumulative = probabilities.cumsum(-1)
-    thresholds = uniforms.to(cumulative.device, torch.float64).unsqueeze(-1) * cumulative[:, -1:]
-    # `right=True` skips ids of probability zero at a threshold of exactly zero.
-    sampled = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    last_possible = (probabilities > 0).long().mul(torch.arange(logprobs.shape[-1], device=sampled.device))
-    return torch.minimum(sampled, last_possible.amax(-1))
+    rows, vocabulary = logprobs.shape
+    numbers = uniforms.to(logprobs.device, torch.float64).unsqueeze(-1)
+    if vocabulary <= _BLOCK:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative, numbers * cumulative[:, -1:]).squeeze(-1)
+    # A block first, then the id in it: fp64 sums of every id of a large vocabulary would take longer than its softmax.
+    filled = torch.nn.functional.pad(logprobs, (0, -vocabulary % _BLOCK), value=-torch.inf)
+    blocks = filled.exp().unflatten(-1, (-1, _BLOCK))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    thresholds = numbers * ends[:, -1:]
+    chosen = _first_above(ends, thresholds)
+    begins = torch.nn.functional.pad(ends, (1, 0)).gather(-1, chosen)
+    within = blocks[torch.arange(rows, device=chosen.device), chosen.squeeze(-1)].cumsum(-1, dtype=torch.float64)
+    ids = chosen * _BLOCK + _first_above(within, thresholds - begins)
+    return ids.squeeze(-1).clamp(max=vocabulary - 1)
+
+
+def _first_above(
+    cumulative: Float[Tensor, "batch count"], thresholds: Float[Tensor, "batch 1"]
+) -> Int[Tensor, "batch 1"]:
+    """Return the first place in each row whose sum is above the threshold; thresholds end below the row's total."""
+    total = cumulative[:, -1:]
+    below = torch.minimum(thresholds, torch.nextafter(total, torch.zeros_like(total)))
+    # `right=True` finds no place that adds nothing to the sum. A row of NaN has no such place.
+    return torch.searchsorted(cumulative, below, right=True).clamp(max=cumulative.shape[-1] - 1)
 
 
 @dataclass(frozen=True)
@@ -125,26 +145,26 @@ def _outside_nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[
 class SupportRecorder:
     """Collects, token by token, the ids that a truncated sampler could choose."""
 
-    def __init__(self) -> None:
-        """Start without a record."""
-        self._ids: list[tuple[Tensor, ...]] = []
+    def __init__(self, batch: int) -> None:
+        """Start without a record, for this many rows."""
+        self._batch = batch
+        self._ids: list[dict[int, Tensor]] = []
         self._counts: list[Tensor] = []
 
-    def add(self, logprobs: Float[Tensor, "batch vocab"], active: Bool[Tensor, " batch"] | None = None) -> None:
-        """Record one token of every row.
+    def add(self, logprobs: Float[Tensor, "rows vocab"], rows: Sequence[int]) -> None:
+        """Record one token of these rows; the others get no ids.
 
         Args:
-            active: rows that have this token; the others get no ids. None: all rows.
+            rows: the row of each distribution in the batch, ascending.
         """
         # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
         possible = logprobs != -torch.inf
-        if active is not None:
-            possible = possible & active.unsqueeze(-1)
-        counts = possible.sum(-1).cpu()
-        self._counts.append(counts)
-        self._ids.append(possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist()))
+        counts, index = possible.sum(-1).cpu(), torch.tensor(rows, dtype=torch.long)
+        self._counts.append(torch.zeros(self._batch, dtype=torch.long).index_put((index,), counts))
+        ids = possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist())
+        self._ids.append(dict(zip(rows, ids, strict=True)))
 
     def support(self) -> TokenSupport:
         """Return the recorded ids, row by row, on the CPU; requires at least one recorded token."""
-        by_row = [ids for row in zip(*self._ids, strict=True) for ids in row]
+        by_row = [step[row] for row in range(self._batch) for step in self._ids if row in step]
         return TokenSupport(torch.cat(by_row), torch.stack(self._counts, 1))

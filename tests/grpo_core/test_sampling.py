@@ -34,9 +34,14 @@ def test_uniform_numbers_of_a_sample_depend_on_its_seed() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, LARGEST_UNIFORM, 1.0])
-def test_impossible_ids_are_never_drawn_at_the_edges(uniform: float) -> None:
-    drawn = draw_tokens(log(0.0, 0.0, 0.4, 0.0, 0.6, 0.0), torch.tensor([uniform], dtype=torch.float64))
-    assert drawn.tolist() in ([2], [4])
+@pytest.mark.parametrize(("vocabulary", "possible"), [(6, (2, 4)), (5000, (1023, 1024)), (5000, (2100, 3500))])
+def test_impossible_ids_are_never_drawn_at_the_edges(
+    vocabulary: int, possible: tuple[int, int], uniform: float
+) -> None:
+    probabilities = torch.zeros(1, vocabulary)
+    probabilities[0, possible] = torch.tensor([0.4, 0.6])
+    (drawn,) = draw_tokens(probabilities.log(), torch.tensor([uniform], dtype=torch.float64)).tolist()
+    assert drawn == possible[uniform >= 0.4]
 
 
 @pytest.mark.parametrize("uniform", [0.0, LARGEST_UNIFORM, 1.0])
@@ -54,10 +59,10 @@ def test_a_row_is_drawn_alike_alone_and_beside_others(seed: int, support: int) -
     assert draw_tokens(logprobs, uniforms).tolist() == alone
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_draw_agrees_with_a_loop_over_the_ids(seed: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([9, 2500]))
+def test_draw_agrees_with_a_loop_over_the_ids(seed: int, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logprobs = torch.log_softmax(3 * torch.randn(1, 9, generator=generator), -1)
+    logprobs = torch.log_softmax(3 * torch.randn(1, vocabulary, generator=generator), -1)
     uniform = torch.rand(1, generator=generator, dtype=torch.float64)
     remaining, expected = float(uniform) * math.fsum(logprobs.double().exp().flatten().tolist()), 0
     for probability in logprobs.double().exp().flatten().tolist():
@@ -70,8 +75,12 @@ def test_draw_agrees_with_a_loop_over_the_ids(seed: int) -> None:
 
 def test_a_row_of_nan_gives_an_id_that_exists() -> None:
     """The NaN then stands in the recorded log-prob, where collection refuses it by name."""
-    logprobs = torch.cat([torch.full((1, 3), torch.nan), log(0.2, 0.3, 0.5)])
-    assert draw_tokens(logprobs, torch.tensor([0.9, 0.9], dtype=torch.float64)).tolist() == [0, 2]
+    for beyond in (0, 2000):
+        logprobs = torch.cat([torch.full((1, 3), torch.nan), log(0.2, 0.3, 0.5)])
+        logprobs = torch.nn.functional.pad(logprobs, (0, beyond), value=-torch.inf)
+        drawn = draw_tokens(logprobs, torch.tensor([0.9, 0.9], dtype=torch.float64)).tolist()
+        assert 0 <= drawn[0] < 3 + beyond
+        assert drawn[1] == 2
 
 
 # --- truncation
@@ -184,10 +193,11 @@ def test_values_outside_their_range_are_refused(field: str, value: float) -> Non
 )
 def test_what_is_recorded_is_what_could_be_drawn(steps: list[list[tuple[bool, set[int]]]]) -> None:
     assume(any(active for step in steps for active, _ in step))
-    recorder = SupportRecorder()
+    recorder = SupportRecorder(len(steps[0]))
     for step in steps:
-        possible = torch.tensor([[float(index in ids) for index in range(7)] for _, ids in step])
-        recorder.add(possible.log().log_softmax(-1), torch.tensor([active for active, _ in step]))
+        rows = [row for row, (active, _) in enumerate(step) if active]
+        possible = torch.tensor([[float(index in step[row][1]) for index in range(7)] for row in rows])
+        recorder.add(possible.reshape(-1, 7).log().log_softmax(-1), rows)
     support = recorder.support()
     by_row = [[sorted(ids) if active else [] for active, ids in row] for row in zip(*steps, strict=True)]
     assert support.counts.tolist() == [[len(ids) for ids in row] for row in by_row]

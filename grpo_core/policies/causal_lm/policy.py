@@ -124,8 +124,6 @@ class CausalLMPolicy(TrainedPolicy):
     ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other."""
         assert size is None, "texts have no size"
-        # A layer that is being checkpointed drops its cache.
-        self.prepare_for_sampling()
         settings = self.settings
         requested = tuple(prompt for prompt in prompts for _ in range(group_size))
         encoded, rows = self._distinct(requested)
@@ -137,7 +135,7 @@ class CausalLMPolicy(TrainedPolicy):
             stops=self.stops,
             max_tokens=settings.max_completion_length,
         )
-        with self._precision():
+        with self._sampling(self._device):
             return sample_completions(self._model, encoded, requested, rows, rule, seeds)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[str]:

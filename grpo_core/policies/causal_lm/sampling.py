@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
+from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.records import SampledTokens, TokenBatch
 from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
 
@@ -123,60 +124,76 @@ def sample_completions(
     cache, logits = step.past_key_values, step.logits[rows, -1]
     # The samples of a prompt share its prefill.
     cache.batch_select_indices(rows)
-    lengths, attention = encoded.lengths[rows], encoded.attention_mask[rows]
-    attention = torch.cat([attention, attention.new_ones(len(rows), rule.max_tokens)], 1)
+    grow_in_place(cache, encoded.length + rule.max_tokens)
+    prompt_lengths, attention = encoded.lengths[rows], encoded.attention_mask[rows]
+    attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
+    lengths = prompt_lengths
     written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
     for index in range(rule.max_tokens):
         written.add(index, logits)
-        if index + 1 == rule.max_tokens or not written.active.any():
+        kept = written.active.nonzero()[:, 0]
+        if index + 1 == rule.max_tokens or not len(kept):
             break
+        # Each time copies the cache, so a row does not leave at once when it ends.
+        if len(kept) <= 0.75 * len(written.rows):
+            written.keep(kept)
+            cache.batch_select_indices(kept)
+            lengths, attention = lengths[kept], attention[kept]
         logits = model(
-            input_ids=written.ids[:, index : index + 1],
+            input_ids=written.ids[written.rows, index : index + 1],
             attention_mask=attention[:, : encoded.length + index + 1],
             position_ids=(lengths + index).unsqueeze(-1),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-    return written.sampled(prompts, index + 1, lengths)
+    return written.sampled(prompts, index + 1, prompt_lengths)
 
 
 class _Written:
-    """The tokens of all rows so far."""
+    """The tokens of all rows so far; the model reads those of `rows`, some of which may have ended."""
 
     def __init__(
-        self, rows: int, rule: SamplingRule, uniforms: Float[Tensor, "rows time"], device: torch.device
+        self, rows: int, rule: SamplingRule, uniforms: Float[Tensor, "batch time"], device: torch.device
     ) -> None:
         self.rule, self.uniforms = rule, uniforms.to(device)
         self.ids = torch.zeros(rows, rule.max_tokens, dtype=torch.long, device=device)
         self.mask = torch.zeros(rows, rule.max_tokens, dtype=torch.bool, device=device)
         self.logprobs = torch.zeros(rows, rule.max_tokens, device=device)
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.rows = torch.arange(rows, device=device)
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         self.ends = torch.tensor(rule.ends, dtype=torch.long, device=device)
-        self.recorder = SupportRecorder() if rule.truncation.active else None
+        self.recorder = SupportRecorder(rows) if rule.truncation.active else None
         self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
 
     def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
         """Sample the token at `index` of every row that has not ended."""
-        rule = self.rule
+        rule, rows = self.rule, self.rows
         distribution = truncate(vocabulary_logprobs(logits, rule.vocabulary, rule.temperature), rule.truncation)
-        sampled = draw_tokens(distribution, self.uniforms[:, index])
+        sampled = draw_tokens(distribution, self.uniforms[rows, index])
         if self.recorder is not None:
-            self.recorder.add(distribution, self.active)
-        self.ids[:, index] = torch.where(self.active, sampled, 0)
-        self.logprobs[:, index] = torch.where(self.active, gather_logprobs(distribution, sampled), 0.0)
-        self.mask[:, index] = self.active
+            self.recorder.add(distribution[self.active], rows[self.active].tolist())
+        self.ids[rows, index] = torch.where(self.active, sampled, 0)
+        self.logprobs[rows, index] = torch.where(self.active, gather_logprobs(distribution, sampled), 0.0)
+        self.mask[rows, index] = self.active
         ended = torch.isin(sampled, self.ends)
         if rule.stops:
             ended |= self._stopped(rule.stops, sampled)
         self.active = self.active & ~ended
+        self.finished[rows] = ~self.active
+
+    def keep(self, places: Int[Tensor, " kept"]) -> None:
+        """Leave out all rows but those in these places."""
+        self.rows, self.active = self.rows[places], self.active[places]
 
     def _stopped(self, stops: StopTexts, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
         stopped = [False] * len(sampled)
-        tokens = sampled.tolist()
-        for row in self.active.nonzero()[:, 0].tolist():
-            self.written[row].append(tokens[row])
-            stopped[row] = stops.completed(self.written[row])
+        tokens, rows = sampled.tolist(), self.rows.tolist()
+        for place in self.active.nonzero()[:, 0].tolist():
+            own = self.written[rows[place]]
+            own.append(tokens[place])
+            stopped[place] = stops.completed(own)
         return torch.tensor(stopped, device=sampled.device)
 
     def sampled(self, prompts: tuple[str, ...], time: int, prompt_lengths: Int[Tensor, " rows"]) -> SampledTokens:
@@ -184,4 +201,4 @@ class _Written:
         support = None if self.recorder is None else self.recorder.support()
         ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
         tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support)
-        return SampledTokens(tokens, self.logprobs[:, :time].cpu(), ~self.active.cpu(), prompt_lengths.cpu())
+        return SampledTokens(tokens, self.logprobs[:, :time].cpu(), self.finished.cpu(), prompt_lengths.cpu())

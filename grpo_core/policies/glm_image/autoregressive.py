@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, GlmImageForConditionalGeneration, GlmImageProcessor
+from transformers import Cache, DynamicCache, GlmImageForConditionalGeneration, GlmImageProcessor
 
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
+from grpo_core.policies.glm_image.decode_step import DecodeStep
+from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
 from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
 
@@ -140,38 +142,31 @@ def sample_tokens(
         Sampled ids, their log-probs, and the ids each could be sampled from; None without truncation.
     """
     logits, cache = _prefill(model, encoded, group_size)
-    rows = encoded.repeat(group_size)
-    attention = torch.cat([rows.attention_mask, rows.attention_mask.new_ones(len(seeds), tokens)], 1)
+    grow_in_place(cache, encoded.length + tokens)
+    encoded = encoded.repeat(group_size)
+    attention = nn.functional.pad(encoded.attention_mask, (0, tokens), value=1)
+    step = DecodeStep(_unwrapped(model), cache, attention, encoded.position_ids[:, :, encoded.length :])
     uniforms = uniform_numbers(seeds, tokens).to(logits.device)
-    ids = rows.input_ids.new_zeros(len(seeds), tokens)
+    ids = encoded.input_ids.new_zeros(len(seeds), tokens)
     logprobs = torch.zeros(len(seeds), tokens, device=logits.device)
-    recorder = SupportRecorder() if truncation.active else None
+    recorder = SupportRecorder(len(seeds)) if truncation.active else None
     for index in range(tokens):
         distribution = truncate(vocabulary_logprobs(logits, vocabulary, temperature), truncation)
         ids[:, index] = draw_tokens(distribution, uniforms[:, index])
         logprobs[:, index] = gather_logprobs(distribution, ids[:, index])
         if recorder:
-            recorder.add(distribution)
-        if index + 1 == tokens:
-            break
-        place = encoded.length + index
-        logits = model(
-            input_ids=ids[:, index : index + 1],
-            attention_mask=attention[:, : place + 1],
-            position_ids=rows.position_ids[:, :, place : place + 1],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+            recorder.add(distribution, range(len(seeds)))
+        if index + 1 < tokens:
+            logits = step(ids[:, index], index)
     return ids, logprobs, recorder.support() if recorder else None
 
 
 def _prefill(
     model: nn.Module, encoded: EncodedPrompts, group_size: int
-) -> tuple[Float[Tensor, "samples vocab"], DynamicCache]:
+) -> tuple[Float[Tensor, "samples vocab"], Cache]:
     """Run each prompt once; return its last logits and its cache, repeated for each sibling."""
     cache = DynamicCache()
-    step = model(
+    output = model(
         input_ids=encoded.input_ids,
         attention_mask=encoded.attention_mask,
         position_ids=encoded.position_ids[:, :, : encoded.length],
@@ -180,7 +175,11 @@ def _prefill(
         logits_to_keep=1,
     )
     cache.batch_repeat_interleave(group_size)
-    return step.logits[:, -1].repeat_interleave(group_size, 0), cache
+    return output.logits[:, -1].repeat_interleave(group_size, 0), cache
+
+
+def _unwrapped(model: nn.Module) -> GlmImageForConditionalGeneration:
+    return next(part for part in model.modules() if isinstance(part, GlmImageForConditionalGeneration))
 
 
 def score_tokens(
@@ -206,7 +205,7 @@ def score_tokens(
     token_ids = torch.where(loss_mask, token_ids, 0)
     ids = torch.cat([encoded.input_ids, token_ids[:, :-1]], 1)
     attention = torch.cat([encoded.attention_mask, loss_mask[:, :-1].to(encoded.attention_mask.dtype)], 1)
-    inner = next(part for part in model.modules() if isinstance(part, GlmImageForConditionalGeneration))
+    inner = _unwrapped(model)
     hidden = _hidden_states(
         model,
         inner,

@@ -148,11 +148,9 @@ class GlmImagePolicy(TrainedPolicy):
         self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
     ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other."""
-        # A layer that is being checkpointed drops its cache.
-        self.prepare_for_sampling()
         size = size or self.settings.size
         encoded = self._encode(list(prompts), size)
-        with autocast(self._device, self.autocast):
+        with self._sampling(self._device):
             ids, logprobs, support = sample_tokens(
                 self.trained.model,
                 encoded,

@@ -4,6 +4,7 @@ choice         the settings that select what is trained
 stored_adapter the settings of an adapter that training starts from
 model          the interface of a trained model, its reference and its moving average, gradient checkpointing
 lora_and_full  adapters and full weights
+merged         adapters added to the weights while sampling
 whole          a model with trained weights, as transformers loads it
 policy         the half of a policy that its trained model implements; 16-bit arithmetic over the weights
 """

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
+from grpo_core.policies.trained.merged import merged_adapters
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes, on_cpu
 from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
 
@@ -188,6 +189,10 @@ class LoraModel(TrainedModel):
             hint = "The stored adapter is for another model, rank or targets; set policy as it was for that adapter."
             raise InputError("policy.lora", differing[:3], hint)
         set_peft_model_state_dict(self.model, state)
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Return a context in which adapters are added to the weights, where that is exact enough."""
+        return merged_adapters(self.model)
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:

@@ -1,6 +1,8 @@
 """The half of the Policy protocol that the trained model implements, and 16-bit arithmetic."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ class TrainedPolicy(ABC):
 
     Attributes:
         trained: the trained parameters and the reference.
+        autocast: dtype of matrix products; None: that of the weights.
     """
 
     trained: TrainedModel
+    autocast: torch.dtype | None
 
     @abstractmethod
     def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
@@ -47,6 +51,15 @@ class TrainedPolicy(ABC):
     def prepare_for_sampling(self) -> None:
         """Enter the mode for sampling."""
         self.trained.prepare_for_sampling()
+
+    @contextmanager
+    def _sampling(self, device: torch.device) -> Iterator[None]:
+        """Enter the mode and the precision for sampling."""
+        # A layer that is being checkpointed drops its cache.
+        self.prepare_for_sampling()
+        # Weights that are rounded to 16 bits for each product lose most of what is added to them.
+        with self.trained.merged() if self.autocast is None else nullcontext(), autocast(device, self.autocast):
+            yield
 
     def save_weights(self, folder: Path) -> None:
         """Write what an update changed."""

@@ -1,5 +1,6 @@
 """Stored and recomputed log-probs agree on every architecture, and each known way to get them wrong is seen."""
 
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_a_sample_depends_on_its_prompt_and_seed_alone(kind: str) -> None:
         assert (
             alone.token_ids[0, alone.loss_mask[0]].tolist() == together.token_ids[row, together.loss_mask[row]].tolist()
         )
+
+
+def test_rows_that_have_ended_leave_the_batch() -> None:
+    """And the rows that stay, some of them more than once moved, are sampled as alone."""
+    policy = made_policy("llama", CausalLMSettings(max_completion_length=24, stop=tuple(string.ascii_lowercase)))
+    fed: list[int] = []
+    _hooked(policy, lambda given: fed.append(len(given["input_ids"])))
+    tokens = drawn(policy).tokens
+    assert fed[0] == len(PROMPTS)
+    assert fed[1:] == sorted(fed[1:], reverse=True)
+    assert len(set(fed[1:])) > 2
+    for row in range(len(tokens)):
+        alone = policy.sample([tokens.prompts[row]], group_size=1, seeds=[row]).tokens
+        assert alone.token_ids[0, alone.loss_mask[0]].tolist() == tokens.token_ids[row, tokens.loss_mask[row]].tolist()
 
 
 def test_a_prompt_that_comes_twice_is_sampled_twice() -> None:
