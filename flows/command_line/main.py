@@ -97,6 +97,7 @@ def train(
         chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
         chosen += [RESTART] if restart else []
         checked = resolved(config, run, overrides, *chosen)
+        functions.start_server(lambda line: typer.echo(line, err=True))
         from flows.preflight.inputs import check_inputs
 
         check_inputs(checked)
