@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,9 +26,6 @@ class BrokenImage:
 
 Output = Image.Image | BrokenImage | str
 """What a row of tokens becomes: an image, or a text."""
-
-Modality = Literal["image", "text"]
-"""Which of the two."""
 
 
 def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:

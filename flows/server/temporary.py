@@ -77,7 +77,9 @@ class TemporaryServer:
         if not answered:
             self.log.seek(0)
             tail = self.log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            how = f"ended with exit code {self.process.returncode}" if self.ended else f"did not answer in {seconds:g} s"
+            how = f"did not answer in {seconds:g} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                how = f"ended with exit code {self.process.wait(1)}"
             raise RuntimeError("\n".join([f"Prefect's temporary server {how}", *tail]))
 
 
@@ -114,7 +116,7 @@ def start_temporary_server() -> bool:
 
 
 def _start(environment: dict[str, str]) -> TemporaryServer:
-    log = tempfile.TemporaryFile()
+    log = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the server runs)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(listener.fileno())],

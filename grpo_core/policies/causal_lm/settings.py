@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from grpo_core.sampling import TokenSamplingSettings
+from grpo_core.sampling_settings import TokenSamplingSettings
 
 
 @dataclass(frozen=True)

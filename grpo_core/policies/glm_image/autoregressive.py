@@ -18,7 +18,8 @@ from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.records import TokenLogprobs, TokenSupport
-from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling_settings import Truncation
 
 
 @dataclass(frozen=True)
