@@ -1,4 +1,4 @@
-"""Every option of the losses, and what each loss accepts; no tensors, so that they are checked before torch is imported."""
+"""Every option of the losses, and what each loss accepts; checked before torch, which takes seconds, is imported."""
 
 import difflib
 from collections.abc import Mapping
