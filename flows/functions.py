@@ -4,7 +4,6 @@ Each checks its input before anything heavy is imported, runs its flow to the en
 (a notebook), and returns what the command prints as a summary. Wrong input raises InputError or InputErrors.
 """
 
-import asyncio
 import contextvars
 import json
 import os
@@ -72,7 +71,7 @@ def train_checked(
     """Start or resume the training run of a configuration that `configs.loader` has checked; as :func:`train`."""
 
     def body() -> "Coroutine[Any, Any, TrainSummary]":
-        start_server()
+        begin_training(config)
         from flows.preflight.inputs import check_inputs
 
         check_inputs(config)
@@ -199,6 +198,18 @@ def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None
     return contextvars.copy_context().run(run)
 
 
+def begin_training(config: "RunConfig", report: Callable[[str], None] = log) -> None:
+    """Refuse missing files, then start a temporary server beside all that takes longer.
+
+    Raises:
+        InputErrors: the model's folder or prompt files do not exist.
+    """
+    from flows.preflight.files import refuse_missing_files
+
+    refuse_missing_files(config)
+    start_server(report)
+
+
 def start_server(report: Callable[[str], None] = log) -> None:
     """Start a temporary server if none is configured, while this process imports and checks what a flow needs."""
     from flows.server.temporary import start_temporary_server
@@ -216,6 +227,8 @@ def _to_the_end(work: Coroutine[Any, Any, R]) -> R:
 
 
 def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:

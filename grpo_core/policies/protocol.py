@@ -107,7 +107,7 @@ class PolicyFamily(Protocol):
         """
 
     def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model of this kind."""
+        """Raise InputError if a given folder is missing or contains no model; imports no library of models."""
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used, as far as its local files show."""

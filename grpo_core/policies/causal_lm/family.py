@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.modality import Modality
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.settings import CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.protocol import PolicyFamily
 
 if TYPE_CHECKING:
@@ -56,12 +56,8 @@ class CausalLMFamily:
         )
 
     def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model of this kind."""
-        from grpo_core.policies.causal_lm.loading import has_local_config, read_config, refuse_missing_folder
-
+        """Raise InputError if a given folder is missing or contains no model."""
         refuse_missing_folder(model)
-        if has_local_config(model):
-            read_config(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
