@@ -75,11 +75,13 @@ class TemporaryServer:
         finally:
             connection.close()
         if not answered:
-            self.log.seek(0)
-            tail = self.log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
             how = f"did not answer in {seconds:g} s"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 how = f"ended with exit code {self.process.wait(1)}"
+            self.close()
+            with self.log:
+                self.log.seek(0)
+                tail = self.log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
             raise RuntimeError("\n".join([f"Prefect's temporary server {how}", *tail]))
 
 
