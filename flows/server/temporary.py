@@ -105,7 +105,7 @@ def start_temporary_server() -> bool:
 
     settings = get_current_settings()
     has_ended = _server is not None and _server.ended and settings.api.url == _server.api_url
-    if (settings.api.url is not None and not has_ended) or not settings.server.ephemeral.enabled:
+    if (settings.api.url and not has_ended) or not settings.server.ephemeral.enabled:
         return False
     environment = {**os.environ, **settings.to_environment_variables(exclude_unset=True), **_ENVIRONMENT}
     environment.pop("PREFECT_API_URL", None)
