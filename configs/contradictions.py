@@ -7,7 +7,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import PromptsSection
-from grpo_core.advantages import refuse_terms
+from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.protocol import policy_family

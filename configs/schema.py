@@ -20,7 +20,7 @@ from configs.sections import (
 from configs.training import AdvantagesSection, MismatchSection, UpdateSection
 from configs.validation import Name, Section
 from grpo_core.optimizer.settings import WITH_LENGTH
-from grpo_core.policies.trained import Reference
+from grpo_core.policies.trained.choice import Reference
 
 
 class RunConfig(Section):

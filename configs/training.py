@@ -1,17 +1,18 @@
 """The sections of a configuration about advantages and the policy update."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.validation import Section
-from grpo_core.advantages import AdvantageSettings
-from grpo_core.losses import MismatchSettings
-from grpo_core.optimizer import OptimizerSettings
-from grpo_core.optimizer.settings import ScheduleValue
-from grpo_core.parity import ParityTolerance
-from grpo_core.policies.trained import Reference
-from grpo_core.update import UpdateSettings
+from grpo_core.advantages.settings import AdvantageSettings
+from grpo_core.losses.settings import MismatchSettings
+from grpo_core.optimizer.settings import OptimizerSettings, ScheduleValue
+from grpo_core.policies.trained.choice import Reference
+from grpo_core.update.settings import UpdateSettings
+
+if TYPE_CHECKING:
+    from grpo_core.parity import ParityTolerance
 
 
 class AdvantagesSection(Section, AdvantageSettings):
@@ -30,8 +31,10 @@ class ParitySection(Section):
     max_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-3 in fp32 and 1.0 in 16 bits")
     mean_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-4 in fp32 and 0.05 in 16 bits")
 
-    def tolerance(self, *, in_fp32: bool) -> ParityTolerance:
+    def tolerance(self, *, in_fp32: bool) -> "ParityTolerance":
         """Return the tolerance, with the defaults of the precision filled in."""
+        from grpo_core.parity import ParityTolerance
+
         largest, mean = (1e-3, 1e-4) if in_fp32 else (1.0, 0.05)
         return ParityTolerance(self.max_difference or largest, self.mean_difference or mean)
 

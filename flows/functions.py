@@ -4,20 +4,19 @@ Each checks its input before anything heavy is imported, runs its flow to the en
 (a notebook), and returns what the command prints as a summary. Wrong input raises InputError or InputErrors.
 """
 
-import asyncio
 import contextvars
 import json
 import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.validation import Section, validated
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
-from tasks.progress import Silence, listen
+from tasks.progress import Silence, listen, log
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -72,6 +71,7 @@ def train_checked(
     """Start or resume the training run of a configuration that `configs.loader` has checked; as :func:`train`."""
 
     def body() -> "Coroutine[Any, Any, TrainSummary]":
+        begin_training(config)
         from flows.preflight.inputs import check_inputs
 
         check_inputs(config)
@@ -104,6 +104,7 @@ def replay(
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
         request = _request(ReplayRequest, source, "source", options)
         require_runs([request.source], request.root)
+        start_server()
         from flows.replaying.plan import plan_replay
 
         plan_replay(request)
@@ -129,6 +130,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
         request = _request(EvaluateRequest, run, "run", options)
         require_runs([request.run], request.root)
+        start_server()
         from flows.evaluation.plan import plan_evaluate
 
         plan_evaluate(request)
@@ -167,6 +169,7 @@ def rescore(
             given = options if file is None else {**options, "rewards": file}
             request = _request(RescoreRequest, sources, "sources", given)
             require_runs(request.sources, request.root)
+            start_server()
             from flows.rescoring.plan import plan_rescore
 
             plan_rescore(request)
@@ -184,19 +187,48 @@ def _run(body: Callable[[], Coroutine[Any, Any, R]], hook: "IterationHook | None
         from flows.training.hooks import use_hook
 
         use_hook(hook)
-        work = body()
         if not progress:
             listen(Silence())
-            return _to_the_end(work)
+            return _to_the_end(body())
         from flows.terminal.progress import training_progress
 
         with training_progress():
-            return _to_the_end(work)
+            return _to_the_end(body())
 
     return contextvars.copy_context().run(run)
 
 
+def begin_training(config: "RunConfig", report: Callable[[str], None] = log) -> None:
+    """Refuse missing files, then start a temporary server beside all that takes longer.
+
+    Raises:
+        InputErrors: the model's folder or prompt files do not exist.
+    """
+    from flows.preflight.files import refuse_missing_files
+
+    refuse_missing_files(config)
+    start_server(report)
+
+
+def start_server(report: Callable[[str], None] = log) -> None:
+    """Start a temporary server if none is configured, while this process imports and checks what a flow needs."""
+    from flows.server.temporary import start_temporary_server
+
+    if start_temporary_server():
+        report("starting Prefect's server, and loading libraries beside it ...")
+
+
 def _to_the_end(work: Coroutine[Any, Any, R]) -> R:
+    from flows.server.temporary import wait_for_temporary_server
+
+    with closing(work):
+        wait_for_temporary_server()
+        return _run_to_the_end(work)
+
+
+def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
+    import asyncio
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:

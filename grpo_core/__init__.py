@@ -3,7 +3,7 @@
 records      what passes between the stages: token batches, training rows
 seeds        every random number of a run, derived from (run seed, iteration, stage, sample)
 policies/    models that sample tokens and give their log-probs again
-sampling     one uniform number per token; top-k, top-p and min-p with the ids that they leave
+sampling     one uniform number per token; top-k, top-p and min-p with the ids that they leave; sampling_settings
 logprobs     hidden states or logits -> log-probs over the ids that could be sampled, in chunks of tokens
 collect      prompts -> groups of images or texts with the log-probs they were sampled with
 rewards/     functions from finished samples to scores, and their weighted sum
@@ -12,6 +12,7 @@ losses/      log-probs and advantages -> the loss, for every loss in the registr
 parity       the gate before the first optimizer step: stored against recomputed log-probs
 update/      one policy update over stored rollouts, on one process or several
 optimizer/   AdamW, its schedule, and their state without pickle
+lazy         names of a package that are imported on first use
 settings     the ranges and choices of settings, checked from their annotations
 errors       wrong input, and numbers that are not finite
 

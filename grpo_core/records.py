@@ -28,9 +28,6 @@ class BrokenImage:
 Output = Image.Image | BrokenImage | str
 """What a row of tokens becomes: an image, or a text."""
 
-Modality = Literal["image", "text"]
-"""Which of the two."""
-
 Entropies = Literal["none", "constant", "differentiable"]
 """How entropies are computed beside log-probs: not at all, as zeros; as numbers; or with gradients."""
 

@@ -1,8 +1,10 @@
 """Every random number of a run is derived from its place, so that a repeated stage gives the same result."""
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def derive_seed(run_seed: int, *place: int | str) -> int:
@@ -20,6 +22,8 @@ def derive_seed(run_seed: int, *place: int | str) -> int:
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 1
 
 
-def make_generator(seed: int) -> torch.Generator:
+def make_generator(seed: int) -> "torch.Generator":
     """Return a generator with this seed, on the CPU so that every device gets the same numbers."""
+    import torch
+
     return torch.Generator(device="cpu").manual_seed(seed)

@@ -13,7 +13,7 @@ from grpo_core.policies.glm_image.loading import read_initial_state
 from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
-from grpo_core.sampling import Truncation
+from grpo_core.sampling_settings import Truncation
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 
 MODEL = Path(data.__file__).parent / "models" / "tiny-glm-image"

@@ -28,7 +28,7 @@ from data.shapes import (
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import TrainingChoice
-from grpo_core.rewards.similarity.pixels import peak_signal_to_noise_ratio, structural_similarity
+from grpo_core.rewards.similarity.measures import peak_signal_to_noise_ratio, structural_similarity
 from grpo_core.rewards.tensors import to_tensor
 from grpo_core.seeds import derive_seed
 

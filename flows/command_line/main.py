@@ -4,8 +4,6 @@ Commands import what they need when they are called: `grpo --help` imports neith
 reported before Prefect and the models' libraries are imported, which takes many seconds.
 """
 
-import asyncio
-import importlib.metadata
 import json
 import os
 import sys
@@ -32,6 +30,8 @@ application = typer.Typer(
     name="grpo",
     help="Train image generators and language models with rewards.",
     no_args_is_help=True,
+    # Rich's help imports a Markdown parser: a third of the time that `grpo --help` takes.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -48,6 +48,8 @@ def main() -> None:
 
 def _show_version(asked: bool) -> None:
     if asked:
+        import importlib.metadata
+
         typer.echo(f"grpo {importlib.metadata.version('grpo-staged')}")
         raise typer.Exit
 
@@ -65,7 +67,7 @@ def resolved(config: Path, run: str | None, overrides: list[str] | None, *chosen
     """Read the configuration with its overrides, those of other options and answers last."""
     from configs.yaml_files import read_mapping
 
-    # A file that cannot be read is reported before torch is imported, which checking needs and which takes seconds.
+    # A file that cannot be read is reported without this line.
     read_mapping(config, "CONFIG", example="configs/tiny.yaml", keys="run, policy")
     if "torch" not in sys.modules:
         typer.echo(f"reading {config} ...", err=True)
@@ -97,6 +99,7 @@ def train(
         chosen = [f"run.continue_from={json.dumps(continue_from)}"] if continue_from is not None else []
         chosen += [RESTART] if restart else []
         checked = resolved(config, run, overrides, *chosen)
+        functions.begin_training(checked, lambda line: typer.echo(line, err=True))
         from flows.preflight.inputs import check_inputs
 
         check_inputs(checked)
@@ -156,6 +159,8 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Register a configuration with Prefect's server, to be started by a schedule, in the UI or by hand."""
+    import asyncio
+
     checked = resolved(config, run, overrides)
     from flows.deployment.deploy import deploy_run
     from flows.terminal.summaries import show_deployed
@@ -227,6 +232,8 @@ def worker(
             typer.secho(
                 "the server keeps its records in SQLite, which stalls with workers: see docs/operations.md", err=True
             )
+        import asyncio
+
         from flows.terminal.progress import training_progress
         from flows.workers.worker import serve as serve_pool
 

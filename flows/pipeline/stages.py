@@ -19,7 +19,7 @@ from configs.sections import PlacementSection
 from configs.training import UpdateSection
 from flows.pipeline.flow_run_page import shown_in_ui
 from flows.pipeline.run import Run
-from flows.server.temporary import ending_with_temporary_server
+from flows.server.temporary import not_waiting_for_ended_server
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import configured, unsearched
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
@@ -142,5 +142,5 @@ async def recording(store: ArtifactStore, lock: RunLock) -> AsyncIterator[None]:
     use_records(await registered_records())
     # Without a client for the whole run each task opens its own, and a TLS context takes longer than the task.
     client = SyncClientContext.get_or_create()
-    with ending_with_temporary_server(), run_resources(), client, stages_cancelled_on_signal(), shown_in_ui(store.run):
+    with not_waiting_for_ended_server(), run_resources(), client, stages_cancelled_on_signal(), shown_in_ui(store.run):
         yield

@@ -4,5 +4,5 @@ start                  `grpo ui`: the server in this process until a signal ends
 database               SQLite or PostgreSQL: the address, and a first connection before the server starts
 heartbeat_automation   the automation that marks a run without heartbeats as crashed
 reachable              checks of other commands: the server answers, its pools exist
-temporary              ends the server that Prefect starts for a single run with that run
+temporary              the server of a single process: started beside the imports, ended with the process
 """

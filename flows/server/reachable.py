@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from flows.server.temporary import is_temporary
 from grpo_core.errors import InputError, InputErrors
 
 if TYPE_CHECKING:
@@ -20,10 +21,11 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 
 
 def server_url() -> str | None:
-    """Return the address of the API that this process uses; None if each run starts a temporary server."""
+    """Return the address of the configured API; None if this process starts a temporary server."""
     from prefect.settings import get_current_settings
 
-    return get_current_settings().api.url
+    url = get_current_settings().api.url
+    return None if url is None or is_temporary(url) else url
 
 
 def is_cloud() -> bool:

@@ -1,6 +1,5 @@
 """`grpo ui`: Prefect's server in this process until a signal ends it, and who may reach it."""
 
-import asyncio
 import logging
 import os
 import signal
@@ -154,6 +153,8 @@ def serve(request: ServerRequest, report_progress: Callable[[str], None]) -> Non
         choose_database(request.database)
         report_progress("starting Prefect's server ...")
         _settle(access)
+        import asyncio
+
         database = asyncio.run(_prepare())
         if database.startswith("sqlite"):
             _filter_sqlite_logs()
@@ -205,6 +206,8 @@ def _filter_sqlite_logs() -> None:
 
 
 def _serve(access: Access, listener: socket.socket, report_progress: Callable[[], None]) -> None:
+    import asyncio
+
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.settings import get_current_settings
@@ -234,6 +237,8 @@ def _serve(access: Access, listener: socket.socket, report_progress: Callable[[]
 async def _serving(
     server: "uvicorn.Server", access: Access, listener: socket.socket, report_progress: Callable[[], None]
 ) -> None:
+    import asyncio
+
     from prefect.client.orchestration import PrefectClient
 
     from flows.server.heartbeat_automation import ensure_automations

@@ -5,8 +5,13 @@ objective   each reward normalised as its term says, and summed: the number that
 compute     rewards of siblings -> one advantage per sample; the KL to the reference; the numbers of a reward curve
 """
 
-from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
-from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
+from typing import TYPE_CHECKING
+
+from grpo_core.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, kl_penalty, reward_metrics
+    from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
 
 __all__ = [
     "AdvantageSettings",
@@ -16,3 +21,5 @@ __all__ = [
     "refuse_terms",
     "reward_metrics",
 ]
+
+__getattr__ = import_on_use(__name__, __file__)

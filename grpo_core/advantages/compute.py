@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo_core.advantages.objective import Moments, moments_of, objective_of
 from grpo_core.advantages.settings import AdvantageSettings, refuse_terms
 from grpo_core.errors import NonFiniteError
-from grpo_core.losses.kl import KlEstimator, estimate_kl
+from grpo_core.losses.kl import estimate_kl
+from grpo_core.losses.settings import KlEstimator
 from grpo_core.rewards.mix.combine import CombinedRewards, combine_rewards
 from grpo_core.rewards.mix.running import RunningMoments
 from grpo_core.rewards.mix.terms import RewardTerm

@@ -7,15 +7,14 @@ ratio of the policy to whatever sampled the token, k1 and k3 both have the gradi
 their mean is that KL.
 """
 
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.ratios import MAX_LOG_RATIO
-
-KlEstimator = Literal["k1", "k2", "k3"]
+from grpo_core.losses.settings import KlEstimator
 
 
 def estimate_kl(

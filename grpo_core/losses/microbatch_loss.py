@@ -7,9 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.kl import estimate_kl
-from grpo_core.losses.policy_loss import LossSettings, PolicyTerm, TermInputs
+from grpo_core.losses.policy_loss import PolicyTerm, TermInputs
 from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, mismatch_weights, token_log_ratio
 from grpo_core.losses.reductions import Denominators, masked_sum, on_policy_rows
+from grpo_core.losses.settings import LossSettings
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def compute_microbatch_loss(
     surrogate, policy_loss = torch.zeros_like(terms.ratio), term.values
     kl = _kl(inputs, settings, terms)
     if term.values.ndim:
-        weights = None if definition.uses_mismatch_weights else terms.mismatch_weights
+        weights = None if settings.traits.uses_mismatch_weights else terms.mismatch_weights
         surrogate = torch.where(active, term.values if weights is None else term.values * weights, 0.0)
         policy_loss = definition.reduction(surrogate.detach(), mask, denominators)
         loss = definition.reduction(surrogate + settings.kl_coef * kl, mask, denominators)

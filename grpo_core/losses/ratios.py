@@ -5,18 +5,11 @@ older. exp(old - rollout) is truncated (Yao et al., 2025, "Your efficient RL fra
 training", TIS) or masked (IcePop, in "Every step evolves", 2025, arXiv:2510.18855).
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
-
 import torch
 from jaxtyping import Bool, Float
-from pydantic import Field
 from torch import Tensor
 
-from grpo_core.errors import InputError
-from grpo_core.settings import check_fields
-
-ImportanceLevel = Literal["token", "sequence"]
+from grpo_core.losses.settings import ImportanceLevel, MismatchSettings
 
 MAX_LOG_RATIO = 20.0
 """Nats; exp overflows fp32 beyond 88. TRL uses the same bound where it has one."""
@@ -57,32 +50,6 @@ def importance_ratio(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "b
 def is_clamped(log_ratio: Float[Tensor, "batch time"]) -> Bool[Tensor, "batch time"]:
     """Return where :func:`importance_ratio` clamps."""
     return log_ratio.detach().abs() > MAX_LOG_RATIO
-
-
-MismatchMode = Literal["none", "truncate", "mask"]
-
-
-@dataclass(frozen=True)
-class MismatchSettings:
-    """How the mismatch ratio becomes a weight.
-
-    Attributes:
-        mode: "none" applies no weight; "truncate" clamps the ratio to [floor, cap]; "mask" sets it to 0 outside.
-        level: one ratio per token, or the product of a row's ratios for all of its tokens.
-        cap: upper bound, at least 1.
-        floor: lower bound, in [0, 1]; 0 is none.
-    """
-
-    mode: MismatchMode = "none"
-    level: ImportanceLevel = "token"
-    cap: Annotated[float, Field(ge=1)] = 3.0
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "update.mismatch")
-        if self.floor >= self.cap:
-            hint = "A ratio of 1 is perfect agreement; give a number from 0 to 1, below the cap."
-            raise InputError("update.mismatch.floor", self.floor, hint)
 
 
 @torch.no_grad()

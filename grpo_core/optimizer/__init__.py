@@ -4,8 +4,13 @@ settings           which optimizer, and the learning rate as a function of the s
 policy_optimizer   the optimizer that an update uses, and its state as tensors and back
 """
 
-from grpo_core.optimizer.policy_optimizer import PolicyOptimizer, refuse_unavailable
-from grpo_core.optimizer.settings import LearningRateSchedule, OptimizerKind, OptimizerSettings, Schedule
+from typing import TYPE_CHECKING
+
+from grpo_core.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from grpo_core.optimizer.policy_optimizer import PolicyOptimizer, refuse_unavailable
+    from grpo_core.optimizer.settings import LearningRateSchedule, OptimizerKind, OptimizerSettings, Schedule
 
 __all__ = [
     "LearningRateSchedule",
@@ -15,3 +20,5 @@ __all__ = [
     "Schedule",
     "refuse_unavailable",
 ]
+
+__getattr__ = import_on_use(__name__, __file__)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_core.errors import InputError
@@ -112,6 +111,7 @@ class LearningRateSchedule:
         if settings.lr_scheduler == "constant":
             return lambda step: 1.0
         # Importing its schedules takes seconds, and the checks of most configurations need none of them.
+        import torch
         from transformers import get_scheduler
 
         # transformers builds a schedule for an optimizer; this one only provides the learning rate.

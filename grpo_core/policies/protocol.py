@@ -3,15 +3,18 @@
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_core.image_size import ImageSize
-from grpo_core.policies.trained import TrainedModel, TrainingChoice
-from grpo_core.records import Entropies, Modality, Output, SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.modality import Modality
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float
+    from torch import Tensor, nn
+
+    from grpo_core.policies.trained import TrainedModel, TrainingChoice
+    from grpo_core.records import Entropies, Output, SampledTokens, TokenBatch, TokenLogprobs
 
 
 class Policy(Protocol):
@@ -21,7 +24,7 @@ class Policy(Protocol):
         trained: the model and its trained parameters; processes that share an update shard it.
     """
 
-    trained: TrainedModel
+    trained: "TrainedModel"
 
     @property
     def max_length(self) -> int:
@@ -32,7 +35,7 @@ class Policy(Protocol):
 
     def sample(
         self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
-    ) -> SampledTokens:
+    ) -> "SampledTokens":
         """Sample `group_size` token sequences for each prompt, siblings next to each other.
 
         Args:
@@ -42,20 +45,20 @@ class Policy(Protocol):
             size: of the images; None: that of the settings. Texts have none.
         """
 
-    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> Sequence[Output]:
+    def render(self, tokens: "TokenBatch", *, noise_seeds: Sequence[int]) -> "Sequence[Output]":
         """Return the image or text of each row; rows with one prompt and one noise seed share their noise."""
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant") -> TokenLogprobs:
+    def logprobs(self, tokens: "TokenBatch", *, entropy: "Entropies" = "constant") -> "TokenLogprobs":
         """Compute the log-probs of the given tokens under the current weights; gradients flow if enabled.
 
         Args:
             entropy: whether entropies are computed too, and whether gradients flow through them.
         """
 
-    def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
+    def reference_logprobs(self, tokens: "TokenBatch") -> "Float[Tensor, 'batch time']":
         """Compute the log-probs of the given tokens under the frozen reference, without gradients."""
 
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> "dict[str, nn.Parameter]":
         """Return the parameters that an update changes, by name, in a fixed order."""
 
     def prepare_for_update(self) -> None:
@@ -87,11 +90,11 @@ class PolicyFamily(Protocol):
         self,
         model: str,
         settings: Any,
-        choice: TrainingChoice,
+        choice: "TrainingChoice",
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        autocast: torch.dtype | None,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        autocast: "torch.dtype | None",
         attn_implementation: str | None = None,
     ) -> Policy:
         """Load a model by folder or hub name.
@@ -104,7 +107,7 @@ class PolicyFamily(Protocol):
         """
 
     def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model of this kind."""
+        """Raise InputError if a given folder is missing or contains no model; imports no library of models."""
 
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
@@ -112,7 +115,7 @@ class PolicyFamily(Protocol):
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the base with trained weights in place of its own, as diffusers or transformers load it.
 
         Args:
@@ -122,7 +125,7 @@ class PolicyFamily(Protocol):
             dtype: of the base's weights during training; merged weights are saved in it.
         """
 
-    def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
+    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
         """Return what a person should know about the choice; the model is built on the meta device.
 
         Raises:

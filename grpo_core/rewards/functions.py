@@ -21,7 +21,7 @@ from pydantic import AfterValidator, JsonValue
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.event_loop import run_awaitable
 from grpo_core.rewards.images import to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, not_finite

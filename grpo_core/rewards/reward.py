@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size, to_rgb
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)

@@ -9,10 +9,15 @@ process_group   the processes that share one update
 accelerated     process groups over accelerate: the full model in each process, or a share of it (FSDP2)
 """
 
-from grpo_core.update.metrics import StepMetrics, UpdateResult
-from grpo_core.update.policy_update import update_policy
-from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
-from grpo_core.update.settings import UpdateSettings, minibatches
+from typing import TYPE_CHECKING
+
+from grpo_core.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from grpo_core.update.metrics import StepMetrics, UpdateResult
+    from grpo_core.update.policy_update import update_policy
+    from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
+    from grpo_core.update.settings import UpdateSettings, minibatches
 
 __all__ = [
     "SINGLE_PROCESS",
@@ -23,3 +28,5 @@ __all__ = [
     "minibatches",
     "update_policy",
 ]
+
+__getattr__ = import_on_use(__name__, __file__)

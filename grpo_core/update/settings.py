@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_core.losses import LossSettings
+from grpo_core.losses.settings import LossSettings
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,8 @@ def _source(module: str, checkout: Path) -> ModuleSource | None:
         names = _bound_names(statement)
         for name in names:
             source.definitions[name].append(statement)
-        if not names and not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_text(statement):
+        runs = not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_for_types(statement)
+        if not names and runs and not _is_text(statement):
             source.effects.append(statement)
     return source
 
@@ -243,6 +244,10 @@ def _is_text(statement: ast.stmt) -> bool:
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     )
+
+
+def _is_for_types(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and isinstance(test := statement.test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def _without_decorators(statement: ast.stmt) -> ast.stmt:

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grpo_core.errors import InputError
-from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling_settings import Truncation
 
 LARGEST_UNIFORM = 1.0 - 2.0**-53
 

@@ -11,7 +11,7 @@ from grpo_core.policies.causal_lm.prompts import pad_left
 from grpo_core.policies.causal_lm.sampling import SamplingRule, sample_completions
 from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_completions
 from grpo_core.policies.causal_lm.small_copy import IDS, small_copy
-from grpo_core.sampling import Truncation
+from grpo_core.sampling_settings import Truncation
 
 TOLERANCE = 1e-3
 """In nats. Rounding is a few millionths in fp32, another position or another mask tenths."""

@@ -6,16 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.modality import Modality
+from grpo_core.policies.causal_lm.settings import CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.policies.trained import TrainingChoice
-from grpo_core.records import Modality
 
 if TYPE_CHECKING:
+    import torch
+
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+    from grpo_core.policies.trained import TrainingChoice
 
 
 class CausalLMFamily:
@@ -35,11 +35,11 @@ class CausalLMFamily:
         self,
         model: str,
         settings: CausalLMSettings,
-        choice: TrainingChoice,
+        choice: "TrainingChoice",
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        autocast: torch.dtype | None,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        autocast: "torch.dtype | None",
         attn_implementation: str | None = None,
     ) -> "CausalLMPolicy":
         """Load a model by folder or hub name."""
@@ -56,12 +56,8 @@ class CausalLMFamily:
         )
 
     def refuse_missing(self, model: str) -> None:
-        """Raise InputError if a given folder is missing or contains no model of this kind."""
-        from grpo_core.policies.causal_lm.loading import has_local_config, read_config, refuse_missing_folder
-
+        """Raise InputError if a given folder is missing or contains no model."""
         refuse_missing_folder(model)
-        if has_local_config(model):
-            read_config(model)
 
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used, as far as its local files show."""
@@ -89,15 +85,17 @@ class CausalLMFamily:
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the model with trained weights, and its tokenizer's files as they are."""
+        import torch
+
         from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
         from grpo_core.policies.trained import save_whole
 
         save_whole(weights, folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
         copy_tokenizer(base, folder)
 
-    def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
+    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
         """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
 
         Raises:

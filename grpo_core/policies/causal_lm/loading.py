@@ -14,27 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.settings import CONFIG_FILE, refuse_missing_folder
 
-CONFIG_FILE = "config.json"
 _TOKENIZER_FILES = (
     *("tokenizer*", "chat_template*", "additional_chat_templates", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges.txt", "*.model", "*.tiktoken"),
 )
 _UNREADABLE = (OSError, ValueError, HFValidationError, StrictDataclassError, SafetensorError, pickle.UnpicklingError)
-
-
-def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for a path that is not a model's folder; hub names pass."""
-    path = Path(model).expanduser()
-    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
-    if path.is_dir():
-        if not (path / CONFIG_FILE).is_file():
-            hint = f"The folder has no {CONFIG_FILE}; give a folder written by save_pretrained."
-            raise InputError("policy.model", model, hint)
-        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-            raise InputError("policy.model", model, "The folder has no weights; save the model there.")
-    elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
-        raise InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")
 
 
 def has_local_config(model: str) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -170,4 +169,6 @@ class CausalLMPolicy(TrainedPolicy):
 
 def _unwrapped(model: nn.Module) -> Any:
     """Return the language model inside peft's wrapper; adapters are in its layers."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    # Asked of the model: importing peft to compare classes takes seconds, and full weights need none of it.
+    wrapped = getattr(model, "get_base_model", None)
+    return model if wrapped is None else wrapped()

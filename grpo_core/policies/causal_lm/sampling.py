@@ -18,7 +18,8 @@ from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.records import SampledTokens, TokenBatch
-from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling_settings import Truncation
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,11 +1,15 @@
 """The options of sampling completions."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from grpo_core.sampling import TokenSamplingSettings
+from grpo_core.errors import InputError
+from grpo_core.sampling_settings import TokenSamplingSettings
+
+CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,17 @@ class CausalLMSettings(TokenSamplingSettings):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     system_prompt: str | None = None
     chat_template: bool | None = None
+
+
+def refuse_missing_folder(model: str) -> None:
+    """Raise InputError for a path that is not a model's folder; hub names pass."""
+    path = Path(model).expanduser()
+    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    if path.is_dir():
+        if not (path / CONFIG_FILE).is_file():
+            hint = f"The folder has no {CONFIG_FILE}; give a folder written by save_pretrained."
+            raise InputError("policy.model", model, hint)
+        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+            raise InputError("policy.model", model, "The folder has no weights; save the model there.")
+    elif looks_local or (model.count("/") == 1 and path.parent.is_dir()):
+        raise InputError("policy.model", model, "There is no such folder; give a saved model's, or a hub name.")

@@ -20,7 +20,8 @@ from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_l
 from grpo_core.policies.glm_image.decode_step import DecodeStep
 from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
-from grpo_core.sampling import SupportRecorder, Truncation, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
+from grpo_core.sampling_settings import Truncation
 
 
 @dataclass(frozen=True)

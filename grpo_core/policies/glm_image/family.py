@@ -5,15 +5,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from grpo_core.modality import Modality
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, refuse_missing_folder, token_grids
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.policies.trained import TrainingChoice
-from grpo_core.records import Modality
 
 if TYPE_CHECKING:
+    import torch
+
     from grpo_core.policies.glm_image.policy import GlmImagePolicy
+    from grpo_core.policies.trained import TrainingChoice
 
 
 class GlmImageFamily:
@@ -30,11 +30,11 @@ class GlmImageFamily:
         self,
         model: str,
         settings: GlmImageSettings,
-        choice: TrainingChoice,
+        choice: "TrainingChoice",
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        autocast: torch.dtype | None,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        autocast: "torch.dtype | None",
         attn_implementation: str | None = None,
     ) -> "GlmImagePolicy":
         """Load a model by folder or hub name."""
@@ -66,13 +66,13 @@ class GlmImageFamily:
 
         refuse_unusable_prompts(model, prompts)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its token model, and its other parts as they are."""
         from grpo_core.policies.glm_image.loading import save_pipeline
 
         save_pipeline(base, weights, folder, dtype)
 
-    def check_choice(self, model: str, choice: TrainingChoice) -> tuple[str, ...]:
+    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
         """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.policy import train_token_model

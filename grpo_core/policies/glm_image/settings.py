@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
 from grpo_core.image_size import MAX_PIXELS, ImageSize
-from grpo_core.sampling import TokenSamplingSettings
+from grpo_core.sampling_settings import TokenSamplingSettings
 
 INDEX_FILE = "model_index.json"
 """In the folder of a saved pipeline: the class of each part."""

@@ -9,18 +9,23 @@ whole          a model with trained weights, as transformers loads it
 policy         the half of a policy that its trained model implements; 16-bit arithmetic over the weights
 """
 
-from grpo_core.policies.trained.choice import LoraSettings, Reference, TrainingChoice
-from grpo_core.policies.trained.lora_and_full import WEIGHTS_FILE, FullModel, LoraModel, train_model
-from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.policies.trained.policy import (
-    TrainedPolicy,
-    autocast,
-    refuse_unavailable_attention,
-    refuse_unscaled_float16,
-    use_attention,
-)
-from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
-from grpo_core.policies.trained.whole import save_whole
+from typing import TYPE_CHECKING
+
+from grpo_core.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from grpo_core.policies.trained.choice import LoraSettings, Reference, TrainingChoice
+    from grpo_core.policies.trained.lora_and_full import WEIGHTS_FILE, FullModel, LoraModel, train_model
+    from grpo_core.policies.trained.model import TrainedModel
+    from grpo_core.policies.trained.policy import (
+        TrainedPolicy,
+        autocast,
+        refuse_unavailable_attention,
+        refuse_unscaled_float16,
+        use_attention,
+    )
+    from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
+    from grpo_core.policies.trained.whole import save_whole
 
 __all__ = [
     "ADAPTER_FILE",
@@ -39,3 +44,5 @@ __all__ = [
     "train_model",
     "use_attention",
 ]
+
+__getattr__ = import_on_use(__name__, __file__)

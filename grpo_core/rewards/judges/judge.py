@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.judges.verdict import (
     REMINDER,
     RESPONSE_FORMAT,

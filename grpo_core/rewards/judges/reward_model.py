@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, Score, ScoringBatch
 from grpo_core.rewards.weights.models import ModelSource

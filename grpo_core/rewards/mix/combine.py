@@ -7,16 +7,14 @@ renormalising the weights of that sample alone compares it with its siblings on 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.rewards.mix.terms import RewardTerm, scaled_values
-
-MissingRewards = Literal["group_mean", "renormalize", "drop"]
+from grpo_core.rewards.mix.terms import MissingRewards, RewardTerm
 
 
 @dataclass(frozen=True)
@@ -166,3 +164,24 @@ def _filled(
     zeroed = torch.where(known, values, 0.0)
     means = zeroed.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1)
     return torch.where(known, zeroed, means)
+
+
+def scaled_values(
+    values: Float[Tensor, "*samples rewards"], terms: Sequence[RewardTerm]
+) -> Float[Tensor, "*samples rewards"]:
+    """Clamp the values, then apply the fixed range; a gate's factor is at least 0. NaN stays NaN."""
+    assert values.shape[-1] == len(terms), f"one term a reward, got {len(terms)} for {values.shape[-1]}"
+    return torch.stack([_scaled(values[..., index], term) for index, term in enumerate(terms)], -1)
+
+
+def _scaled(values: Float[Tensor, "*samples"], term: RewardTerm) -> Float[Tensor, "*samples"]:
+    if term.threshold is not None:
+        # Scores are computed in fp32, where .7 may lie below .7 of fp64.
+        passed = values.float() >= torch.tensor(term.threshold, dtype=torch.float32, device=values.device)
+        return torch.where(values.isnan(), torch.nan, passed.to(values.dtype))
+    if term.clamp is not None:
+        values = values.clamp(*term.clamp)
+    if term.range is not None:
+        low, high = term.range
+        values = (values - low) / (high - low)
+    return values.clamp(min=0.0) if term.role == "gate" else values

@@ -1,18 +1,14 @@
-"""What one reward does in the mix, and its values on the scale on which they are added or multiplied."""
+"""What one reward does in the mix, and what stands in for one that is missing."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.settings import check_fields
 
 Role = Literal["sum", "gate"]
 Normalization = Literal["none", "group", "running", "range"]
+MissingRewards = Literal["group_mean", "renormalize", "drop"]
 
 
 @dataclass(frozen=True)
@@ -73,24 +69,3 @@ class RewardTerm:
             if getattr(self, field) is not None:
                 hint = "A threshold makes the gate 0 or 1 by the unscaled value; leave one of the two out."
                 raise InputError(f"rewards.{field}", getattr(self, field), hint)
-
-
-def scaled_values(
-    values: Float[Tensor, "*samples rewards"], terms: Sequence[RewardTerm]
-) -> Float[Tensor, "*samples rewards"]:
-    """Clamp the values, then apply the fixed range; a gate's factor is at least 0. NaN stays NaN."""
-    assert values.shape[-1] == len(terms), f"one term a reward, got {len(terms)} for {values.shape[-1]}"
-    return torch.stack([_scaled(values[..., index], term) for index, term in enumerate(terms)], -1)
-
-
-def _scaled(values: Float[Tensor, "*samples"], term: RewardTerm) -> Float[Tensor, "*samples"]:
-    if term.threshold is not None:
-        # Scores are computed in fp32, where .7 may lie below .7 of fp64.
-        passed = values.float() >= torch.tensor(term.threshold, dtype=torch.float32, device=values.device)
-        return torch.where(values.isnan(), torch.nan, passed.to(values.dtype))
-    if term.clamp is not None:
-        values = values.clamp(*term.clamp)
-    if term.range is not None:
-        low, high = term.range
-        values = (values - low) / (high - low)
-    return values.clamp(min=0.0) if term.role == "gate" else values

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.images import fits_reward, shown_bounds, shown_size
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceFailure, ServiceReward, ask_side_by_side

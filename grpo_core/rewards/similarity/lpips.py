@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import ModelReward, Sha256, Weights, exact_inference, load_once
 from grpo_core.rewards.reward import STRICT, clamp_unit
-from grpo_core.rewards.similarity.pixels import Images, PairReward
+from grpo_core.rewards.similarity.measures import Images
+from grpo_core.rewards.similarity.pixels import PairReward
 from grpo_core.rewards.tensors import check_pair
 from grpo_core.rewards.weights.files import PackagedFile, PublishedWeights, WeightFile, WeightSource
 from grpo_core.rewards.weights.tensors import load_state_dict

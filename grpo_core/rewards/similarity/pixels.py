@@ -1,30 +1,22 @@
-"""Similarity to the target image, pixel by pixel: mean squared error, peak signal-to-noise ratio, R², SSIM.
+"""Rewards for similarity to the target image, pixel by pixel: mse, psnr, r2, ssim.
 
-SSIM: Wang, Bovik, Sheikh and Simoncelli, 2004, "Image Quality Assessment: From Error Visibility to Structural
-Similarity", equation 13 with the constants of section III.B.
+Their settings are checked without torch, which takes seconds to import; `measures` computes.
 """
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import pytorch_msssim
-import torch
-from jaxtyping import Float32, Float64
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
 from grpo_core.rewards.images import fit_to, to_rgb
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Positive, Reward, Score, ScoringBatch, clamp_unit
-from grpo_core.rewards.tensors import check_pair, to_tensor
 
-MIN_MSE = 1e-10
-"""Floor of the mean squared error in PSNR: identical images have 100 dB instead of infinity."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels; also the smallest image, because only complete windows count."""
-
-Images = Float32[Tensor, "batch 3 height width"]
 
 
 class PairReward(Reward):
@@ -39,7 +31,7 @@ class PairReward(Reward):
     """Why a raw quantity may be undefined; None: it never is."""
 
     @abc.abstractmethod
-    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the raw quantities [N] of images and targets, each [N, 3, H, W] fp32 in [0, 1]."""
 
     @abc.abstractmethod
@@ -48,6 +40,10 @@ class PairReward(Reward):
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; a raw quantity that is not finite is a failure."""
+        import torch
+
+        from grpo_core.rewards.tensors import to_tensor
+
         scores = [NOT_APPLICABLE] * len(batch)
         rows = [row for row, target in enumerate(batch.targets) if target is not None]
         chosen = batch.select(rows)
@@ -76,8 +72,10 @@ class MseReward(PairReward):
     name: ClassVar[str] = "mse"
     version: ClassVar[str] = "1"
 
-    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the errors."""
+        from grpo_core.rewards.similarity.measures import mean_squared_error
+
         return mean_squared_error(images, targets)
 
     def to_value(self, raw: float) -> float:
@@ -98,8 +96,10 @@ class PsnrReward(PairReward):
     name: ClassVar[str] = "psnr"
     version: ClassVar[str] = "1"
 
-    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the ratios."""
+        from grpo_core.rewards.similarity.measures import peak_signal_to_noise_ratio
+
         return peak_signal_to_noise_ratio(images, targets)
 
     def to_value(self, raw: float) -> float:
@@ -119,8 +119,10 @@ class R2Reward(PairReward):
     version: ClassVar[str] = "1"
     undefined: ClassVar[str | None] = "the target has a single colour, so there is no variance to explain"
 
-    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the coefficients."""
+        from grpo_core.rewards.similarity.measures import coefficient_of_determination
+
         return coefficient_of_determination(images, targets)
 
     def to_value(self, raw: float) -> float:
@@ -136,50 +138,12 @@ class SsimReward(PairReward):
     version: ClassVar[str] = "1"
     min_side: ClassVar[int] = WINDOW
 
-    def measure(self, images: Tensor, targets: Tensor) -> Tensor:
+    def measure(self, images: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the similarities."""
+        from grpo_core.rewards.similarity.measures import structural_similarity
+
         return structural_similarity(images, targets)
 
     def to_value(self, raw: float) -> float:
         """Return the similarity, at least 0."""
         return clamp_unit(raw)
-
-
-def mean_squared_error(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
-    """Average the squared difference of images in [0, 1] over pixels and channels; ValueError as check_pair."""
-    check_pair(images, targets)
-    return (images.double() - targets.double()).square().flatten(1).mean(1)
-
-
-def peak_signal_to_noise_ratio(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
-    """Compute 10 log10(1 / MSE) in dB, the MSE at least MIN_MSE; ValueError as check_pair."""
-    return -10.0 * mean_squared_error(images, targets).clamp(min=MIN_MSE).log10()
-
-
-def coefficient_of_determination(images: Images, targets: Images) -> Float64[Tensor, " batch"]:
-    """Compute R² = 1 - MSE / variance of the target, over pixels and channels; each channel has its own mean.
-
-    NaN for a target of a single colour. ValueError as check_pair.
-    """
-    error = mean_squared_error(images, targets)
-    pixels = targets.double().flatten(2)
-    # Not compared with 0: the mean of equal numbers may differ from them in the last bit.
-    constant = (pixels == pixels[..., :1]).flatten(1).all(1)
-    variance = (pixels - pixels.mean(-1, keepdim=True)).square().flatten(1).mean(1)
-    return (1 - error / variance).masked_fill(constant, torch.nan)
-
-
-def structural_similarity(images: Images, targets: Images) -> Float32[Tensor, " batch"]:
-    """Average SSIM over complete windows and the three channels: Gaussian 11x11, sigma 1.5, K1 0.01, K2 0.03.
-
-    Raises:
-        ValueError: as check_pair, or a side under 11 pixels.
-    """
-    check_pair(images, targets)
-    if min(images.shape[-2:]) < WINDOW:
-        # Without this the blur is left out along the short side, and a number comes back all the same.
-        raise ValueError(f"expected sides of at least {WINDOW} pixels, got {list(images.shape)}")
-    similarity: Tensor = pytorch_msssim.ssim(
-        images, targets, data_range=1.0, size_average=False, win_size=WINDOW, win_sigma=1.5, K=(0.01, 0.03)
-    )
-    return similarity

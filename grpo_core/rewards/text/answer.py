@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.reward import NOT_APPLICABLE, STRICT, Reward, Score, ScoringBatch, Text
 
 

@@ -14,7 +14,7 @@ import regex
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.reward import STRICT, Reward, Score, ScoringBatch, Text
 from grpo_core.visible_text import has_visible_text
 

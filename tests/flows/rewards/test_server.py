@@ -20,7 +20,7 @@ import uvicorn
 
 from flows.rewards.server import create_app, describe_reward, serve
 from grpo_core.errors import InputError, InputErrors
-from grpo_core.records import Modality
+from grpo_core.modality import Modality
 from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.remote import wire

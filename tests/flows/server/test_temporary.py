@@ -4,72 +4,82 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.server import temporary
+from flows.server.reachable import server_url
+from flows.server.temporary import TemporaryServer, not_waiting_for_ended_server
 from tests.flows.conftest import REPOSITORY
 
-# With another program in the place of the server, which takes many seconds to start.
 PROGRAM = """
 import sys
 from flows.prefect_settings import apply_settings
 apply_settings()
-import subprocess
-from prefect.server.api.server import SubprocessASGIServer
-from flows.server.temporary import ending_with_temporary_server
+from flows.server import temporary
 
-with ending_with_temporary_server():
-    SubprocessASGIServer().server_process = subprocess.Popen(["sleep", "600"])
-with ending_with_temporary_server(), ending_with_temporary_server():
-    print(SubprocessASGIServer().server_process.pid, flush=True)
-    sys.stdin.read()
-SubprocessASGIServer().stop()
+assert [temporary.start_temporary_server(), temporary.start_temporary_server()] == [True, False]
+print(temporary._server.process.pid, flush=True)
+sys.stdin.read()
+assert not any(name.startswith("prefect.server") for name in sys.modules)
 """
+
+
+@pytest.fixture
+def ended() -> Iterator[TemporaryServer]:
+    """A server that has ended on its own."""
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as process, tempfile.TemporaryFile() as log:
+        process.wait()
+        yield TemporaryServer(process, 1, log)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["killed", "at its end"])
-def test_it_ends_with_its_run(way: str) -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+def test_it_ends_with_its_process(tmp_path: Path, way: str) -> None:
+    command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    environment.pop("PREFECT_API_URL", None)
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         server = psutil.Process(int(run.stdout.readline()))
-        children = psutil.Process(run.pid).children()
-        assert len(children) == 2
-        assert server in children
+        assert os.getpgid(server.pid) != os.getpgid(run.pid)
         if way == "at its end":
             run.communicate(timeout=60)
             assert run.returncode == 0
         else:
-            (watcher,) = [child for child in children if child != server]
-            assert os.getpgid(watcher.pid) != os.getpgid(run.pid)
             run.kill()
-    gone, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
-    assert len(gone) == 2
+    assert psutil.wait_procs([server], timeout=60)[1] == []
 
 
-@pytest.mark.parametrize(
-    ("error", "ended", "retries"), [(KeyboardInterrupt, False, 1), (OSError, True, 1), (OSError, False, 7)]
-)
-def test_a_server_that_may_have_ended_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], ended: bool, retries: int
+def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(temporary, "_PROGRAM", "raise SystemExit('the database is of a newer release')")
+    with pytest.raises(RuntimeError, match=r"exit code 1\nthe database is of a newer release"):
+        temporary._start(dict(os.environ)).wait_until_ready(60.0)
+
+
+@pytest.mark.parametrize(("has_ended", "retries"), [(True, 1), (False, 7)])
+def test_a_server_that_has_ended_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, ended: TemporaryServer, has_ended: bool, retries: int
 ) -> None:
-    with subprocess.Popen(["true" if ended else "cat"], stdin=subprocess.PIPE) as server:
-        if ended:
-            server.wait()
-        monkeypatch.setattr(SubprocessASGIServer(), "server_process", server)
-        monkeypatch.setattr(temporary, "_watch", lambda pid: None)
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 7}):
-            with pytest.raises(error), temporary.ending_with_temporary_server():
-                raise error
-            assert PREFECT_CLIENT_MAX_RETRIES.value() == retries
+    monkeypatch.setattr(temporary, "_server", ended if has_ended else None)
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 7}):
+        with pytest.raises(OSError, match="lost"), not_waiting_for_ended_server():
+            raise OSError("lost")
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == retries
+
+
+def test_checks_do_not_take_it_for_a_configured_server(monkeypatch: pytest.MonkeyPatch, ended: TemporaryServer) -> None:
+    with temporary_settings({PREFECT_API_URL: ended.api_url}):
+        assert server_url() == ended.api_url
+        monkeypatch.setattr(temporary, "_server", ended)
+        assert server_url() is None
 
 
 @pytest.mark.slow
@@ -88,11 +98,11 @@ def test_no_server_is_left_by_a_training(tmp_path: Path, way: str) -> None:
         assert run.poll() is None, log.read_text()
         time.sleep(0.1)
     children = psutil.Process(run.pid).children(recursive=True)
-    assert [child for child in children if "prefect.server.api.server:create_app" in child.cmdline()]
+    assert [child for child in children if "prefect.server.api.server:create_app" in " ".join(child.cmdline())]
     if way == "killed":
         run.send_signal(signal.SIGKILL)
     else:
-        # The server ends at once, and may not take the run's last requests.
+        # The server is in none of its groups, and takes the run's last requests.
         os.killpg(run.pid, signal.SIGTERM)
     run.wait(60)
     _, alive = psutil.wait_procs(children, timeout=60)

@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from grpo_core.losses import (
+    LOSS_TRAITS,
     LOSSES,
     LossInputs,
     MismatchSettings,
@@ -29,7 +30,7 @@ from tests.grpo_core.losses.trl_oracle import (
 )
 
 SEEDS = st.integers(0, 2**32 - 1)
-CLIPPED = [loss for loss in LOSSES if LOSSES[loss].clips]
+CLIPPED = [loss for loss in LOSSES if LOSS_TRAITS[loss].clips]
 
 
 def without_empty_rows(inputs: LossInputs) -> LossInputs:

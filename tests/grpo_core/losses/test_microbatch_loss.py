@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_core.losses import (
+    LOSS_TRAITS,
     LOSSES,
     Denominators,
     LossInputs,
@@ -99,7 +100,7 @@ def everything(loss: str, estimator: Any = "k3") -> LossSettings:
     return LossSettings(
         loss,
         clip_range_high=0.28,
-        delta=1.5 if LOSSES[loss].clips else None,
+        delta=1.5 if LOSS_TRAITS[loss].clips else None,
         ratio_cap=1.4,
         kl_coef=0.1,
         kl_estimator=estimator,

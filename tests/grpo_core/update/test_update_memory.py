@@ -10,7 +10,7 @@ from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TrainingRows
-from grpo_core.sampling import Truncation
+from grpo_core.sampling_settings import Truncation
 from grpo_core.update import UpdateSettings, update_policy
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
 from tests.tiny_policy import PROMPTS, build_policy

@@ -16,7 +16,7 @@ from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tok
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained import LoraSettings
 from grpo_core.records import SampledTokens, TokenBatch, pad_to_longest
-from grpo_core.sampling import Truncation
+from grpo_core.sampling_settings import Truncation
 from tests.grpo_core.policies.glm_image.test_decoding import farthest
 from tests.tiny_policy import LORA, PROMPTS, build_policy
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.rewards.mix.combine import CombinedRewards, MissingRewards, combine_rewards
-from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.rewards.mix.combine import CombinedRewards, combine_rewards
+from grpo_core.rewards.mix.terms import MissingRewards, RewardTerm
 
 NULL = math.nan
 SUM, GATE = RewardTerm(), RewardTerm(role="gate")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.mix.terms import RewardTerm, scaled_values
+from grpo_core.rewards.mix.combine import scaled_values
+from grpo_core.rewards.mix.terms import RewardTerm
 
 GATE = {"role": "gate"}
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import NOT_APPLICABLE, Score, clamp_unit
+from grpo_core.rewards.similarity.measures import structural_similarity
 from grpo_core.rewards.similarity.pixels import (
     MseReward,
     PairReward,
     PsnrReward,
     R2Reward,
     SsimReward,
-    structural_similarity,
 )
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise
 

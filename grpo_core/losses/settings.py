@@ -1,0 +1,200 @@
+"""Every option of the losses, and what each loss accepts; checked before torch, which takes seconds, is imported."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from grpo_core.errors import InputError
+from grpo_core.settings import check_fields
+from grpo_core.user_functions import REFERENCE, UserFunction, load_function
+
+if TYPE_CHECKING:
+    from grpo_core.losses.policy_loss import Loss
+
+ImportanceLevel = Literal["token", "sequence"]
+MismatchMode = Literal["none", "truncate", "mask"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class MismatchSettings:
+    """How the mismatch ratio becomes a weight.
+
+    Attributes:
+        mode: "none" applies no weight; "truncate" clamps the ratio to [floor, cap]; "mask" sets it to 0 outside.
+        level: one ratio per token, or the product of a row's ratios for all of its tokens.
+        cap: upper bound, at least 1.
+        floor: lower bound, in [0, 1]; 0 is none.
+    """
+
+    mode: MismatchMode = "none"
+    level: ImportanceLevel = "token"
+    cap: Annotated[float, Field(ge=1)] = 3.0
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "update.mismatch")
+        if self.floor >= self.cap:
+            hint = "A ratio of 1 is perfect agreement; give a number from 0 to 1, below the cap."
+            raise InputError("update.mismatch.floor", self.floor, hint)
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """What distinguishes the options of one loss from those of another.
+
+    Attributes:
+        importance_levels: that the loss is defined for; the first is the default.
+        clips: whether the ratio is clipped, so that `delta` has a meaning.
+        uses_mismatch_weights: the term contains the mismatch weights; otherwise it is multiplied by them.
+    """
+
+    importance_levels: tuple[ImportanceLevel, ...] = ("token", "sequence")
+    clips: bool = False
+    uses_mismatch_weights: bool = False
+
+
+LOSS_TRAITS: Mapping[str, LossTraits] = MappingProxyType(
+    {
+        "grpo": LossTraits(clips=True),
+        "bnpo": LossTraits(clips=True),
+        "dr_grpo": LossTraits(clips=True),
+        "dapo": LossTraits(clips=True),
+        "gspo": LossTraits(("sequence",), clips=True),
+        "luspo": LossTraits(("sequence",), clips=True),
+        "cispo": LossTraits(("token",)),
+        "sapo": LossTraits(),
+        "vespo": LossTraits(("token",), uses_mismatch_weights=True),
+    }
+)
+"""By the name in `update.loss`; grpo_core.losses.policy_loss.LOSSES has their functions."""
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Select the loss and its coefficients; coefficients of other losses have no effect.
+
+    Attributes:
+        loss: a name in LOSS_TRAITS, or a user's function as `package.module:function`.
+        importance_level: one ratio per token, or one per sequence; None takes the loss's default.
+        clip_range: the ratio is clipped from below at 1 - clip_range; in (0, 1).
+        clip_range_high: and from above at 1 + clip_range_high; None is the same as clip_range.
+        delta: cap on the ratio of the unclipped branch, above 1 + clip_range_high; None is no cap.
+        ratio_cap: cispo's cap on the ratio itself, at least 1; TRL reads it from epsilon_high.
+        sapo_temperature_pos: of the gate where A > 0.
+        sapo_temperature_neg: of the gate elsewhere.
+        vespo_k_pos: power of the row's ratio where A >= 0.
+        vespo_lambda_pos: its decay where A >= 0.
+        vespo_k_neg: power of the row's ratio where A < 0.
+        vespo_lambda_neg: its decay where A < 0.
+        kl_coef: weight of the KL to the reference, added after masks, clipping and weights; 0 or above.
+        kl_estimator: k1, k2 or k3. On policy, k1 in the loss has zero expected gradient unless it is corrected.
+        kl_importance_correction: multiply the KL by the importance ratio, gradient included, and by the mismatch
+            weights.
+        entropy_coef: weight of the bonus, the mean entropy of the tokens that the entropy mask keeps; 0 or above.
+        mismatch: weights for a sampler that is not the policy.
+        off_policy_threshold: rows with A < 0 from which the policy moved by more nats per token have no policy term;
+            None keeps all rows.
+
+    Raises:
+        InputError: a number is out of its range, or fields contradict each other; `place` is its configuration key.
+    """
+
+    loss: str = "grpo"
+    importance_level: ImportanceLevel | None = None
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_range_high: PositiveFloat | None = None
+    delta: PositiveFloat | None = None
+    ratio_cap: PositiveFloat = 5.0
+    sapo_temperature_pos: PositiveFloat = 1.0
+    sapo_temperature_neg: PositiveFloat = 1.05
+    vespo_k_pos: PositiveFloat = 2.0
+    vespo_lambda_pos: PositiveFloat = 3.0
+    vespo_k_neg: PositiveFloat = 3.0
+    vespo_lambda_neg: PositiveFloat = 2.0
+    kl_coef: NonNegativeFloat = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_importance_correction: bool = True
+    entropy_coef: NonNegativeFloat = 0.0
+    mismatch: MismatchSettings = field(default_factory=MismatchSettings)
+    off_policy_threshold: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "update")
+        if self.loss not in LOSS_TRAITS:
+            load_custom_loss(self.loss)
+        self._check_level()
+        self._check_bounds()
+
+    @cached_property
+    def definition(self) -> "Loss":
+        """The functions of the loss by that name."""
+        from grpo_core.losses.policy_loss import find_loss
+
+        return find_loss(self.loss)
+
+    @property
+    def traits(self) -> LossTraits:
+        """What the loss by that name accepts; any for a user's function."""
+        return LOSS_TRAITS.get(self.loss, LossTraits())
+
+    @property
+    def level(self) -> ImportanceLevel:
+        """The importance level, the loss's default if none is set."""
+        return self.importance_level or self.traits.importance_levels[0]
+
+    @property
+    def upper_clip_range(self) -> float:
+        """clip_range_high, or clip_range if none is set."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+    def _check_level(self) -> None:
+        levels = self.traits.importance_levels
+        if self.level not in levels:
+            other = "gspo" if self.level == "sequence" else "grpo"
+            hint = f"{self.loss} is defined with {levels[0]} ratios; set it to {levels[0]}, or update.loss to {other}."
+            raise InputError("update.importance_level", self.level, hint)
+        if self.traits.uses_mismatch_weights and self.mismatch.mode != "none" and self.mismatch.level != "token":
+            hint = f"{self.loss} multiplies the token weights of a row itself; set it to token, or choose another loss."
+            raise InputError("update.mismatch.level", self.mismatch.level, hint)
+
+    def _check_bounds(self) -> None:
+        if self.loss == "cispo" and self.ratio_cap < 1:
+            hint = "It caps the ratio itself, not its distance from 1; give at least 1, for example 5.0."
+            raise InputError("update.ratio_cap", self.ratio_cap, hint)
+        if self.delta is None:
+            return
+        if not self.traits.clips:
+            clipping = ", ".join(name for name, traits in LOSS_TRAITS.items() if traits.clips)
+            hint = f"{self.loss} does not clip; leave it out, or choose one of {clipping}."
+            raise InputError("update.delta", self.delta, hint)
+        bound = 1 + self.upper_clip_range
+        if not self.delta > bound:
+            hint = f"It bounds ratios beyond the upper clip; give more than 1 + clip_range_high = {bound:g}."
+            raise InputError("update.delta", self.delta, hint)
+
+
+def custom_loss_digest(name: str) -> str | None:
+    """Return the sha256 of a custom loss's source file; None for a loss of LOSS_TRAITS."""
+    return None if name in LOSS_TRAITS else load_custom_loss(name).sha256
+
+
+def load_custom_loss(name: str) -> UserFunction:
+    """Import a user's function as a loss.
+
+    Raises:
+        InputError: there is no such loss or function, or its module cannot be imported.
+    """
+    if not REFERENCE.fullmatch(name):
+        close = difflib.get_close_matches(name, LOSS_TRAITS, n=1)
+        suggestion = f"Did you mean {close[0]}? " if close else ""
+        hint = (
+            f"{suggestion}Choose one of {', '.join(LOSS_TRAITS)}, or name your own function as package.module:function."
+        )
+        raise InputError("update.loss", name, hint)
+    return load_function("update.loss", name)
