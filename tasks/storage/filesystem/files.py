@@ -85,11 +85,9 @@ def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: by
     target, temporary = Path(path), scratch / f"{uuid.uuid4().hex}.part"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_bytes(content)
-    if target.exists():
-        # If the power fails, an empty file must not have replaced a complete one.
-        force_to_disk([temporary])
+    _fsync(temporary)
     temporary.replace(target)
-    force_to_disk([target, target.parent])
+    _fsync(target.parent)
 
 
 def require_writable(folder: Path, place: str) -> None:
