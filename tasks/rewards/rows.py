@@ -72,11 +72,11 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
     begun = time.perf_counter()
     # Siblings share their prompt.
     prompts = {(row["dataset"], row["columns"]) for row in rows}
-    columns = {text: json.loads(text) for _, text in prompts}
-    meant = {prompt for prompt in prompts if section.scores_prompt(prompt[0], columns[prompt[1]])}
+    meant = {(dataset, columns) for dataset, columns in prompts if section.scores_prompt(dataset, json.loads(columns))}
     wanted = [index for index, row in enumerate(rows) if (row["dataset"], row["columns"]) in meant]
     chosen = [rows[index] for index in wanted]
-    batch = _scoring_batch(chosen, [columns[row["columns"]] for row in chosen])
+    # Parsed for each sample: a reward function may change what it is given.
+    batch = _scoring_batch(chosen, [json.loads(row["columns"]) for row in chosen])
     scores = [_floored(score, row) for score, row in zip(score_samples(reward, batch), chosen, strict=True)]
     share = (time.perf_counter() - begun) / max(1, len(wanted))
     by_index = dict(zip(wanted, scores, strict=True))

@@ -132,7 +132,7 @@ def _our_update(folder: str, group: int) -> Callable[[], None]:
     tokens = TokenBatch((PROMPT,) * group, ids, torch.ones_like(ids, dtype=torch.bool), 1.0)
     policy.prepare_for_update()
     with torch.no_grad():
-        logprobs = policy.logprobs(tokens, entropy=False).logprobs
+        logprobs = policy.logprobs(tokens, entropy="none").logprobs
     rows = TrainingRows(
         sample_ids=tuple(map(str, range(group))),
         tokens=tokens,
