@@ -24,21 +24,25 @@ def main() -> None:
     """Measure one module here, or several one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=", ".join(MODULES))
-    names = parser.parse_args().modules or MODULES
+    parser.add_argument("--commit", default=code_version(), help="what is measured; by default what is checked out")
+    options = parser.parse_args()
+    names = options.modules or MODULES
     if unknown := sorted({*names} - {*MODULES}):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(MODULES)}")
     if len(names) == 1:
-        measure(names[0])
+        measure(names[0], options.commit)
         return
-    commands = {name: [sys.executable, "-m", "tests.bench", name] for name in names}
+    # Taken once: the figures of the first module are a change of the checkout.
+    same = ["--commit", options.commit] if options.commit else []
+    commands = {name: [sys.executable, "-m", "tests.bench", name, *same] for name in names}
     failed = [name for name, command in commands.items() if subprocess.run(command).returncode]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; measure them again with make bench ONLY='{' '.join(failed)}'")
 
 
-def measure(name: str) -> None:
+def measure(name: str, commit: str | None) -> None:
     """Measure what a module does, store it and print its table."""
-    console, commit, begun = Console(), code_version(), time.perf_counter()
+    console, begun = Console(), time.perf_counter()
     module = import_module(f"tests.bench.{name}")
     title = module.__doc__.splitlines()[0].rstrip(".")
     rows = []

@@ -1,15 +1,15 @@
 """The stored figures, docs/performance.json, and the tables of docs/performance.md that are made from them."""
 
-import json
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import torch
+from pydantic import TypeAdapter
 
 from tasks.checkout import CHECKOUT
 from tasks.execution.fingerprint import library_versions
@@ -19,7 +19,7 @@ from tests.bench.table import Row
 FIGURES = CHECKOUT / "docs" / "performance.json"
 PAGE = CHECKOUT / "docs" / "performance.md"
 BEGIN, END = "<!-- written by make bench -->\n", "<!-- end of what make bench writes -->\n"
-HEADINGS = ("", "here", "beside it", "", "ratio", "goal", "met")
+HEADINGS = ("", "here", "beside it", "", "ratio", "quartiles", "goal", "met")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class Measured:
     rows: tuple[Row, ...]
 
 
+_FILE = TypeAdapter(dict[str, Measured])
+
+
 def this_machine() -> Machine:
     """Describe the machine of this process, with the cores that it may use."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -68,17 +71,17 @@ def this_machine() -> Machine:
 
 def store(name: str, measured: Measured) -> None:
     """Replace a module's figures, and write the page's tables again."""
-    figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    figures[name] = asdict(measured)
-    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = _FILE.validate_json(FIGURES.read_bytes()) if FIGURES.exists() else {}
+    figures[name] = measured
+    FIGURES.write_bytes(_FILE.dump_json(figures, indent=1) + b"\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     assert END in rest, f"{PAGE} has no line {END!r} after {BEGIN!r}"
-    tables = "\n".join(line for each in figures.values() for line in _section(_restored(each)))
+    tables = "\n".join(line for each in figures.values() for line in _section(each))
     PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}")
 
 
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Format rows under HEADINGS: medians, and the quartiles of the ratios."""
+    """Format rows under HEADINGS: medians, and the quartiles of the ratios, or of our rounds without a peer."""
     for row in rows:
         limit, words = (row.at_most, "at most") if row.at_most is not None else (row.at_least, "at least")
         yield (
@@ -86,7 +89,8 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             f"{_number(statistics.median(row.ours))} {row.unit}",
             f"{_number(statistics.median(row.theirs))} {row.unit}" if row.theirs else "",
             row.peer,
-            _with_quartiles(row.ratios),
+            f"{statistics.median(row.ratios):.2f}" if row.ratios else "",
+            _quartiles(row.ratios or row.ours),
             "" if limit is None else f"{words} {_number(limit)}{'' if row.theirs else ' ' + row.unit}",
             {True: "yes", False: "no", None: ""}[row.met],
         )
@@ -96,11 +100,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _with_quartiles(ratios: Sequence[float]) -> str:
-    if len(ratios) < 2:
-        return "".join(f"{ratio:.2f}" for ratio in ratios)
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+def _quartiles(rounds: Sequence[float]) -> str:
+    if len(rounds) < 2:
+        return ""
+    low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return f"{_number(low)} to {_number(high)}"
 
 
 def _section(measured: Measured) -> Iterator[str]:
@@ -110,11 +114,3 @@ def _section(measured: Measured) -> Iterator[str]:
     place = f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.gpu or 'no GPU'}"
     yield from (f"### {measured.title}", "", *markdown_table(HEADINGS, list(cells(measured.rows))), "")
     yield from (f"{measured.day}, commit {measured.commit}; {place}; Python {machine.python}, {named}.", "")
-
-
-def _restored(stored: dict[str, object]) -> Measured:
-    rows, machine = stored.pop("rows"), stored.pop("machine")
-    assert isinstance(rows, list)
-    assert isinstance(machine, dict)
-    parsed = tuple(Row(**row | {"ours": tuple(row["ours"]), "theirs": tuple(row["theirs"])}) for row in rows)
-    return Measured(**stored, machine=Machine(**machine), rows=parsed)  # type: ignore[arg-type]

@@ -120,8 +120,9 @@ def _trl_steps(model: str, root: str) -> list[float]:
 
 @cache
 def _loaded(model: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+    logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
 
 
@@ -145,7 +146,7 @@ def _least(folder: str, root: str) -> dict[str, list[float]]:
     generating, passing = [], []
     for _ in range(STEPS + 1):
         begun = time.perf_counter()
-        ids = model.generate(**prompts, do_sample=True, max_new_tokens=LENGTH)
+        ids = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=LENGTH)
         between = time.perf_counter()
         for part in ids.split(MICROBATCH):
             mask = (part != tokenizer.pad_token_id).long()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from configs.schema import TextRunConfig
@@ -72,6 +72,7 @@ def build_trainer(config: TextRunConfig, folder: str | Path, steps: int) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
+    logging.disable_progress_bar()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(config.policy.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(config.policy.model),

@@ -1,0 +1,48 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bench import page
+from tests.bench.page import Machine, Measured
+from tests.bench.table import Row
+
+MACHINE = Machine(
+    "a processor", 2, 8.0, None, "3.11.7", dict.fromkeys(("torch", "transformers", "prefect", "trl"), "1")
+)
+RATIO = Row(what="step", unit="s", ours=(3.0, 1.0, 2.0), peer="TRL", theirs=(2.0, 4.0, 8.0), at_most=0.25)
+MEASURED = Measured("A step", "abc", "2026-01-01", 1.5, MACHINE, (RATIO,))
+
+
+@pytest.mark.parametrize(
+    ("row", "met"),
+    [
+        # Of the rounds' ratios, 1.5, .25 and .25; the ratio of the medians is .5.
+        (RATIO, True),
+        (replace(RATIO, at_most=0.24), False),
+        (replace(RATIO, at_most=None, at_least=0.25), True),
+        (replace(RATIO, at_most=None, at_least=0.26), False),
+        (Row(what="help", unit="s", ours=(0.2, 0.9, 0.3), at_most=0.3), True),
+        (Row(what="rate", unit="rows/s", ours=(5.0,), at_least=6.0), False),
+        (Row(what="size", unit="MB", ours=(5.0,)), None),
+    ],
+)
+def test_a_goal_is_met_by_the_median_of_the_ratios_or_of_the_figures_alone(row: Row, met: bool | None) -> None:
+    assert row.met is met
+
+
+def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "FIGURES", tmp_path / "figures.json")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    page.PAGE.write_text(f"before\n{page.BEGIN}{page.END}after\n")
+    page.store("start", replace(MEASURED, title="The start", rows=(replace(RATIO, what="first line"),)))
+    page.store("step", MEASURED)
+    page.store("step", replace(MEASURED, rows=(replace(RATIO, what="another step"),)))
+    text = page.PAGE.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    tables = [line for line in text.splitlines() if line.startswith("| ") and "TRL" in line]
+    assert tables == [
+        f"| {what} | 2 s | 4 s | TRL | 0.25 | 0.25 to 0.875 | at most 0.25 | yes |"
+        for what in ("first line", "another step")
+    ]
