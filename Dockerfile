@@ -11,7 +11,7 @@ ARG TORCH=cuda
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 COPY --from=uv /uv /usr/local/bin/uv
 WORKDIR /grpo
-ENV VIRTUAL_ENV=/grpo/.venv PATH=/grpo/.venv/bin:$PATH UV_LINK_MODE=copy PYTHONUNBUFFERED=1 HF_HOME=/cache/huggingface
+ENV VIRTUAL_ENV=/grpo/.venv PATH=/grpo/.venv/bin:$PATH UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 PYTHONUNBUFFERED=1 HF_HOME=/cache/huggingface
 
 # First the packages, which change rarely. The CPU builds of torch are not on the package index and have other hashes,
 # so they come by version from torch's own index.
