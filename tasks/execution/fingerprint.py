@@ -102,7 +102,6 @@ def _digest(roots: tuple[str, ...], checkout: Path) -> str:
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=64)
 def _reached(roots: tuple[str, ...], checkout: Path) -> dict[Symbol, str]:
     found: dict[Symbol, str] = {}
     waiting: list[Symbol] = []
@@ -123,13 +122,22 @@ def _reached(roots: tuple[str, ...], checkout: Path) -> dict[Symbol, str]:
         if name and name not in source.definitions:
             waiting += _imported(source, name, checkout)
             continue
-        statements = source.definitions[name] if name else source.effects
-        if symbol in undecorated:
-            statements = [_without_decorators(each) for each in statements]
-        found[symbol] = "\n".join(ast.unparse(_without_docstrings(each)) for each in statements)
+        found[symbol], named = _read(module, name, checkout, decorated=symbol not in undecorated)
         waiting += [(parent, "") for parent in _with_parents(module)]
-        waiting += [each for statement in statements for each in _named(statement, module, source, checkout)]
+        waiting += named
     return {symbol: text for symbol, text in found.items() if text}
+
+
+@lru_cache(maxsize=8192)
+def _read(module: str, name: str, checkout: Path, *, decorated: bool) -> tuple[str, tuple[Symbol, ...]]:
+    """Return the code of a name, or of a module's bare statements, and what it names; stages share most of theirs."""
+    source = _source(module, checkout)
+    assert source is not None, "a module of this project"
+    statements = source.definitions[name] if name else source.effects
+    if not decorated:
+        statements = [_without_decorators(each) for each in statements]
+    named = tuple(each for statement in statements for each in _named(statement, module, source, checkout))
+    return "\n".join(map(ast.unparse, statements)), named
 
 
 def _named(statement: ast.stmt, module: str, source: ModuleSource, checkout: Path) -> Iterator[Symbol]:
@@ -207,7 +215,8 @@ def _source(module: str, checkout: Path) -> ModuleSource | None:
     file = path / "__init__.py" if is_package else path.with_suffix(".py")
     if not file.is_file():
         return None
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    # A body that was only a docstring becomes empty.
+    tree = _DropText().visit(ast.parse(file.read_text(encoding="utf-8")))
     package = module if is_package else module.rpartition(".")[0]
     source = ModuleSource()
     for node in ast.walk(tree):
@@ -224,7 +233,7 @@ def _source(module: str, checkout: Path) -> ModuleSource | None:
         for name in names:
             source.definitions[name].append(statement)
         runs = not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_for_types(statement)
-        if not names and runs and not _is_text(statement):
+        if not names and runs:
             source.effects.append(statement)
     return source
 
@@ -261,11 +270,6 @@ def _without_decorators(statement: ast.stmt) -> ast.stmt:
 class _DropText(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         return None if _is_text(node) else node
-
-
-def _without_docstrings(statement: ast.stmt) -> ast.stmt:
-    """Copy a statement without docstrings; a body that was only a docstring becomes empty."""
-    return _DropText().visit(copy.deepcopy(statement))  # type: ignore[no-any-return]
 
 
 def library_versions() -> dict[str, str]:

@@ -223,7 +223,7 @@ def test_stages_that_start_at_once_fingerprint_the_same() -> None:
     roots = [("tasks.rewards.score_rewards",), ("tasks.update.update_policy",), ("tasks.rollouts.collect_rollouts",)]
     expected = [code_fingerprint(each) for each in roots]
     fingerprint._digest.cache_clear()
-    fingerprint._reached.cache_clear()
+    fingerprint._read.cache_clear()
     fingerprint._source.cache_clear()
     interval = sys.getswitchinterval()
     gc.callbacks.append(_let_others_run)
