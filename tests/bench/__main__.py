@@ -19,6 +19,8 @@ from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
 
 MODULES = ("text_iteration", "sampling", "update", "orchestration", "storage", "start")
 
+_WIDTH = None if sys.stdout.isatty() else 180
+
 
 def main() -> None:
     """Measure one module here, or several one after the other."""

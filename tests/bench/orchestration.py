@@ -39,7 +39,8 @@ def measure() -> Iterator[Row]:
             run = Path(folder, f"{server}-{rewards}")
             seconds = _seconds(run, chosen, SPANS[-1][1], rewards=rewards)
             for first, last in SPANS:
-                what = f"no stage's, {rewards} rewards, {server} server, iterations {first} to {last}"
+                counted = "1 reward" if rewards == 1 else f"{rewards} rewards"
+                what = f"no stage's, {counted}, {server} server, iterations {first} to {last}"
                 yield Row(what=what, unit="s", ours=seconds[first - 1 : last], at_most=AT_MOST)
 
 
