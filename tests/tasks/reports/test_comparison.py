@@ -116,7 +116,7 @@ def test_the_page_shows_every_run_offline(tmp_path: Path, modality: Any) -> None
     text = "".join(page.text)
     assert "+0.125 to +0.125" in text
     assert text.count(EVIL) == 2
-    assert "49" not in text.replace("0.49", "")
+    assert "ranranran" not in text
     if modality == "image":
         shown = [image.convert("RGB").getpixel((0, 0)) for image in images(page)]
         assert sorted(shown) == sorted(2 * [colour(group, sibling) for group in (0, 1) for sibling in range(4)])

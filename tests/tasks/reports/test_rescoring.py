@@ -190,7 +190,7 @@ def test_titles_prompts_labels_and_texts_are_data() -> None:
     text = "".join(check_offline(page({("run", "s0"): EVIL, ("run", "s2"): ""}, EVIL, title=EVIL)).text)
     # Title and heading, the reward's row, and of each of two samples the prompt and the reward; of one the text.
     assert text.count(EVIL) == 2 + 1 + 2 * 2 + 1
-    assert "49" not in text
+    assert "ranranran" not in text
     assert "output not read" not in text
 
 
