@@ -15,7 +15,7 @@ from tasks.storage.artifacts.run_folder import RunFolder
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import (
     files_below,
-    force_to_disk,
+    fsync_path,
     hashes_of,
     is_local,
     move_folder,
@@ -158,7 +158,7 @@ class ArtifactWriter(RunFolder):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         file.replace(target)
-        force_to_disk([target.parent])
+        fsync_path(target.parent)
 
     def write_manifest(self, folder: str, manifest: Manifest, scratch: Path) -> None:
         """Write or replace the manifest of an artifact of the run in one step; the caller has the commit lock."""

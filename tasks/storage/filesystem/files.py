@@ -1,4 +1,4 @@
-"""Steps of a write that is complete or absent: staging in a locked folder, rename, and fsync of files and folders.
+"""Steps of a write that is complete or absent: staging in a locked folder, fsync, rename, fsync of the folder.
 
 Small JSON documents carry their own checksum.
 """
@@ -61,11 +61,12 @@ def force_to_disk(paths: Sequence[Path]) -> None:
     """
     with ThreadPoolExecutor(min(len(paths), _AT_ONCE), thread_name_prefix="force to disk") as threads:
         # Raises what any of them raised.
-        for _ in threads.map(_fsync, paths):
+        for _ in threads.map(fsync_path, paths):
             pass
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,9 +86,9 @@ def write_file_atomically(filesystem: AbstractFileSystem, path: str, content: by
     target, temporary = Path(path), scratch / f"{uuid.uuid4().hex}.part"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_bytes(content)
-    _fsync(temporary)
+    fsync_path(temporary)
     temporary.replace(target)
-    _fsync(target.parent)
+    fsync_path(target.parent)
 
 
 def require_writable(folder: Path, place: str) -> None:
