@@ -95,7 +95,7 @@ def test_the_first_and_the_last_noisy_step_of_a_schedule_have_a_density(kind: Sd
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_perfect_model_keeps_the_noise_of_the_schedule(kind: SdeType) -> None:
-    """Clean latents of 0: v = noise, so latents of a variance sigma^2 should go to about next_sigma^2, exactly for cps."""
+    """With clean latents of 0 the velocity is the noise: a variance of sigma^2 becomes about next_sigma^2."""
     eps = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     sigma, after = 0.5, 0.499
     moved = transition(kind, 0.7, noise(sigma, after), sigma * eps, eps)
