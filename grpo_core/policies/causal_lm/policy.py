@@ -124,7 +124,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
 
     @property
     def components(self) -> Mapping[Stream, "CausalLMPolicy"]:
-        """This model, whose actions are tokens."""
+        """The model itself, whose actions are tokens."""
         return {"tokens": self}
 
     def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
