@@ -10,8 +10,8 @@ from grpo_core.policies.estimate import (
     count_parameters,
 )
 from grpo_core.policies.glm_image.loading import Components, build_on_meta, find_configs
-from grpo_core.policies.glm_image.policy import train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings, token_grids
+from grpo_core.policies.glm_image.token_model import train_token_model
 from grpo_core.policies.trained import TrainingChoice
 
 PROMPT_TOKENS = 256

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_core.modality import Modality
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, refuse_missing_folder, token_grids
 from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,7 @@ class GlmImageFamily:
     """GLM-Image as a PolicyFamily; the models' libraries are imported on first use, because that takes seconds."""
 
     modality: Modality = "image"
+    streams: tuple[Stream, ...] = ("tokens", "denoising")
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
         """Return the sampling settings from a configuration section or a stored row."""
@@ -30,7 +32,7 @@ class GlmImageFamily:
         self,
         model: str,
         settings: GlmImageSettings,
-        choice: "TrainingChoice",
+        choices: Mapping[Stream, "TrainingChoice"],
         *,
         dtype: "torch.dtype",
         device: "torch.device",
@@ -43,7 +45,7 @@ class GlmImageFamily:
         return GlmImagePolicy.load(
             model,
             settings,
-            choice,
+            choices,
             dtype=dtype,
             device=device,
             autocast=autocast,
@@ -72,12 +74,14 @@ class GlmImageFamily:
 
         save_pipeline(base, weights, folder, dtype)
 
-    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
-        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
+    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
+        """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.policy import train_token_model
+        from grpo_core.policies.glm_image.token_model import train_token_model
 
-        train_token_model(build_on_meta(find_configs(model)).autoregressive, choice, model, initial_state=dict)
+        train_token_model(
+            build_on_meta(find_configs(model)).autoregressive, choices["tokens"], model, initial_state=dict
+        )
         return ()
 
 

@@ -1,4 +1,4 @@
-"""The two kinds of trained model: every weight outside the frozen parts, or adapters over a frozen base."""
+"""What of a model is trained: every weight outside the frozen parts, adapters over a frozen base, or nothing."""
 
 import re
 import warnings
@@ -49,6 +49,28 @@ def train_model(
     if choice.lora is not None:
         return LoraModel(base, choice, base_name, default_targets)
     return FullModel(base, choice, own_frozen, initial_state)
+
+
+class FrozenModel(TrainedModel):
+    """A model of which nothing is trained: a part of the environment that another component is trained in."""
+
+    has_reference = False
+
+    def __init__(self, model: nn.Module) -> None:
+        """Freeze the model."""
+        super().__init__(model.requires_grad_(False), TrainingChoice(lora=None))
+
+    def save(self, folder: Path) -> None:
+        """Refuse: there is nothing to write."""
+        raise ValueError("nothing of this model is trained")
+
+    def load(self, folder: Path | None) -> None:
+        """Refuse: there is nothing to load."""
+        raise ValueError("nothing of this model is trained")
+
+    def reference(self) -> AbstractContextManager[nn.Module]:
+        """Refuse: a model that never changes has no reference."""
+        raise ValueError("nothing of this model is trained")
 
 
 class FullModel(TrainedModel):
