@@ -23,11 +23,11 @@ from grpo_core.rewards.mix.running import RunningMoments
 from tasks.execution.caching import stage_task
 from tasks.metrics.names import RUNNING
 from tasks.progress import progress_of
-from tasks.rollouts.rows import padded
 from tasks.runs import layout
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
+from tasks.storage.tables.lists import padded
 from tasks.storage.tables.parquet import write_table
 from tasks.storage.tables.schemas import ADVANTAGES, BREAKDOWN, SCHEMA_VERSION
 
