@@ -39,8 +39,8 @@ def compared_samples(
     - Drafts: those of a prompt, in the order of their numbers. A draft's reward is the mean over its renderings that
       have one, for each reward before anything else is done to it; its advantage goes to its first sample, whose tokens
       are those of all its renderings.
-    - Renderings: those of a draft, in the order of the samples. Drafts that are rendered once are left out, unless no
-      draft is rendered more often: then nothing is compared, and each sample is a row of its own.
+    - Renderings: those of a draft, in the order of the samples; drafts that are rendered once are left out. Where no
+      draft is rendered more often, as in an evaluation, they are all samples of a prompt, for its statistics.
 
     Args:
         values: NaN marks a null.
@@ -81,15 +81,15 @@ def _renderings(
     groups, samples, rewards = values.shape
     renderings = _count_renderings(drafts)
     most = int(renderings.max())
+    if most == 1:
+        return ComparedSamples(values, torch.arange(groups * samples).view(groups, samples), torch.arange(groups))
     compared = renderings == most
     assert bool((compared | (renderings == 1)).all()), "drafts that are rendered several times are so equally often"
     # All samples, those of a draft one after another.
     order = drafts.argsort(dim=1, stable=True)
     kept = compared.gather(1, drafts.gather(1, order))
     chosen = (order + torch.arange(groups).unsqueeze(-1) * samples)[kept].view(-1, most)
-    return ComparedSamples(
-        values=values.reshape(-1, rewards)[chosen], samples=chosen, groups=chosen[:, 0] // max(1, samples)
-    )
+    return ComparedSamples(values.reshape(-1, rewards)[chosen], samples=chosen, groups=chosen[:, 0] // samples)
 
 
 def _count_renderings(drafts: Int[Tensor, "groups samples"]) -> Int[Tensor, "groups drafts"]:

@@ -74,11 +74,11 @@ def test_a_pipeline_without_tokens_compares_all_samples_of_a_prompt() -> None:
     assert compared.groups.tolist() == [0, 1]
 
 
-def test_where_every_draft_is_rendered_once_no_renderings_are_compared() -> None:
-    compared = compared_samples("denoising", column([1.0, 2.0], [3.0, 4.0]), drafts_of([1, 1], groups=2))
-    assert compared.values.flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert compared.samples.tolist() == [[0], [1], [2], [3]]
-    assert compared.groups.tolist() == [0, 0, 1, 1]
+def test_where_every_draft_is_rendered_once_the_samples_of_a_prompt_are_described_together() -> None:
+    compared = compared_samples("denoising", column([1.0, 2.0], [3.0, 4.0]), torch.tensor([[0, 1], [1, 0]]))
+    assert compared.values.squeeze(-1).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert compared.samples.tolist() == [[0, 1], [2, 3]]
+    assert compared.groups.tolist() == [0, 1]
 
 
 def test_a_drafts_reward_is_the_mean_of_those_renderings_that_have_one() -> None:
