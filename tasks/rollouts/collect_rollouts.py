@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.sections import ImageRolloutSection, PlacementSection, TextRolloutSection
+from configs.sections import PlacementSection, RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
 from tasks.execution.caching import stage_task
@@ -120,7 +120,7 @@ def collect_rollouts_task(
     policy: PolicyRef,
     plan: RolloutPlan,
     model: ModelSpec,
-    rollout: ImageRolloutSection | TextRolloutSection,
+    rollout: RolloutSection,
     with_reference: bool,
     placement: PlacementSection,
 ) -> ArtifactRef:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.scoring import RewardSection
-from configs.sections import ImageRolloutSection as Rollout
+from configs.sections import GlmImageRolloutSection as Rollout
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection
 from configs.training import UpdateSection as Update

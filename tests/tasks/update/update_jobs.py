@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import MismatchSection, UpdateSection
 from grpo_core.update import SINGLE_PROCESS
 from tasks.models.files import model_digest
@@ -65,7 +65,7 @@ class Modality:
     """A tiny model and how it is sampled."""
 
     policy: PolicySection
-    rollout: ImageRolloutSection | TextRolloutSection
+    rollout: GlmImageRolloutSection | TextRolloutSection
     prompts: tuple[str, str]
 
     def spec(self) -> ModelSpec:
@@ -91,7 +91,7 @@ class Modality:
 
 IMAGES = Modality(
     PolicySection(model=str(IMAGE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)),
-    ImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
+    GlmImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
     ("a red circle", "a blue cross on a green background"),
 )
 TEXTS = Modality(
