@@ -185,7 +185,8 @@ ADVANTAGES = _described(
         ("group_id", pa.string()),
         ("prompt_id", pa.string()),
         ("dataset", pa.string()),
-        ("reward", pa.float64()),
+        ("stream", pa.string()),  # whose actions the advantage is for; of tokens, a row per draft: its first rendering
+        ("reward", pa.float64()),  # of tokens: the mean over the draft's renderings
         ("kl_penalty", pa.float64()),  # what the KL to the reference took from the reward; null: none was taken
         ("advantage", pa.float64()),  # null: the sample has no reward, or its group was dropped
         ("group_mean", pa.float64()),
