@@ -5,8 +5,6 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,10 @@ from torch import Tensor, nn
 from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmImageProcessor, T5Config, T5EncoderModel
 
 from grpo_core.errors import InputError
+from grpo_core.policies import pipeline_files
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import INDEX_FILE, refuse_missing_folder
+from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.trained import save_whole
 
 RELEASED_MODEL = "zai-org/GLM-Image"
@@ -259,11 +258,11 @@ def save_pipeline(base: Path, weights: Path, folder: Path, dtype: torch.dtype) -
         folder: empty.
         dtype: of the merged weights.
     """
-    index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
-    for part in (name for name, place in index.items() if isinstance(place, list) and place[0] is not None):
-        if part != AUTOREGRESSIVE:
-            shutil.copytree(base / part, folder / part)
-    save_whole(weights, folder / AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype))
+
+    def save_autoregressive(part: Path) -> None:
+        save_whole(weights, part, lambda: _load_autoregressive(str(base), dtype))
+
+    pipeline_files.save_pipeline(base, folder, {AUTOREGRESSIVE: save_autoregressive})
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:
