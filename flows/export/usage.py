@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from configs.sections import GlmImageRolloutSection, TextRolloutSection
-from grpo_core.policies.glm_image.settings import INDEX_FILE
+from grpo_core.policies.pipeline_files import INDEX_FILE
 
 IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
 

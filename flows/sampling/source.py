@@ -13,7 +13,7 @@ from flows.preflight.inputs import source_of
 from flows.sampling.request import SampleRequest
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
-from grpo_core.policies.glm_image.settings import INDEX_FILE
+from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE
 from tasks.models.files import model_digest
