@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -53,10 +53,10 @@ class Actions(Protocol):
     def __len__(self) -> int:
         """Return the number of rows."""
 
-    def select(self, rows: Sequence[int]) -> Self:
+    def select(self, rows: Sequence[int]) -> "Actions":
         """Return the rows with these indices, in this order."""
 
-    def trimmed(self) -> Self:
+    def trimmed(self) -> "Actions":
         """Remove the trailing columns that are padding in every row; at least one column stays."""
 
 

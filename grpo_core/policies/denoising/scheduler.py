@@ -6,7 +6,7 @@ the importance ratio is one for any pipeline that calls FlowMatchEulerDiscreteSc
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
@@ -31,6 +31,9 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 else dtype
 
 
+S = TypeVar("S", bound="_WindowScheduler")
+
+
 class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
     """The schedule of a pipeline's own scheduler, with the transitions of noisy steps."""
 
@@ -38,9 +41,9 @@ class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
     timesteps: Tensor
 
     @classmethod
-    def like(cls, own: FlowMatchEulerDiscreteScheduler, settings: DenoisingSettings) -> Self:
+    def like(cls: type[S], own: FlowMatchEulerDiscreteScheduler, settings: DenoisingSettings) -> S:
         """Return a scheduler with the configuration of a pipeline's own."""
-        made: Self = cls.from_config(own.config)
+        made: S = cls.from_config(own.config)
         made.set_shift(own.shift)
         made.settings = settings
         return made
@@ -60,7 +63,7 @@ class NoisyScheduler(_WindowScheduler):
         logprobs: of each noisy step, one per row.
     """
 
-    def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> Self:
+    def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> "NoisyScheduler":
         """Prepare for one call of the pipeline.
 
         Args:
@@ -132,7 +135,7 @@ class ReplayScheduler(_WindowScheduler):
         transitions: of the window's steps under the model that runs; with gradients where they are enabled.
     """
 
-    def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> Self:
+    def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> "ReplayScheduler":
         """Prepare for one call of the pipeline.
 
         Args:
