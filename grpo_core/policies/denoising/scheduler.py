@@ -49,10 +49,10 @@ class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
         return made
 
     def _transition(self, index: int, latents: Tensor, velocity: Tensor) -> Transition:
-        settings = self.settings
-        sigmas = (each.to(velocity.device) for each in (self.sigmas[index], self.sigmas[index + 1], self.sigmas[1]))
-        noise = NoiseSchedule(*(_widened(sigma) for sigma in sigmas))
-        return transition(settings.sde_type, settings.noise_level, noise, _widened(latents), _widened(velocity))
+        settings, wide = self.settings, torch.promote_types(velocity.dtype, torch.float32)
+        sigmas = (self.sigmas[index], self.sigmas[index + 1], self.sigmas[1])
+        noise = NoiseSchedule(*(sigma.to(velocity.device, wide) for sigma in sigmas))
+        return transition(settings.sde_type, settings.noise_level, noise, latents.to(wide), velocity.to(wide))
 
 
 class NoisyScheduler(_WindowScheduler):
@@ -114,7 +114,7 @@ class NoisyScheduler(_WindowScheduler):
         following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
         self._require_finite(following, index)
         self.states.append(following)
-        self.logprobs.append(step_logprob(_widened(following), moved, self.settings.logprob_reduction))
+        self.logprobs.append(step_logprob(following.to(moved.mean.dtype), moved, self.settings.logprob_reduction))
         return following.to(velocity.dtype)
 
     def _require_finite(self, latents: Tensor, index: int) -> None:
@@ -200,10 +200,6 @@ def exchanged_scheduler(pipeline: Any, scheduler: _WindowScheduler) -> Iterator[
         yield
     finally:
         pipeline.scheduler = own
-
-
-def _widened(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _answer(latents: Tensor, return_dict: bool) -> Any:
