@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from configs.schema import RunConfig
-from configs.sections import ImageRolloutSection, TextRolloutSection
+from configs.sections import GlmImageRolloutSection, TextRolloutSection
 from grpo_core.policies.glm_image.settings import INDEX_FILE
 
 IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
@@ -20,11 +20,11 @@ def usage(config: RunConfig, exported: str, *, whole: bool) -> str:
     """
     if isinstance(config.rollout, TextRolloutSection):
         return _text_usage(config, config.rollout, exported, whole)
-    assert isinstance(config.rollout, ImageRolloutSection)
+    assert isinstance(config.rollout, GlmImageRolloutSection)
     return _image_usage(config, config.rollout, exported, whole)
 
 
-def _image_usage(config: RunConfig, rollout: ImageRolloutSection, exported: str, whole: bool) -> str:
+def _image_usage(config: RunConfig, rollout: GlmImageRolloutSection, exported: str, whole: bool) -> str:
     model = exported if whole else config.policy.model
     code = ", trust_remote_code=True" if _has_own_processor(config.policy.model) else ""
     code += _revision(config, whole)

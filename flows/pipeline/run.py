@@ -64,9 +64,9 @@ class Run:
         return self.start or PolicyRef(version=0, digest=self.model.digest)
 
     @property
-    def update(self) -> UpdateSection:
-        """The update section with the length of its schedule."""
-        return self.config.scheduled_update
+    def updates(self) -> Mapping[Stream, UpdateSection]:
+        """The update of each trained stream, with the length of its schedule."""
+        return self.config.scheduled_updates
 
     def plan(
         self,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.loader import apply_overrides
-from configs.sections import ImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.sections import GlmImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.validation import Section, validated
 from flows.export.export import RECORD_FILE
 from flows.preflight.inputs import source_of
@@ -28,7 +28,7 @@ _CHANGEABLE = ("rollout", "placement")
 
 class _ImageModel(Section):
     policy: PolicySection
-    rollout: ImageRolloutSection
+    rollout: GlmImageRolloutSection
     placement: PlacementSection = PlacementSection()
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ImportanceLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "truncate", "mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
+LossKlEstimator = KlEstimator | Literal["exact"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class LossSettings:
         vespo_k_neg: power of the row's ratio where A < 0.
         vespo_lambda_neg: its decay where A < 0.
         kl_coef: weight of the KL to the reference, added after masks, clipping and weights; 0 or above.
-        kl_estimator: k1, k2 or k3. On policy, k1 in the loss has zero expected gradient unless it is corrected.
+        kl_estimator: k1, k2 or k3 of the sampled actions, or the exact KL of their distributions, of denoising steps
+            only. On policy, k1 in the loss has zero expected gradient unless it is corrected.
         kl_importance_correction: multiply the KL by the importance ratio, gradient included, and by the mismatch
             weights.
         entropy_coef: weight of the bonus, the mean entropy of the tokens that the entropy mask keeps; 0 or above.
@@ -118,7 +120,7 @@ class LossSettings:
     vespo_k_neg: PositiveFloat = 3.0
     vespo_lambda_neg: PositiveFloat = 2.0
     kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: KlEstimator = "k3"
+    kl_estimator: LossKlEstimator = "k3"
     kl_importance_correction: bool = True
     entropy_coef: NonNegativeFloat = 0.0
     mismatch: MismatchSettings = field(default_factory=MismatchSettings)

@@ -12,34 +12,24 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
 from grpo_core.image_size import MAX_PIXELS, ImageSize
-from grpo_core.sampling_settings import TokenSamplingSettings
+from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.sampling_settings import ImageSettings, TokenSamplingSettings
 
 INDEX_FILE = "model_index.json"
 """In the folder of a saved pipeline: the class of each part."""
 
 
-@dataclass(frozen=True)
-class GlmImageSettings(TokenSamplingSettings):
-    """How images are sampled.
+@dataclass(frozen=True, kw_only=True)
+class GlmImageSettings(ImageSettings, TokenSamplingSettings, DenoisingSettings):
+    """How images are sampled; the settings of noisy steps count where the decoder is trained.
 
     Attributes:
-        height: pixels, a multiple of the model's unit.
-        width: pixels, a multiple of the model's unit.
         num_inference_steps: denoising steps of the decoder.
         guidance_scale: of the decoder; the token model has none.
-        decode_batch_size: maximum number of images decoded at once; siblings only.
     """
 
-    height: PositiveInt
-    width: PositiveInt
     num_inference_steps: PositiveInt = 50
     guidance_scale: NonNegativeFloat = 1.5
-    decode_batch_size: PositiveInt = 16
-
-    @property
-    def size(self) -> ImageSize:
-        """The size of images whose prompt gives no other."""
-        return ImageSize(self.width, self.height)
 
 
 @dataclass(frozen=True)
