@@ -249,6 +249,16 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
+def _load_decoder(model: str, dtype: torch.dtype) -> Any:
+    return GlmImageTransformer2DModel.from_pretrained(model, subfolder=DECODER, torch_dtype=dtype, use_safetensors=True)
+
+
+def read_initial_decoder(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the published weights of the decoder."""
+    state: dict[str, Tensor] = _load_decoder(model, dtype).state_dict()
+    return state
+
+
 def save_trained_pipeline(base: Path, weights: Mapping[Stream, Path], folder: Path, dtype: torch.dtype) -> None:
     """Write a pipeline with the trained weights of stored components; all other files are copied.
 
@@ -259,14 +269,9 @@ def save_trained_pipeline(base: Path, weights: Mapping[Stream, Path], folder: Pa
         dtype: of the merged weights.
     """
 
-    def load_decoder() -> Any:
-        return GlmImageTransformer2DModel.from_pretrained(
-            base, subfolder=DECODER, torch_dtype=dtype, use_safetensors=True
-        )
-
     parts: Mapping[Stream, tuple[str, Callable[[], Any]]] = {
         "tokens": (AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype)),
-        "denoising": (DECODER, load_decoder),
+        "denoising": (DECODER, lambda: _load_decoder(str(base), dtype)),
     }
 
     def write(stream: Stream) -> Callable[[Path], None]:
