@@ -229,7 +229,7 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
         try:
             update.schedule()
         except InputError as error:
-            yield InputError(f"{place}.{error.place.removeprefix('update.')}", error.value, error.hint)
+            yield config.at_update(stream, error)
         if update.warmup_steps and update.lr_scheduler == "constant":
             hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
             yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)

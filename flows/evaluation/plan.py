@@ -119,9 +119,9 @@ def _check_inputs(config: RunConfig) -> PromptFiles:
 
 def _determining(config: RunConfig) -> dict[str, Any]:
     """Return what determines the samples and scores of an evaluation, except the prompts and the policy."""
-    rewards = (*config.rewards, *config.watch.guardrails)
+    rewards, rollout = (*config.rewards, *config.watch.guardrails), config.evaluation_rollout
     return {
-        "rollout": config.rollout.model_dump(mode="json", exclude={"prompts_per_iteration", "group_size"}),
+        "rollout": rollout.model_dump(mode="json", exclude=set(rollout.training_settings)),
         "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],
         "scores": [[section.label, scores_key(section)] for section in rewards],
         "advantages": config.advantages.model_dump(mode="json"),

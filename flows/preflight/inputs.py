@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -25,8 +26,9 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import LoraSettings, refuse_unavailable_attention
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
+from grpo_core.streams import Stream
 from tasks.models.files import local_source
-from tasks.models.initial import initial_digest, training_choice
+from tasks.models.initial import initial_digest, training_choices
 from tasks.models.resident import ModelSpec, torch_device
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.hub import DatasetChoice
@@ -114,9 +116,10 @@ def check_inputs(config: RunConfig) -> RunInputs:
         if problems := list(_model_problems(config, prompts)):
             raise InputErrors(problems)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
-        with training_choice(config.policy, store, model.adapter) as choice:
-            _refuse_stored_settings(config, choice.lora)
-            notes = policy_family(config.policy.kind).check_choice(source_of(config), choice)
+        with training_choices(config.policy, store, model.adapter) as choices:
+            for choice in choices.values():
+                _refuse_stored_settings(config, choice.lora)
+            notes = policy_family(config.policy.kind).check_choices(source_of(config), choices)
         store.require_writable()
         if config.storage.cache_dir is not None and store.files.cache is not None:
             store.files.cache.require_usable()
@@ -171,7 +174,7 @@ def trained_model(config: RunConfig) -> ModelSpec:
         section=config.policy,
         digest=initial_digest(config.policy, open_store(config.storage, config.run.name), adapter),
         adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
+        references=config.references,
         adapter=adapter,
     )
 
@@ -300,16 +303,23 @@ def _device_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
     if placement.update.pool:
         # The rest depends on the worker's machine.
         return
-    checks: tuple[Callable[[], None], ...] = (
-        lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
-        lambda: refuse_unusable_placement(config.placement, config.update),
-        lambda: refuse_unavailable_attention(config.policy.attn_implementation),
-    )
-    for check in checks:
+    checks: list[tuple[Stream, Callable[[], None]]] = [
+        (config.streams[0], partial(refuse_unavailable_attention, config.policy.attn_implementation))
+    ]
+    for stream, update in config.updates.items():
+        checks += [
+            (stream, partial(refuse_unavailable, update.optimizer, torch_device(placement))),
+            (stream, partial(refuse_unusable_placement, placement, update)),
+        ]
+    found: dict[str, InputError] = {}
+    for stream, check in checks:
         try:
             check()
         except InputError as error:
-            yield error
+            # What the placement lacks, it lacks for every stream.
+            placed = config.at_update(stream, error)
+            found.setdefault(placed.place, placed)
+    yield from found.values()
 
 
 def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
