@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
+from grpo_core.streams import Stream
 from tasks.rollouts.rows import padded, token_batch
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -56,6 +57,7 @@ def read_training_rows(
     family: PolicyFamily,
     fetched: Path,
     *,
+    stream: Stream,
     max_staleness: int,
 ) -> StoredRows:
     """Read the rows of an update; rows without an advantage and rows of versions too far away are left out.
@@ -106,7 +108,7 @@ def read_training_rows(
     return StoredRows(
         rows=TrainingRows(
             sample_ids=tuple(kept["sample_id"]),
-            tokens=token_batch(kept, _mapped_support_ids(files, kept["sample_id"], fetched)),
+            actions=token_batch(kept, _mapped_support_ids(files, kept["sample_id"], fetched)),
             rollout_logprobs=padded(kept["rollout_logprobs"]),
             advantages=kept["advantage"].cast(pl.Float32).to_torch(),
             finished=kept["finished"].to_torch(),
