@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.whole import FULL_WEIGHTS
 from grpo_core.streams import STREAMS, Stream
 from tasks.storage.artifacts.reference import PolicyRef
 
@@ -91,7 +92,7 @@ def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
         digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
 
 
-WEIGHT_FILES = ("adapter_model*.safetensors", "model*.safetensors", "diffusion_pytorch_model*.safetensors")
+WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
 
 
 REFERENCE_FOLDER, EMA_FOLDER = "reference", "ema"

@@ -49,7 +49,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _described_updates(updates: Mapping[Stream, UpdateSection]) -> Mapping[str, Any]:
     """Return what the updates are: under one name for one component, by stream for several."""
-    described = {
+    described: dict[str, Mapping[str, Any]] = {
         stream: {"update": update.result_settings(), "custom_loss": custom_loss_digest(update.loss)}
         for stream, update in updates.items()
     }
