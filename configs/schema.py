@@ -203,9 +203,7 @@ class ReplayConfig(RunConfig):
     replay: ReplaySection
 
 
-def corrected(
-    updates: Mapping[Stream, UpdateSection], correction: MismatchSection
-) -> Mapping[Stream, UpdateSection]:
+def corrected(updates: Mapping[Stream, UpdateSection], correction: MismatchSection) -> Mapping[Stream, UpdateSection]:
     """Return the updates with this correction, except those that have a correction already."""
     changed = {"mismatch": correction}
     return {

@@ -242,14 +242,17 @@ class _GroupsSection(Section):
         return self
 
 
-_NOISE = frozenset(field.name for field in fields(DenoisingSettings)) - {"num_inference_steps", "guidance_scale"}
-
-
 class ImageRolloutSection(_GroupsSection, ImageSettings):
     """How groups of images are sampled, whatever makes them."""
 
     memory_settings = frozenset({"prompts_per_batch", "decode_batch_size"})
-    training_settings = _GroupsSection.training_settings | _NOISE
+    noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
+        "num_inference_steps",
+        "guidance_scale",
+    }
+    """Fields about noisy denoising steps."""
+
+    training_settings = _GroupsSection.training_settings | noise_settings
 
     shared_noise: bool = Field(description="siblings start from the same noise")
 
@@ -263,7 +266,7 @@ class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
     """How groups of GLM-Image's images are sampled."""
 
     training_settings = ImageRolloutSection.training_settings | {"renderings", "rendered_drafts"}
-    optional_settings = _NOISE | {"renderings", "rendered_drafts"}
+    optional_settings = ImageRolloutSection.noise_settings | {"renderings", "rendered_drafts"}
 
     shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
     rendered_drafts: PositiveInt = Field(

@@ -26,7 +26,6 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import LoraSettings, refuse_unavailable_attention
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
-from grpo_core.streams import Stream
 from tasks.models.files import local_source
 from tasks.models.initial import initial_digest, training_choices
 from tasks.models.resident import ModelSpec, torch_device
@@ -303,23 +302,20 @@ def _device_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
     if placement.update.pool:
         # The rest depends on the worker's machine.
         return
-    checks: list[tuple[Stream, Callable[[], None]]] = [
-        (config.streams[0], partial(refuse_unavailable_attention, config.policy.attn_implementation))
+    checks = [
+        partial(refuse_unavailable_attention, config.policy.attn_implementation),
+        partial(refuse_unusable_placement, placement, config.updates),
     ]
-    for stream, update in config.updates.items():
-        checks += [
-            (stream, partial(refuse_unavailable, update.optimizer, torch_device(placement))),
-            (stream, partial(refuse_unusable_placement, placement, update)),
-        ]
-    found: dict[str, InputError] = {}
-    for stream, check in checks:
+    for check in checks:
         try:
             check()
         except InputError as error:
-            # What the placement lacks, it lacks for every stream.
-            placed = config.at_update(stream, error)
-            found.setdefault(placed.place, placed)
-    yield from found.values()
+            yield error
+    for stream, update in config.updates.items():
+        try:
+            refuse_unavailable(update.optimizer, torch_device(placement))
+        except InputError as error:
+            yield config.at_update(stream, error)
 
 
 def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:

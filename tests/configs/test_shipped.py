@@ -64,7 +64,7 @@ def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
     policy = config.policy
     choice = TrainingChoice(policy.lora, policy.frozen, config.references["tokens"], policy.gradient_checkpointing)
-    return doctor.estimate_model(config, choice).memory
+    return doctor.estimate_model(config, {"tokens": choice}).memory
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())
