@@ -9,7 +9,6 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.sections import DataSection
-from configs.training import UpdateSection
 from flows.pipeline.requests import EvaluateRequest
 from flows.pipeline.run import heldout_digest, plan_heldout
 from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks, trained_model
@@ -113,7 +112,8 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
 def _check_inputs(config: RunConfig) -> PromptFiles:
     """Check what the first three stages need and return the prompts; those for training are not needed."""
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
-    changed = {"data": DataSection(), "update": UpdateSection(), "placement": single}
+    update = type(config).model_fields["update"].get_default()
+    changed = {"data": DataSection(), "update": update, "placement": single}
     return run_checks(config.model_copy(update=changed))
 
 
