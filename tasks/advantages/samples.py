@@ -15,7 +15,7 @@ from torch import Tensor
 from configs.scoring import RewardSection
 from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
 from grpo_core.streams import Stream
-from tasks.rollouts.rows import padded
+from tasks.storage.tables.lists import padded
 from tasks.runs import layout
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
