@@ -10,8 +10,9 @@ from torch import Tensor
 
 import data
 from grpo_core.policies.glm_image.loading import read_initial_state
-from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImagePolicy
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.token_model import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImageTokens
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
 from grpo_core.sampling_settings import Truncation
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
@@ -68,11 +69,11 @@ def build_policy(
         guidance_scale=1.0,
         decode_batch_size=decode_batch_size,
     )
-    policy = GlmImagePolicy(parts, prefetching, trained, autocast=autocast)
-    disturb(policy.trainable_parameters(), disturbed)
+    policy = GlmImagePolicy(parts, prefetching, GlmImageTokens(parts, prefetching, trained, autocast=autocast))
+    disturb(policy.tokens.trainable_parameters(), disturbed)
     return policy
 
 
 def weights_of(policy: GlmImagePolicy) -> dict[str, Tensor]:
     """A copy of everything that is trained."""
-    return values_of(policy.trainable_parameters())
+    return values_of(policy.tokens.trainable_parameters())

@@ -15,10 +15,10 @@ from torch import Tensor
 from configs.scoring import RewardSection
 from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
 from grpo_core.streams import Stream
-from tasks.rollouts.rows import padded
 from tasks.runs import layout
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.lists import padded
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
 _DRAFT = "draft"

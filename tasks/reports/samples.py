@@ -15,7 +15,7 @@ from grpo_core.image_size import ImageSize
 from grpo_core.streams import STREAMS
 from tasks.reports.actions import RECORDED, summarize_actions
 from tasks.reports.images import TargetReader, read_images
-from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE, STATES
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import Stages
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -134,7 +134,7 @@ def _read_rated(files: Sequence[Path]) -> dict[str, Row]:
 
 def verified(store: ArtifactStore, fetched: Path) -> Fetch:
     """Verify artifacts when they are read; remote ones are copied below the folder `fetched`."""
-    return lambda reference: store.local_files(reference, fetched / reference.folder)
+    return lambda reference: store.local_files(reference, fetched / reference.folder, without=STATES)
 
 
 def _read_rows(path: Path, columns: Sequence[str]) -> list[Row]:

@@ -132,14 +132,14 @@ class ReplayScheduler(_WindowScheduler):
         transitions: of the window's steps under the model that runs; with gradients where they are enabled.
     """
 
-    def begin(self, start: int, states: Float[Tensor, "rows states ..."]) -> Self:
+    def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> Self:
         """Prepare for one call of the pipeline.
 
         Args:
             start: index of the window's first step.
             states: latents before and after the window's steps.
         """
-        self.window = range(start, start + states.shape[1] - 1)
+        self.window = range(start, start + len(states) - 1)
         self.states = states
         self.transitions: list[Transition] = []
         return self
@@ -168,8 +168,8 @@ class ReplayScheduler(_WindowScheduler):
     ) -> Any:
         """Record the transition of one step and answer with the latents that were stored after it."""
         place = len(self.transitions)
-        self.transitions.append(self._transition(self.window[place], self.states[:, place], model_output))
-        return _answer(self.states[:, place + 1].to(model_output.dtype), return_dict)
+        self.transitions.append(self._transition(self.window[place], self.states[place], model_output))
+        return _answer(self.states[place + 1].to(model_output.dtype), return_dict)
 
 
 class StartScheduler(_WindowScheduler):

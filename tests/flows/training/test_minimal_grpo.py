@@ -9,7 +9,7 @@ from types import ModuleType
 import polars as pl
 import pytest
 
-from grpo_core.collect import GroupRequest
+from grpo_core.groups import GroupRequest
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.seeds import derive_seed
 from tasks.checkout import CHECKOUT

@@ -145,4 +145,4 @@ def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(
     name = next(iter(state))
     save_file({**state, name: state[name][:-1].clone()}, folder / ADAPTER_FILE)
     with pytest.raises(InputError, match="do not fit the model"):
-        TEXTS.spec().family.check_choice(str(MODEL), choice_of(section(folder), store))
+        TEXTS.spec().family.check_choices(str(MODEL), choice_of(section(folder), store))

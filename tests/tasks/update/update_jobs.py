@@ -11,6 +11,7 @@ from torch import Tensor
 
 from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import MismatchSection, UpdateSection
+from grpo_core.policies.trained import Reference
 from grpo_core.update import SINGLE_PROCESS
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
@@ -69,9 +70,12 @@ class Modality:
     prompts: tuple[str, str]
 
     def spec(self) -> ModelSpec:
-        reference = "none" if self.policy.lora else "device"
+        reference: Reference = "none" if self.policy.lora else "device"
         return ModelSpec(
-            section=self.policy, digest=model_digest(self.policy.model), adapter_seed=3, reference=reference
+            section=self.policy,
+            digest=model_digest(self.policy.model),
+            adapter_seed=3,
+            references=dict.fromkeys(self.policy.streams, reference),
         )
 
     def collect(self, policy: PolicyRef | None = None) -> ArtifactRef:
@@ -150,7 +154,7 @@ def job_of(
         rollouts=(rollouts,),
         advantages=advantages,
         model=spec,
-        update=update,
+        updates=dict.fromkeys(modality.policy.streams, update),
         seed=11,
         max_staleness=5,
         placement=PlacementSection(device="cpu", **placement),

@@ -129,7 +129,7 @@ def test_rows_of_mixed_prompts_come_back_in_order(shipped_pipeline: GlmImagePipe
     """Glyph rows of other prompts and duplicates of a prompt, interleaved: each as if it were alone."""
     policy = build_policy(shipped_pipeline)
     prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[0]]
-    ids = TOKENS[:4, : policy.grids.tokens]
+    ids = TOKENS[:4, : policy.tokens.grids.tokens]
     together = policy.render(batch_of(prompts, ids), noise_seeds=[1, 2, 3, 4])
     for row, prompt in enumerate(prompts):
         (alone,) = policy.render(batch_of([prompt], ids[row : row + 1]), noise_seeds=[row + 1])
@@ -165,7 +165,7 @@ def test_a_image_that_is_not_square_has_its_cells_in_place(
 ) -> None:
     """One cell's token is changed: the image changes there most."""
     policy = build_policy(shipped_pipeline, height=height, width=width)
-    grids = policy.grids
+    grids = policy.tokens.grids
     ids = torch.zeros(1, grids.tokens, dtype=torch.long)
     marked = ids.clone()
     row, column = 1, grids.large.columns - 1

@@ -15,8 +15,8 @@ from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Wor
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.estimate import decoding_part, estimate
 from grpo_core.policies.glm_image.loading import ComponentConfigs, build_on_meta, load_pipeline, released_configs
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.token_model import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice
 from tests.grpo_core.policies.causal_lm.made_models import CONFIGS, make_model
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
