@@ -17,7 +17,7 @@ MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""
 
 # These fields weigh a reward in the mix, and a guardrail is not part of the mix.
-_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
+_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range", "streams")
 _OF_ONE_FILE = (
     *("prompts", "split", "subset", "revision", "streaming", "prompt_column", "columns", "limit"),
     *("targets", "target_column", "height", "width"),
@@ -107,9 +107,26 @@ def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
         refuse_terms(config.rewards, config.advantages)
     except InputError as error:
         yield error
+    else:
+        yield from _streams(config)
     for index, section in enumerate(config.rewards):
         yield from _reward(config, section, f"rewards.{index}", ("data", "evaluate"))
     yield from _guardrails(config)
+
+
+def _streams(config: RunConfig) -> Iterator[InputError]:
+    """Yield every stream of a reward that is not trained, and every trained stream without a reward."""
+    trained = ", ".join(config.streams)
+    for index, section in enumerate(config.rewards):
+        for stream in section.streams or ():
+            if stream not in config.streams:
+                hint = f"The run trains {trained} only; leave it out, or train it too with policy.train."
+                yield InputError(f"rewards.{index}.streams", stream, hint)
+    for stream in config.streams:
+        own = [section for section in config.rewards if section.counts_for(stream)]
+        if not any(section.role == "sum" and section.weight for section in own):
+            hint = f"None is added with a weight other than 0 for {stream}, which the run trains; add {stream} to one."
+            yield InputError("rewards.streams", [section.label for section in own], hint)
 
 
 def _labels(place: str, sections: Sequence[RewardSection]) -> Iterator[InputError]:

@@ -226,9 +226,7 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
     learning rate schedule depends on it: otherwise more iterations only continue the run.
     """
     run = config.run
-    bound = any(
-        update.total_steps is None and update.lr_scheduler in WITH_LENGTH for update in config.updates.values()
-    )
+    bound = any(update.total_steps is None and update.lr_scheduler in WITH_LENGTH for update in config.updates.values())
     return {
         **{name: getattr(config, name).result_settings() for name in _STAGES},
         "run": {"seed": run.seed, "staleness": run.staleness, **({"iterations": run.iterations} if bound else {})},

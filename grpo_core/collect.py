@@ -13,7 +13,7 @@ from grpo_core.errors import NonFiniteError
 from grpo_core.groups import ComparedLogprobs, GroupRequest, RolloutGroup
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.protocol import Policy, PolicyComponent
-from grpo_core.records import DenoisingBatch, TokenBatch, TrainingRows, pad_to_longest
+from grpo_core.records import Actions, DenoisingBatch, TokenBatch, TrainingRows, pad_to_longest
 from grpo_core.streams import Stream
 
 
@@ -79,7 +79,7 @@ def join_groups(
     return rows.select(rows.advantages.isfinite().nonzero().flatten().tolist())
 
 
-def _join(parts: Sequence[TokenBatch | DenoisingBatch]) -> TokenBatch | DenoisingBatch:
+def _join(parts: Sequence[Actions]) -> Actions:
     kind: type[TokenBatch] | type[DenoisingBatch] = type(parts[0])
     return kind.join(parts)  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ def _with_reference(policy: Policy, group: RolloutGroup, rows_per_pass: int) -> 
 
 
 @torch.no_grad()
-def _compared(component: PolicyComponent, actions: TokenBatch | DenoisingBatch, rows_per_pass: int) -> ComparedLogprobs:
+def _compared(component: PolicyComponent, actions: Actions, rows_per_pass: int) -> ComparedLogprobs:
     """Compute the log-probs under the policy and under its reference.
 
     Both in one pass over whole rows: against those recorded while sampling, token by token, an unchanged policy would

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,27 +37,6 @@ def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:
     time = max((part.shape[1] for part in parts), default=0)
     padded = [torch.nn.functional.pad(part, (0, time - part.shape[1])) for part in parts]
     return torch.cat(padded) if padded else torch.zeros(0, 0)
-
-
-class Actions(Protocol):
-    """The sampled actions of one stream, one row per sample, with what is needed to compute their log-probs again."""
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompt of each row."""
-
-    @property
-    def loss_mask(self) -> Bool[Tensor, "batch time"]:
-        """True for an action that was sampled by the policy and is trained; False is padding."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def select(self, rows: Sequence[int]) -> Self:
-        """Return the rows with these indices, in this order."""
-
-    def trimmed(self) -> Self:
-        """Remove the trailing columns that are padding in every row; at least one column stays."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +206,10 @@ class DenoisingBatch:
         return self
 
 
+Actions = TokenBatch | DenoisingBatch
+"""The sampled actions of one stream, one row per sample, with what is needed to compute their log-probs again."""
+
+
 @dataclass(frozen=True)
 class SampledActions:
     """The actions of one stream as they were sampled.
@@ -240,7 +223,7 @@ class SampledActions:
             the settings, whatever the sizes of the rows: the constant that some losses divide by.
     """
 
-    actions: TokenBatch | DenoisingBatch
+    actions: Actions
     rollout_logprobs: Float[Tensor, "batch time"]
     finished: Bool[Tensor, " batch"]
     max_length: int
@@ -305,7 +288,7 @@ class TrainingRows:
     """
 
     sample_ids: tuple[str, ...]
-    actions: TokenBatch | DenoisingBatch
+    actions: Actions
     rollout_logprobs: Float[Tensor, "batch time"]
     advantages: Float[Tensor, " batch"]
     finished: Bool[Tensor, " batch"]

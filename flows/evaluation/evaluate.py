@@ -126,7 +126,7 @@ def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> Eva
         heldout=done.advantages.metrics.get("reward"),
         rewards=rewards,
         guardrails={label: metrics_of(label, scores) for label, scores in done.guardrails.items()},
-        samples=done.advantages.rows,
+        samples=done.rollouts.rows,
         stored=plan.stored is not None,
         seconds={
             "total": seconds,

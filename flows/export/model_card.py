@@ -88,7 +88,7 @@ def _heldout_lines(plan: ExportPlan) -> list[str]:
         ["", "before", f"version {plan.policy.version}"],
         [[in_cell(name), *(number(_means(each).get(name)) for each in (before, after))] for name in _means(after)],
     )
-    return [f"Means over {after.advantages.rows:,} samples of the prompts in {in_cell(prompts)}.", "", *table]
+    return [f"Means over {after.rollouts.rows:,} samples of the prompts in {in_cell(prompts)}.", "", *table]
 
 
 def _means(done: StoredEvaluation | None) -> dict[str, float | None]:

@@ -64,7 +64,7 @@ def compute_advantages(
     The running statistics of the `earlier` iteration's advantages are continued.
     """
     config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
-    return stage(rounds, config.rewards, config.advantages, folder, title, earlier, config.placement)
+    return stage(rounds, config.streams, config.rewards, config.advantages, folder, title, earlier, config.placement)
 
 
 def update_policy(

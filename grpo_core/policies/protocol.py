@@ -122,12 +122,12 @@ class PolicyFamily(Protocol):
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the base with trained weights in place of its own, as diffusers or transformers load it.
 
         Args:
             base: folder of the model that was trained.
-            weights: folder with what `save_weights` of a policy wrote.
+            weights: folder with what `save_weights` of each trained component wrote, by stream.
             folder: empty.
             dtype: of the base's weights during training; merged weights are saved in it.
         """

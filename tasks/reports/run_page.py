@@ -6,8 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import pyarrow.parquet as pq
-
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
 from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
@@ -17,6 +15,7 @@ from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
 from tasks.storage.filesystem.files import is_local
+from tasks.storage.tables.advantages import leading_stream, read_advantages
 
 
 class Curve(NamedTuple):
@@ -94,7 +93,7 @@ def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: P
         rewards: dict[str, list[float]] = {}
         for part in view.stages.get(ADVANTAGES, ()):
             path = reader.local_folder(part, fetched) / ADVANTAGES_FILE
-            rows = pq.read_table(path, columns=["prompt_id", "reward"]).to_pydict()
+            rows = leading_stream(read_advantages([path], ["prompt_id", "reward"]))
             for prompt, reward in zip(rows["prompt_id"], rows["reward"], strict=True):
                 if prompt in wanted and reward is not None:
                     rewards.setdefault(prompt, []).append(reward)

@@ -10,6 +10,7 @@ from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSecti
 from configs.training import AdvantagesSection, UpdateSection
 from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
@@ -85,9 +86,10 @@ def compare_rounds(
     rounds: tuple[SamplingRound, ...],
     folder: str = "iteration_000001",
     mix: tuple[RewardSection, ...] = MIX,
+    streams: tuple[Stream, ...] = ("tokens",),
     **settings: Any,
 ) -> ArtifactRef:
-    return compute_advantages_task.fn(rounds, mix, AdvantagesSection(**settings), folder, "iteration 1")
+    return compute_advantages_task.fn(rounds, streams, mix, AdvantagesSection(**settings), folder, "iteration 1")
 
 
 def update(

@@ -87,14 +87,14 @@ class CausalLMFamily:
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the model with trained weights, and its tokenizer's files as they are."""
         import torch
 
         from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
         from grpo_core.policies.trained import save_whole
 
-        save_whole(weights, folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
+        save_whole(weights["tokens"], folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
         copy_tokenizer(base, folder)
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:

@@ -78,11 +78,13 @@ class DiffusersFamily:
         if saved is not None:
             refuse_cut_prompts(model, saved, settings, prompts)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its transformer, and its other parts as they are."""
-        from grpo_core.policies.diffusers.loading import save_pipeline
+        from grpo_core.policies.diffusers.loading import TRANSFORMER, load_transformer
+        from grpo_core.policies.trained import TrainedPart, save_pipeline
 
-        save_pipeline(base, weights, folder, dtype)
+        trained = TrainedPart(weights["denoising"], lambda: load_transformer(str(base), dtype))
+        save_pipeline(base, folder, {TRANSFORMER: trained})
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the transformer, which is built on the meta device."""

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -13,14 +12,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.policies import pipeline_files
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
-from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.pipeline_files import find_pipeline_file, refuse_missing_folder
 from grpo_core.policies.trained import (
     TrainedModel,
     TrainingChoice,
     refuse_unavailable_attention,
-    save_whole,
     train_model,
 )
 
@@ -138,7 +135,7 @@ def build_on_meta(model: str, saved: SavedPipeline, part: str = TRANSFORMER) -> 
         with torch.device("meta"):
             return getattr(diffusers, name).from_config(config)
     network = getattr(transformers, name)
-    folder = pipeline_files.find_pipeline_file(model, f"{part}/config.json")
+    folder = find_pipeline_file(model, f"{part}/config.json")
     assert folder is not None
     with torch.device("meta"):
         return network(network.config_class.from_pretrained(folder.parent))
@@ -160,19 +157,3 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Load the weights of a saved pipeline's transformer."""
     state: dict[str, Tensor] = load_transformer(model, dtype).state_dict()
     return state
-
-
-def save_pipeline(base: Path, weights: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write a pipeline whose transformer has the trained weights of a stored policy; all other files are copied.
-
-    Args:
-        base: folder of the pipeline that was trained.
-        weights: folder with an adapter, or with full weights.
-        folder: empty.
-        dtype: of the merged weights.
-    """
-
-    def save_transformer(part: Path) -> None:
-        save_whole(weights, part, lambda: load_transformer(str(base), dtype))
-
-    pipeline_files.save_pipeline(base, folder, {TRANSFORMER: save_transformer})

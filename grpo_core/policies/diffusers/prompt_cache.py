@@ -46,7 +46,7 @@ class PromptCache:
         if key in self._results:
             self._results.move_to_end(key)
         else:
-            self._results[key] = self._encode(**single)
+            self._results[key] = self._encode_rows(single, 1)
             self._forget()
         result = self._results[key]
         return _repeated(result, self._growth(single, result), rows)
@@ -55,9 +55,14 @@ class PromptCache:
         """Return which dimensions of a result belong to the rows; others, such as those of position ids, do not."""
         kind = repr(sorted((name, list if isinstance(value, list) else value) for name, value in single.items()))
         if kind not in self._growths:
-            double = {name: value * 2 if isinstance(value, list) else value for name, value in single.items()}
-            self._growths[kind] = _growing(result, self._encode(**double))
+            self._growths[kind] = _growing(result, self._encode_rows(single, 2))
         return self._growths[kind]
+
+    def _encode_rows(self, single: dict[str, Any], rows: int) -> Any:
+        # Z-Image writes its templates into the list that it is given.
+        return self._encode(
+            **{name: value * rows if isinstance(value, list) else value for name, value in single.items()}
+        )
 
     def _forget(self) -> None:
         while sum(map(_bytes, self._results.values())) > self._max_bytes and len(self._results) > 1:

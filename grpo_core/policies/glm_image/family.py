@@ -69,20 +69,24 @@ class GlmImageFamily:
 
         refuse_unusable_prompts(model, prompts)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the pipeline with trained weights in its token model, and its other parts as they are."""
-        from grpo_core.policies.glm_image.loading import save_pipeline
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
+        """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""
+        from grpo_core.policies.glm_image.loading import trained_parts
+        from grpo_core.policies.trained import save_pipeline
 
-        save_pipeline(base, weights, folder, dtype)
+        save_pipeline(base, folder, trained_parts(base, weights, dtype))
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
+        from grpo_core.policies.glm_image.decoder import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.token_model import train_token_model
 
-        train_token_model(
-            build_on_meta(find_configs(model)).autoregressive, choices["tokens"], model, initial_state=dict
-        )
+        networks = build_on_meta(find_configs(model))
+        if "tokens" in choices:
+            train_token_model(networks.autoregressive, choices["tokens"], model, initial_state=dict)
+        if "denoising" in choices:
+            train_decoder(networks.decoder, choices["denoising"], model, initial_state=dict)
         return ()
 
 

@@ -233,6 +233,12 @@ def mix_into(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter
         values[name].copy_(mixed)
 
 
+def _diffusion_model(model: nn.Module) -> Any:
+    """Return the model of diffusers that this is or wraps; None for a model of transformers."""
+    # Only models of diffusers have this method, and importing diffusers takes seconds.
+    return next((part for part in model.modules() if hasattr(type(part), "enable_gradient_checkpointing")), None)
+
+
 def _layers(model: nn.Module) -> Iterator[Any]:
     # Importing transformers takes seconds, and most of what imports this package runs no model.
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -246,8 +252,12 @@ def enable_recomputation(model: nn.Module) -> None:
     Raises:
         InputError: the model has no layers that can.
     """
-    layers = list(_layers(model))
-    if not layers:
+    diffusion_model = _diffusion_model(model)
+    layers = [] if diffusion_model is not None else list(_layers(model))
+    if diffusion_model is not None and diffusion_model._supports_gradient_checkpointing:
+        # Its blocks are recomputed in any mode, but only where gradients are enabled, so sampling needs no switch.
+        diffusion_model.enable_gradient_checkpointing()
+    elif not layers:
         hint = f"{type(model).__name__} has no layers that recompute their activations; set it to false."
         raise InputError("policy.gradient_checkpointing", True, hint)
     for layer in layers:

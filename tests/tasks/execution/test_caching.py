@@ -68,6 +68,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "advantages": {
         "rounds": (draw("r", "s"),),
+        "streams": ("tokens",),
         "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
         "advantages": AdvantagesSection(),
         "folder": "iteration_000001",
@@ -121,6 +122,9 @@ DETERMINING = [
     ("rollouts", {"rollout": Rollout(height=64, width=32)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
+    ("advantages", {"streams": ("denoising",)}),
+    ("advantages", {"streams": ("tokens", "denoising")}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", streams=("tokens",)), RewardSection(reward="psnr"))}),
     ("rewards", {"rollouts": artifact("other")}),
     ("rewards", {"section": RewardSection(reward="ssim")}),
     ("rewards", {"section": RewardSection(reward="psnr", datasets=("a",))}),
