@@ -11,7 +11,7 @@ from PIL import Image
 
 from grpo_core.image_size import ImageSize
 from tasks.reports.images import TargetReader, read_images
-from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE, STATES
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import Stages
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -107,7 +107,7 @@ def read_samples(
 
 def verified(store: ArtifactStore, fetched: Path) -> Fetch:
     """Verify artifacts when they are read; remote ones are copied below the folder `fetched`."""
-    return lambda reference: store.local_files(reference, fetched / reference.folder)
+    return lambda reference: store.local_files(reference, fetched / reference.folder, without=STATES)
 
 
 def _read_rows(path: Path, columns: Sequence[str]) -> list[Row]:

@@ -77,12 +77,15 @@ class GlmImageFamily:
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
+        from grpo_core.policies.glm_image.decoder import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.token_model import train_token_model
 
-        train_token_model(
-            build_on_meta(find_configs(model)).autoregressive, choices["tokens"], model, initial_state=dict
-        )
+        networks = build_on_meta(find_configs(model))
+        if "tokens" in choices:
+            train_token_model(networks.autoregressive, choices["tokens"], model, initial_state=dict)
+        if "denoising" in choices:
+            train_decoder(networks.decoder, choices["denoising"], model, initial_state=dict)
         return ()
 
 

@@ -249,6 +249,16 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
+def _load_decoder(model: str, dtype: torch.dtype) -> Any:
+    return GlmImageTransformer2DModel.from_pretrained(model, subfolder=DECODER, torch_dtype=dtype, use_safetensors=True)
+
+
+def read_initial_decoder(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the published weights of the decoder."""
+    state: dict[str, Tensor] = _load_decoder(model, dtype).state_dict()
+    return state
+
+
 def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype) -> dict[str, TrainedPart]:
     """Return the trained parts of a pipeline by their name in it.
 
@@ -258,14 +268,9 @@ def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype
         dtype: of the base's weights.
     """
 
-    def load_decoder() -> Any:
-        return GlmImageTransformer2DModel.from_pretrained(
-            base, subfolder=DECODER, torch_dtype=dtype, use_safetensors=True
-        )
-
     parts: Mapping[Stream, tuple[str, Callable[[], Any]]] = {
         "tokens": (AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype)),
-        "denoising": (DECODER, load_decoder),
+        "denoising": (DECODER, lambda: _load_decoder(str(base), dtype)),
     }
     return {parts[stream][0]: TrainedPart(folder, parts[stream][1]) for stream, folder in weights.items()}
 

@@ -11,7 +11,7 @@ from grpo_core.modality import Modality
 from grpo_core.streams import STREAMS, Stream
 
 SCHEMA_VERSION = 6
-READABLE_VERSIONS = frozenset({5, SCHEMA_VERSION})
+READABLE_VERSIONS = range(5, SCHEMA_VERSION + 1)
 """Versions of stored tables that this program reads.
 
 Version 5 has no `draft`, `rendering` and `stream`: every sample has a draft of its own, and its advantage is that of
@@ -113,6 +113,10 @@ _RENDERING = [
     ("guidance_scale", pa.float64()),
     ("noise_seed", pa.int64()),
 ]
+_WITHOUT_TOKENS = [
+    ("max_sequence_length", pa.int32()),  # of prompts in ids; null: the pipeline's own
+    ("negative_prompt", pa.string()),
+]
 _IMAGES = [
     ("defect", pa.string()),  # why the image is unusable, such as NaN pixels; null: it is usable
     ("image", _IMAGE),
@@ -135,7 +139,8 @@ def rollout_schema(modality: Modality, streams: Collection[Stream]) -> pa.Schema
     of_streams = [field for stream in STREAMS if stream in streams for field in _OF_STREAM[stream]]
     if modality == "text":
         return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, ("completion", pa.string())])
-    return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *_ORIGIN, *_IMAGES])
+    prompted = [] if "tokens" in streams else _WITHOUT_TOKENS
+    return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *_ORIGIN, *_IMAGES])
 
 
 IMAGE_ROLLOUTS = rollout_schema("image", ("tokens",))
