@@ -27,6 +27,7 @@ from flows.pipeline.lineage import (
 )
 from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import check_inputs
+from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log

@@ -56,9 +56,7 @@ def compared_samples(
             assert_never(unit)
 
 
-def _drafts(
-    values: Float[Tensor, "groups samples rewards"], drafts: Int[Tensor, "groups samples"]
-) -> ComparedSamples:
+def _drafts(values: Float[Tensor, "groups samples rewards"], drafts: Int[Tensor, "groups samples"]) -> ComparedSamples:
     groups, samples, rewards = values.shape
     count = _count_renderings(drafts).shape[1]
     index = drafts.unsqueeze(-1).expand_as(values)

@@ -6,7 +6,7 @@ the importance ratio is one for any pipeline that calls FlowMatchEulerDiscreteSc
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
@@ -31,6 +31,9 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 else dtype
 
 
+S = TypeVar("S", bound="_WindowScheduler")
+
+
 class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
     """The schedule of a pipeline's own scheduler, with the transitions of noisy steps."""
 
@@ -38,18 +41,18 @@ class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
     timesteps: Tensor
 
     @classmethod
-    def like(cls, own: FlowMatchEulerDiscreteScheduler, settings: DenoisingSettings) -> Self:
+    def like(cls: type[S], own: FlowMatchEulerDiscreteScheduler, settings: DenoisingSettings) -> S:
         """Return a scheduler with the configuration of a pipeline's own."""
-        made: Self = cls.from_config(own.config)
+        made: S = cls.from_config(own.config)
         made.set_shift(own.shift)
         made.settings = settings
         return made
 
     def _transition(self, index: int, latents: Tensor, velocity: Tensor) -> Transition:
-        settings = self.settings
-        sigmas = (each.to(velocity.device) for each in (self.sigmas[index], self.sigmas[index + 1], self.sigmas[1]))
-        noise = NoiseSchedule(*(_widened(sigma) for sigma in sigmas))
-        return transition(settings.sde_type, settings.noise_level, noise, _widened(latents), _widened(velocity))
+        settings, wide = self.settings, torch.promote_types(velocity.dtype, torch.float32)
+        sigmas = (self.sigmas[index], self.sigmas[index + 1], self.sigmas[1])
+        noise = NoiseSchedule(*(sigma.to(velocity.device, wide) for sigma in sigmas))
+        return transition(settings.sde_type, settings.noise_level, noise, latents.to(wide), velocity.to(wide))
 
 
 class NoisyScheduler(_WindowScheduler):
@@ -60,7 +63,7 @@ class NoisyScheduler(_WindowScheduler):
         logprobs: of each noisy step, one per row.
     """
 
-    def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> Self:
+    def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> "NoisyScheduler":
         """Prepare for one call of the pipeline.
 
         Args:
@@ -111,7 +114,7 @@ class NoisyScheduler(_WindowScheduler):
         following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
         self._require_finite(following, index)
         self.states.append(following)
-        self.logprobs.append(step_logprob(_widened(following), moved, self.settings.logprob_reduction))
+        self.logprobs.append(step_logprob(following.to(moved.mean.dtype), moved, self.settings.logprob_reduction))
         return following.to(velocity.dtype)
 
     def _require_finite(self, latents: Tensor, index: int) -> None:
@@ -132,7 +135,7 @@ class ReplayScheduler(_WindowScheduler):
         transitions: of the window's steps under the model that runs; with gradients where they are enabled.
     """
 
-    def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> Self:
+    def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> "ReplayScheduler":
         """Prepare for one call of the pipeline.
 
         Args:
@@ -197,10 +200,6 @@ def exchanged_scheduler(pipeline: Any, scheduler: _WindowScheduler) -> Iterator[
         yield
     finally:
         pipeline.scheduler = own
-
-
-def _widened(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _answer(latents: Tensor, return_dict: bool) -> Any:

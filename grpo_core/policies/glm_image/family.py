@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.modality import Modality
-from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, refuse_missing_folder, token_grids
+from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
+from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
 
@@ -70,19 +71,21 @@ class GlmImageFamily:
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""
-        from grpo_core.policies.glm_image.loading import trained_parts
-        from grpo_core.policies.trained import save_pipeline
+        from grpo_core.policies.glm_image.loading import save_trained_pipeline
 
-        save_pipeline(base, folder, trained_parts(base, weights, dtype))
+        save_trained_pipeline(base, weights, folder, dtype)
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
+        from grpo_core.policies.glm_image.decoder import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
         from grpo_core.policies.glm_image.token_model import train_token_model
 
-        train_token_model(
-            build_on_meta(find_configs(model)).autoregressive, choices["tokens"], model, initial_state=dict
-        )
+        networks = build_on_meta(find_configs(model))
+        if "tokens" in choices:
+            train_token_model(networks.autoregressive, choices["tokens"], model, initial_state=dict)
+        if "denoising" in choices:
+            train_decoder(networks.decoder, choices["denoising"], model, initial_state=dict)
         return ()
 
 

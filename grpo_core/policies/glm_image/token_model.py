@@ -144,19 +144,13 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         finished = torch.ones(len(rows), dtype=torch.bool)
         return SampledTokens(tokens, logprobs.cpu(), finished, self.max_length, lengths)
 
-    def require_fit(self, tokens: TokenBatch) -> None:
-        """Raise InputError for rows with more tokens than an image of their size has."""
-        places = torch.arange(1, tokens.loss_mask.shape[1] + 1, device=tokens.loss_mask.device)
-        lengths = (tokens.loss_mask * places).amax(-1)
-        sizes = self.sizes_of(tokens)
-        for size in dict.fromkeys(sizes):
-            longest = max(length for length, own in zip(lengths.tolist(), sizes, strict=True) if own == size)
-            if longest > (most := self.grids_of(size).tokens):
-                raise InputError("token_ids", longest, f"A {size} image has {most} tokens.")
-
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         assert not kl, "the KL over image codes is estimated from log-probs"
-        self.require_fit(actions)
+        sizes = self.sizes_of(actions)
+        for size in dict.fromkeys(sizes):
+            require_fit(
+                actions.select([row for row, own in enumerate(sizes) if own == size]), self.grids_of(size), size
+            )
         device = self._device
         with autocast(self._device, self.autocast):
             return score_tokens(
@@ -169,3 +163,11 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
                 support=actions.support,
                 entropy=entropy,
             )
+
+
+def require_fit(tokens: TokenBatch, grids: TokenGrids, size: ImageSize) -> None:
+    """Raise InputError for rows with more tokens than an image of this size has."""
+    places = torch.arange(1, tokens.loss_mask.shape[1] + 1, device=tokens.loss_mask.device)
+    longest = int((tokens.loss_mask * places).amax()) if tokens.loss_mask.numel() else 0
+    if longest > grids.tokens:
+        raise InputError("token_ids", longest, f"A {size} image has {grids.tokens} tokens.")

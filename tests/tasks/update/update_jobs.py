@@ -117,6 +117,7 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
     names = [f"g{index // 4}.s{index % 4:02d}" for index in range(rows)]
     columns: dict[str, Any] = {
         "sample_id": names,
+        "stream": ["tokens"] * rows,
         "iteration": [1] * rows,
         "group_id": [name[:2] for name in names],
         "prompt_id": ["p"] * rows,

@@ -95,8 +95,8 @@ def sigma_from_the_timestep(made: RandomComponent, actions: DenoisingBatch, patc
 
     def wrong(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         original(scheduler, *args, **kwargs)
-        # Of GLM-Image they are the unshifted clock.
-        scheduler.sigmas[: scheduler.num_inference_steps] = torch.tensor(made.clock) / 1000
+        # GLM-Image's timesteps are its unshifted clock.
+        scheduler.sigmas[:6] = torch.tensor([1000, 833, 667, 500, 334, 167]) / 1000
 
     patch.setattr(ReplayScheduler, "set_timesteps", wrong_signature(wrong))
 
@@ -155,7 +155,6 @@ def test_the_gate_refuses_a_mistake_in_scoring(mistake: str, monkeypatch: pytest
     made = component("glm_image", settings("glm_image"))
     actions, stored = sampled(made, "glm_image", samples=2)
     gate(actions, stored, made.logprobs(actions).logprobs)
-    made.clock = [1000, 833, 667, 500, 334, 167]
     MISTAKES[mistake](made, actions, monkeypatch)
     with pytest.raises(ParityError):
         gate(actions, stored, made.logprobs(actions).logprobs)

@@ -25,7 +25,7 @@ RANK, ROWS, PROMPT, TOKENS = 8, 3, 20, 100
 LENGTH = PROMPT + TOKENS - 1
 DTYPES = ["float32", "bfloat16"]
 WORKLOAD = Workload("float32", group_size=4, prompts_per_batch=2, micro_batch_size=ROWS, eight_bit_optimizer=False)
-SETTINGS = GlmImageSettings(64, 64)
+SETTINGS = GlmImageSettings(height=64, width=64)
 
 
 def choice_of(lora: bool, **options: Any) -> TrainingChoice:

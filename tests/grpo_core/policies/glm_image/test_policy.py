@@ -15,13 +15,13 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.glm_image.token_model import FROZEN_PARTS
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import SampledTokens, TokenBatch
-from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy
+from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy, render
 
 CPU = torch.device("cpu")
 
 
 def loaded(choice: TrainingChoice) -> GlmImagePolicy:
-    settings = GlmImageSettings(32, 32, num_inference_steps=2, guidance_scale=1.0)
+    settings = GlmImageSettings(height=32, width=32, num_inference_steps=2, guidance_scale=1.0)
     return GlmImagePolicy.load(str(MODEL), settings, {"tokens": choice}, dtype=torch.float32, device=CPU)
 
 
@@ -106,7 +106,9 @@ def test_no_dropout_is_on_in_the_update(
 ) -> None:
     """Neither as a module nor inside attention, where it is a number."""
     policy = build_policy(shipped_pipeline, lora=lora, gradient_checkpointing=checkpointing, disturbed=0.02)
-    policy.tokens._base.model.language_model.norm = nn.Sequential(policy.tokens._base.model.language_model.norm, nn.Dropout(0.5))
+    policy.tokens._base.model.language_model.norm = nn.Sequential(
+        policy.tokens._base.model.language_model.norm, nn.Dropout(0.5)
+    )
     for module in policy.tokens._base.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
@@ -155,14 +157,14 @@ def test_what_stands_after_the_end_does_not_matter(shipped_pipeline: GlmImagePip
     clean = gradients(policy, shortened(sampled, 0))
     for name, gradient in gradients(policy, tokens).items():
         assert torch.equal(gradient, clean[name])
-    assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
+    assert len(render(policy, tokens, [1] * 8)) == 8
 
 
 def test_a_batch_cut_to_its_longest_row_is_drawn_as_the_full_one(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
     tokens = shortened(drawn(policy), 0).select([0, 2])
     cut = replace(tokens, token_ids=tokens.token_ids[:, :-SHORT], loss_mask=tokens.loss_mask[:, :-SHORT])
-    images = [policy.render(batch, noise_seeds=[1, 2]) for batch in (tokens, cut)]
+    images = [render(policy, batch, [1, 2]) for batch in (tokens, cut)]
     assert [image.tobytes() for image in images[0]] == [image.tobytes() for image in images[1]]
 
 
@@ -176,13 +178,13 @@ def test_rows_with_no_or_one_token_are_scored_and_drawn(shipped_pipeline: GlmIma
     scored = policy.tokens.logprobs(tokens).logprobs.detach()
     expected = torch.where(loss_mask, sampled.rollout_logprobs, 0.0)
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4)
-    assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
+    assert len(render(policy, tokens, [1] * 8)) == 8
 
 
 def test_more_tokens_than_a_image_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
     tokens = policy.tokens.sample(PROMPTS, group_size=2, seeds=range(8), size=ImageSize(64, 64)).actions
     tokens = replace(tokens, sizes=(*tokens.sizes[1:], ImageSize(32, 32)))
-    for use in (policy.tokens.logprobs, lambda batch: policy.render(batch, noise_seeds=[1] * 8)):
+    for use in (policy.tokens.logprobs, lambda batch: render(policy, batch, [1] * 8)):
         with pytest.raises(InputError, match="A 32x32 image has 32 tokens"):
             use(tokens)

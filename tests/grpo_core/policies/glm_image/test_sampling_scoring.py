@@ -19,7 +19,7 @@ from grpo_core.policies.trained import LoraSettings
 from grpo_core.records import SampledTokens, TokenBatch, pad_to_longest
 from grpo_core.sampling_settings import Truncation
 from tests.grpo_core.policies.glm_image.test_decoding import farthest
-from tests.tiny_policy import LORA, PROMPTS, build_policy
+from tests.tiny_policy import LORA, PROMPTS, build_policy, render
 
 SIZES = [(32, 32), (32, 64), (64, 40)]
 CODES = 73
@@ -242,7 +242,7 @@ def test_state_of_another_caller_changes_nothing(shipped_pipeline: GlmImagePipel
 
 
 def stock_inputs(policy: GlmImagePolicy, prompt: str) -> Any:
-    return policy.pipeline.processor.apply_chat_template(
+    return policy.tokens.pipeline.processor.apply_chat_template(
         [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]],
         tokenize=True,
         return_dict=True,
@@ -326,10 +326,10 @@ def test_rows_of_several_sizes_are_scored_trained_and_drawn_as_each_alone(
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     entropies = pad_to_longest([part.entropy for part in scored])[order]
     torch.testing.assert_close(together.entropy, entropies, rtol=0, atol=1e-5)
-    images = policy.render(tokens, noise_seeds=[1] * 12)
+    images = render(policy, tokens, [1] * 12)
     assert [image.size for image in images] == list(tokens.sizes or ())
     for index, row in enumerate(order):
-        (alone,) = policy.render(tokens.select([index]).trimmed(), noise_seeds=[1])
+        (alone,) = render(policy, tokens.select([index]).trimmed(), [1])
         assert farthest(alone, images[index]) <= 1, row
 
 
