@@ -21,14 +21,13 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.job import UpdateJob
 from tests.tasks.update.update_jobs import (
     JOINT,
-    JOINT_ADVANTAGES,
     UPDATE,
     Modality,
-    advantages_table,
     alone,
     changed,
     commit,
     job_of,
+    trained_advantages,
     weights_and_moments,
 )
 
@@ -49,8 +48,7 @@ def joint_job(
     updates: Mapping[Stream, UpdateSection], policy: PolicyRef | None = None, modality: Modality = JOINT
 ) -> UpdateJob:
     rollouts = modality.collect(policy)
-    trained = {key: value for key, value in JOINT_ADVANTAGES.items() if key[1] in updates}
-    return job_of(modality, rollouts, advantages_table(rollouts, trained), policy=policy, update=updates)
+    return job_of(modality, rollouts, trained_advantages(modality, rollouts), policy=policy, update=updates)
 
 
 def version(store: ArtifactStore, job: UpdateJob, folder: Path) -> PolicyRef:
@@ -62,8 +60,8 @@ def test_each_component_learns_from_its_rows_and_is_stored_apart(store: Artifact
     outcome = alone(job, tmp_path / "both")
     # Four drafts and two more renderings of the first one, for each prompt.
     assert outcome.rows == 12
-    assert outcome.metrics["parity/max"] < 1e-4
-    assert outcome.metrics["denoising/parity/max"] <= 1e-5
+    assert outcome.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert outcome.metrics["denoising/sampling/sampling_logp_difference/max"] <= 1e-5
     state = json.loads((tmp_path / "both" / "training_state.json").read_text())
     # Eight drafts in minibatches of four, twice; six renderings in minibatches of three, once.
     assert state["optimizer_steps"] == {"tokens": 4, "denoising": 2}
@@ -83,8 +81,8 @@ def test_a_component_is_trained_as_in_a_run_of_its_own(stream: Stream, store: Ar
     alone(joint_job(UPDATES), tmp_path / "both")
     single = changed(JOINT, train=({"tokens": "tokens", "denoising": "decoder"}[stream],))
     rollouts = JOINT.collect()
-    advantages = advantages_table(rollouts, {key: each for key, each in JOINT_ADVANTAGES.items() if key[1] == stream})
-    alone(job_of(single, rollouts, advantages, update={stream: UPDATES[stream]}), tmp_path / "one")
+    job = job_of(single, rollouts, trained_advantages(single, rollouts), update={stream: UPDATES[stream]})
+    alone(job, tmp_path / "one")
     ours, theirs = load_file(tmp_path / "both" / stream / ADAPTER), load_file(tmp_path / "one" / ADAPTER)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert ours.keys() == theirs.keys()
@@ -174,7 +172,7 @@ def test_a_decoder_alone_is_stored_without_a_subfolder(store: ArtifactStore, tmp
     outcome = alone(joint_job({"denoising": DENOISING}, modality=DECODER), tmp_path / "one")
     assert json.loads((tmp_path / "one" / "training_state.json").read_text())["optimizer_steps"] == 2
     assert all("transformer_blocks" in name for name in load_file(tmp_path / "one" / ADAPTER))
-    assert outcome.metrics["parity/max"] <= 1e-5
+    assert outcome.metrics["sampling/sampling_logp_difference/max"] <= 1e-5
     assert outcome.rows == 6
 
 

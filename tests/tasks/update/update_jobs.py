@@ -146,6 +146,14 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
     return advantages_table(rollouts, {(name, "tokens"): value for name, value in zip(names, values, strict=True)})
 
 
+def trained_advantages(modality: Modality, rollouts: ArtifactRef) -> ArtifactRef:
+    """A table of advantages for every component that the modality trains."""
+    if modality.window_start is None:
+        return advantages_of(rollouts)
+    streams = modality.policy.streams
+    return advantages_table(rollouts, {key: value for key, value in JOINT_ADVANTAGES.items() if key[1] in streams})
+
+
 def advantages_table(rollouts: ArtifactRef, values: Mapping[tuple[str, Stream], float | None]) -> ArtifactRef:
     """A table of these advantages by sample and stream."""
     store = current_store()
