@@ -1,11 +1,6 @@
-"""The folder of a saved diffusers pipeline: which files it has, and the folder of a pipeline with a trained part.
+"""The files of a saved diffusers pipeline; no library of models is imported."""
 
-Only files are read: no library of models is imported.
-"""
-
-import json
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +50,3 @@ def pipeline_parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """
     found = {name: place for name, place in index.items() if isinstance(place, list) and len(place) == 2}
     return {name: (place[0], place[1]) for name, place in found.items() if place[0] is not None}
-
-
-def save_pipeline(base: Path, folder: Path, trained: Mapping[str, Callable[[Path], None]]) -> None:
-    """Write a pipeline with trained parts; the files of all other parts are copied.
-
-    Args:
-        base: folder of the pipeline that was trained.
-        folder: empty.
-        trained: writes a trained part into a folder that does not exist yet, by the name of the part.
-    """
-    index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
-    for part in pipeline_parts(index):
-        if part in trained:
-            trained[part](folder / part)
-        else:
-            shutil.copytree(base / part, folder / part)

@@ -71,9 +71,10 @@ class GlmImageFamily:
 
     def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""
-        from grpo_core.policies.glm_image.loading import save_trained_pipeline
+        from grpo_core.policies.glm_image.loading import trained_parts
+        from grpo_core.policies.trained import save_pipeline
 
-        save_trained_pipeline(base, weights, folder, dtype)
+        save_pipeline(base, folder, trained_parts(base, weights, dtype))
 
     def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""

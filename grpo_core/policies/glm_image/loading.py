@@ -21,8 +21,8 @@ from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmIm
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.pipeline_files import refuse_missing_folder, save_pipeline
-from grpo_core.policies.trained import save_whole
+from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.trained import TrainedPart
 from grpo_core.streams import Stream
 
 RELEASED_MODEL = "zai-org/GLM-Image"
@@ -259,25 +259,19 @@ def read_initial_decoder(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def save_trained_pipeline(base: Path, weights: Mapping[Stream, Path], folder: Path, dtype: torch.dtype) -> None:
-    """Write a pipeline with the trained weights of stored components; all other files are copied.
+def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype) -> dict[str, TrainedPart]:
+    """Return the trained parts of a pipeline by their name in it.
 
     Args:
         base: folder of the pipeline that was trained.
-        weights: folder of each stored component, with an adapter or with full weights, by stream.
-        folder: empty.
-        dtype: of the merged weights.
+        weights: folders of the stored components by stream.
+        dtype: of the base's weights.
     """
-
     parts: Mapping[Stream, tuple[str, Callable[[], Any]]] = {
         "tokens": (AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype)),
         "denoising": (DECODER, lambda: _load_decoder(str(base), dtype)),
     }
-
-    def write(stream: Stream) -> Callable[[Path], None]:
-        return lambda part: save_whole(weights[stream], part, parts[stream][1])
-
-    save_pipeline(base, folder, {parts[stream][0]: write(stream) for stream in weights})
+    return {parts[stream][0]: TrainedPart(folder, parts[stream][1]) for stream, folder in weights.items()}
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:

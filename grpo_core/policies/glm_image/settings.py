@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
-from grpo_core.image_size import MAX_PIXELS, ImageSize
+from grpo_core.image_size import ImageSize, nearest_multiple
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.pipeline_files import find_pipeline_file
 from grpo_core.sampling_settings import ImageSettings, TokenSamplingSettings
@@ -84,10 +84,7 @@ def nearest_size(size: ImageSize, unit: int) -> ImageSize:
     Sides are multiples of the unit, an image has at most MAX_PIXELS, as no more could be read for a reward, and the
     long side is at most (unit / 2)^2 times the short one, or else the preview would have no cell.
     """
-    sides = [max(unit, round(side / unit) * unit) for side in size]
-    if math.prod(sides) > MAX_PIXELS:
-        shrink = math.sqrt(MAX_PIXELS / math.prod(sides))
-        sides = [max(unit, math.floor(side * shrink / unit + 1e-9) * unit) for side in sides]
+    sides = nearest_multiple(size, unit)
     longest = min(sides) * (unit // 2) ** 2
     return ImageSize(*(min(side, longest) for side in sides))
 
