@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.modality import Modality
-from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, refuse_missing_folder, token_grids
+from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
+from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.streams import Stream
 

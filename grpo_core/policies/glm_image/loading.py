@@ -21,7 +21,7 @@ from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmIm
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import refuse_missing_folder
+from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.trained import TrainedPart
 from grpo_core.streams import Stream
 
@@ -267,7 +267,6 @@ def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype
         weights: folders of the stored components by stream.
         dtype: of the base's weights.
     """
-
     parts: Mapping[Stream, tuple[str, Callable[[], Any]]] = {
         "tokens": (AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype)),
         "denoising": (DECODER, lambda: _load_decoder(str(base), dtype)),

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import GlmImagePipeline
 
 from grpo_core.groups import GroupRequest, RolloutGroup
 from grpo_core.policies.drafts import sample_drafts

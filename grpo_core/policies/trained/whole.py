@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
 from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
 
 FULL_WEIGHTS = ("model*.safetensors", "diffusion_pytorch_model*.safetensors")
 """Patterns of the files with every weight of a model, as transformers and diffusers name them."""
 
-_INDEX_FILE = "model_index.json"
 _COPIED = (*(f"{pattern}*" for pattern in FULL_WEIGHTS), "config.json", "generation_config.json")
 
 
@@ -66,9 +66,8 @@ def save_pipeline(base: Path, folder: Path, trained: Mapping[str, TrainedPart]) 
     Raises:
         ValueError: merged weights are not finite.
     """
-    index = json.loads(shutil.copyfile(base / _INDEX_FILE, folder / _INDEX_FILE).read_text())
-    parts = [name for name, place in index.items() if isinstance(place, list) and place[0] is not None]
-    for name in parts:
+    index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
+    for name in pipeline_parts(index):
         if name in trained:
             save_whole(trained[name].weights, folder / name, trained[name].load_base)
         else:
