@@ -7,6 +7,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import PromptsSection
+from configs.stream_contradictions import stream_contradictions
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
@@ -31,6 +32,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_sizes(config),
         *_messages(config),
         *reward_contradictions(config),
+        *stream_contradictions(config),
         *_batches(config),
         *_policy(config),
         *_reference(config),
@@ -199,7 +201,7 @@ def _batches(config: RunConfig) -> Iterator[InputError]:
     for stream, update in config.updates.items():
         rows = config.rows_of(stream)
         if update.minibatch_size is not None and update.minibatch_size > rows:
-            hint = f"An iteration has {rows} rows ({_count(config, stream)}); use at most that."
+            hint = f"An iteration trains on {rows} rows of {stream}; use at most that."
             yield InputError(f"{config.update_places[stream]}.minibatch_size", update.minibatch_size, hint)
 
 
@@ -246,7 +248,7 @@ def _schedule(config: RunConfig) -> Iterator[InputError]:
         try:
             update.schedule()
         except InputError as error:
-            yield InputError(f"{place}.{error.place.removeprefix('update.')}", error.value, error.hint)
+            yield config.at_update(stream, error)
         if update.warmup_steps and update.lr_scheduler == "constant":
             hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
             yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)

@@ -27,6 +27,7 @@ from configs.training import (
     UpdateSection,
 )
 from configs.validation import Name, Section
+from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.trained.choice import Reference
@@ -98,15 +99,22 @@ class RunConfig(Section):
         """Where the update of each trained stream is configured, for messages."""
         return {self.streams[0]: "update"}
 
+    def at_update(self, stream: Stream, error: InputError) -> InputError:
+        """Return an error of a section `update` with its place in the section of that stream's update."""
+        inner = error.place.removeprefix("update.")
+        place = error.place if inner == error.place else f"{self.update_places[stream]}.{inner}"
+        return InputError(place, error.value, error.hint)
+
     @property
-    def reference_placement(self) -> Reference:
-        """Where the references' weights are kept; `none` if no KL uses one."""
-        chosen = [update.reference.placement for update in self.updates.values()]
-        for placement in ("device", "cpu"):
-            if placement in chosen:
-                return placement
-        with_kl = self.advantages.kl_coef > 0 or any(update.kl_coef > 0 for update in self.updates.values())
-        return "device" if with_kl and "auto" in chosen else "none"
+    def references(self) -> Mapping[Stream, Reference]:
+        """Where the reference's weights of each component are kept; `none` if no KL uses it."""
+        return {stream: self._reference_of(update) for stream, update in self.updates.items()}
+
+    def _reference_of(self, update: UpdateSection) -> Reference:
+        chosen = update.reference.placement
+        if chosen != "auto":
+            return chosen
+        return "device" if update.kl_coef > 0 or self.advantages.kl_coef > 0 else "none"
 
     @property
     def scheduled_updates(self) -> Mapping[Stream, UpdateSection]:
@@ -195,9 +203,13 @@ class ReplayConfig(RunConfig):
     replay: ReplaySection
 
 
-def corrected(update: UpdateSection, correction: MismatchSection) -> UpdateSection:
-    """Return the update with this correction, unless it has a correction already."""
-    return update if update.mismatch.mode != "none" else update.model_copy(update={"mismatch": correction})
+def corrected(updates: Mapping[Stream, UpdateSection], correction: MismatchSection) -> Mapping[Stream, UpdateSection]:
+    """Return the updates with this correction, except those that have a correction already."""
+    changed = {"mismatch": correction}
+    return {
+        stream: update if update.mismatch.mode != "none" else update.model_copy(update=changed)
+        for stream, update in updates.items()
+    }
 
 
 def as_replay(config: RunConfig, replay: ReplaySection) -> ReplayConfig:

@@ -7,7 +7,7 @@ section adds the fields that only a configuration has.
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -221,6 +221,9 @@ class EvaluateSection(PromptsSection):
 class _GroupsSection(Section):
     memory_settings = frozenset({"prompts_per_batch"})
 
+    training_settings: ClassVar[frozenset[str]] = frozenset({"prompts_per_iteration", "group_size"})
+    """Fields without effect on held-out samples."""
+
     prompts_per_iteration: PositiveInt = 8
     group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
@@ -243,6 +246,13 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
     """How groups of images are sampled, whatever makes them."""
 
     memory_settings = frozenset({"prompts_per_batch", "decode_batch_size"})
+    noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
+        "num_inference_steps",
+        "guidance_scale",
+    }
+    """Fields about noisy denoising steps."""
+
+    training_settings = _GroupsSection.training_settings | noise_settings
 
     shared_noise: bool = Field(description="siblings start from the same noise")
 
@@ -255,11 +265,8 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
 class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
     """How groups of GLM-Image's images are sampled."""
 
-    # What decides images whatever is trained.
-    optional_settings = frozenset(
-        {"renderings", "rendered_drafts", *(field.name for field in fields(DenoisingSettings))}
-        - {"num_inference_steps", "guidance_scale"}
-    )
+    training_settings = ImageRolloutSection.training_settings | {"renderings", "rendered_drafts"}
+    optional_settings = ImageRolloutSection.noise_settings | {"renderings", "rendered_drafts"}
 
     shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
     rendered_drafts: PositiveInt = Field(

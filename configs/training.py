@@ -73,7 +73,7 @@ class UpdateSection(Section, UpdateSettings, OptimizerSettings):
     """How stored rollouts change the policy."""
 
     memory_settings = frozenset({"micro_batch_size"})
-    optional_settings = frozenset({"ema"})
+    optional_settings = frozenset({"ema", "dppo_threshold"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)

@@ -254,6 +254,22 @@ class SampledTokens(SampledActions):
 
 
 @dataclass(frozen=True)
+class StepGaussians:
+    """The Gaussians that denoising steps are drawn from, and how far an update has moved them.
+
+    Attributes:
+        drift: KL(policy || policy before the update) in closed form, nats, fp32, reduced over the latents' values like
+            the log-prob, with gradient; zero until the first optimizer step, or if the update does not ask for it.
+        std: standard deviation of each value of the latents, fp32.
+        dt: length of the step, the difference of its sigmas; positive, fp32.
+    """
+
+    drift: Float[Tensor, "batch steps"]
+    std: Float[Tensor, "batch steps"]
+    dt: Float[Tensor, "batch steps"]
+
+
+@dataclass(frozen=True)
 class ActionLogprobs:
     """Log-probs of given actions under a policy.
 
@@ -263,11 +279,13 @@ class ActionLogprobs:
             if none was requested.
         kl: KL(policy || reference) of these distributions in closed form, fp32; zero where masked, and everywhere if it
             was not requested.
+        gaussians: of denoising steps; None for tokens.
     """
 
     logprobs: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"]
     kl: Float[Tensor, "batch time"]
+    gaussians: StepGaussians | None = None
 
 
 @dataclass(frozen=True)

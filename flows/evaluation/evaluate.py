@@ -91,7 +91,7 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
 
 def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
     """Run the first three stages on held-out prompts, and score the guardrails on the same samples."""
-    rollouts = collect_rollouts(run, policy, plan)
+    rollouts = collect_rollouts(run, policy, plan, run.config.evaluation_rollout)
     rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
     advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
     guardrails = score_rewards(run, rollouts, plan, run.config.watch.guardrails, GUARDRAILS)

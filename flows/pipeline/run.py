@@ -12,6 +12,7 @@ import yaml
 from configs.schema import RunConfig
 from configs.sections import ImageRolloutSection, RolloutSection
 from configs.training import UpdateSection
+from grpo_core.streams import Stream
 from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
@@ -26,6 +27,7 @@ from flows.pipeline.lineage import (
 )
 from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import check_inputs
+from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log

@@ -17,7 +17,7 @@ from grpo_core.losses import (
     overlong_mask,
 )
 from grpo_core.policies.protocol import PolicyComponent
-from grpo_core.records import TrainingRows
+from grpo_core.records import Entropies, TrainingRows
 from grpo_core.update.metrics import StepSums
 from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches
@@ -131,7 +131,9 @@ def _backward(
     chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
     actions = chunk.actions.trimmed()
     time = actions.loss_mask.shape[1]
-    scored = component.logprobs(actions, entropy="differentiable" if settings.entropy_coef > 0 else "constant")
+    exact_kl = settings.with_reference and settings.kl_estimator == "exact"
+    entropy: Entropies = "differentiable" if settings.entropy_coef > 0 else "constant"
+    scored = component.logprobs(actions, entropy=entropy, kl=exact_kl)
     logprobs = scored.logprobs.detach()
 
     def aligned(values: Tensor | None) -> Tensor | None:
@@ -152,6 +154,8 @@ def _backward(
         loss_mask=mask,
         entropy=scored.entropy,
         entropy_mask=selected(minibatch.entropy_mask),
+        kl=scored.kl if exact_kl else None,
+        gaussians=scored.gaussians,
     )
     loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
     (loss if counts else loss * 0.0).backward()

@@ -89,8 +89,9 @@ def update_policy(
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
         rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
         before = _measure(rows, parity, settings)
-        steps = [step(minibatch, passes)]
-        steps += [step(*gradient(rows, indices)) for indices in later]
+        with _keeping_old(component, needed=settings.traits.reads_gaussians and bool(later)):
+            steps = [step(minibatch, passes)]
+            steps += [step(*gradient(rows, indices)) for indices in later]
     return UpdateResult(before, tuple(steps))
 
 
@@ -104,7 +105,8 @@ def _all_passes(
         return -(-parts // process_group.count)
 
     sizes = [min(minibatch_size, rows - start) for start in range(0, rows, minibatch_size)]
-    return passes(others) + settings.with_reference * passes(rows) + settings.epochs * sum(map(passes, sizes))
+    with_reference = settings.with_reference_logprobs * passes(rows)
+    return passes(others) + with_reference + settings.epochs * sum(map(passes, sizes))
 
 
 def _counter(total: int, report: Progress | None) -> Tick:
@@ -125,6 +127,18 @@ def _no_gradient_of_a_refused_update(optimizer: PolicyOptimizer) -> Iterator[Non
     except (ParityError, NonFiniteError):
         optimizer.zero_grad()
         raise
+
+
+@contextmanager
+def _keeping_old(component: PolicyComponent, *, needed: bool) -> Iterator[None]:
+    """Keep the weights before the update, for losses that measure how far it has moved."""
+    if needed:
+        component.trained.keep_old()
+    try:
+        yield
+    finally:
+        if needed:
+            component.trained.drop_old()
 
 
 @torch.no_grad()
@@ -158,7 +172,7 @@ def _scored(
 
     old = scores(others, under_policy, quantities)
     rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if quantities == 2 else None)
-    if not settings.with_reference:
+    if not settings.with_reference_logprobs:
         return rows
     every = list(range(len(rows)))
     return replace(rows, ref_logprobs=scores(every, lambda actions: [component.reference_logprobs(actions)], 1)[0])

@@ -54,9 +54,7 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _running(
-    earlier: ArtifactRef | None, streams: Sequence[Stream], mix: Sequence[RewardSection]
-) -> dict[str, float]:
+def _running(earlier: ArtifactRef | None, streams: Sequence[Stream], mix: Sequence[RewardSection]) -> dict[str, float]:
     moments: dict[str, float] = {}
     for stream in streams:
         own = [section for section in mix if section.counts_for(stream)]

@@ -15,10 +15,10 @@ from torch import Tensor
 from configs.scoring import RewardSection
 from grpo_core.advantages import AdvantageSettings, compared_samples, kl_penalty
 from grpo_core.streams import Stream
-from tasks.rollouts.rows import padded
 from tasks.runs import layout
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.lists import padded
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
 _DRAFT = "draft"
@@ -72,7 +72,7 @@ def read_samples(
         parts = []
         for number, each in enumerate(rounds):
             place = Path(fetched) / str(number)
-            rollouts = store.local_files(each.rollouts, place / "rollouts")
+            rollouts = store.local_files(each.rollouts, place / "rollouts", without=layout.STATES)
             scored = {
                 label: store.local_files(reference, place / f"rewards-{index}")
                 for index, (label, reference) in enumerate(each.rewards.items())
@@ -91,7 +91,7 @@ def read_samples(
     return Samples(
         table=samples,
         values=torch.stack(values, -1),
-        drafts=_drafts(samples, size),
+        drafts=samples[_DRAFT].cast(pl.Int64).to_torch().view(-1, size),
         applies=torch.tensor(routed),
         penalties=_by_group(samples["kl_penalty"], size) if settings.kl_coef > 0 else None,
     )
@@ -119,12 +119,6 @@ def _by_group(values: pl.Series, size: int) -> Float[Tensor, "groups samples"]:
     return values.cast(pl.Float64).fill_null(math.nan).to_torch().view(-1, size)
 
 
-def _drafts(samples: pl.DataFrame, size: int) -> Int[Tensor, "groups samples"]:
-    if _DRAFT in samples.columns:
-        return samples[_DRAFT].cast(pl.Int64).to_torch().view(-1, size)
-    return torch.arange(size).expand(samples.height // size, size)
-
-
 def _column(section: RewardSection) -> str:
     return f"reward:{section.label}"
 
@@ -133,8 +127,11 @@ def _read_round(
     rollouts: Path, rewards: Mapping[str, Path], mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
     files = sorted(rollouts.glob("*.parquet"))
-    drafts = [_DRAFT] if _DRAFT in pl.read_parquet_schema(files[0]) else []
-    table = pl.read_parquet(files, columns=[*_READ, *drafts])
+    scanned = pl.scan_parquet(files)
+    if _DRAFT not in scanned.collect_schema().names():
+        # Of texts and of older tables: each sample is its own.
+        scanned = scanned.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))
+    table = scanned.select(*_READ, _DRAFT).collect()
     for section in mix:
         scores = pl.read_parquet(rewards[section.label] / layout.SCORES_FILE, columns=["sample_id", "value"])
         table = table.join(

@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from tasks.metrics.names import split_stream
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
-from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
+from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.reports.pages import render
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
@@ -164,9 +165,10 @@ def stage_shares(run: RunView) -> list[tuple[str, float, float]]:
 
 
 def plotted_metrics(run: RunView) -> list[str]:
-    """List the metrics with a plot of their own: the mean of each reward, then PLOTTED."""
+    """List the metrics with a plot of their own: the mean of each reward, then PLOTTED, by stream."""
     names = {name for view in run.iterations for name in view.metrics}
-    return [*sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean")), *PLOTTED]
+    means = sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
+    return [*means, *with_streams(("reward", *PLOTTED), names)[1:]]
 
 
 def _curves(run: RunView) -> Iterator[Curve]:
@@ -179,4 +181,8 @@ def _curves(run: RunView) -> Iterator[Curve]:
     yield Curve("Guardrails", meaning, run.guardrail_series)
     for name in plotted_metrics(run):
         title, meaning = metric_title(name, run.noun)
-        yield Curve(title, meaning, {title: run.series(name)}, legend=False)
+        series = {title: run.series(name)}
+        # Of the first stream, the reward has a plot of its own.
+        if split_stream(name)[1] == "reward" and run.heldout_series(name):
+            series[f"held-out {title}"] = run.heldout_series(name)
+        yield Curve(title, meaning, series, legend=len(series) > 1)

@@ -67,8 +67,8 @@ def require_schema(store: ArtifactStore) -> None:
         return
     if isinstance(version, int) and version not in READABLE_VERSIONS:
         hint = (
-            f"This program reads versions {spans(READABLE_VERSIONS)}, and nothing was changed. Start under a new run name, "
-            "or use the version that wrote it."
+            f"This program reads versions {spans(READABLE_VERSIONS)}, and nothing was changed. Start under a new run "
+            "name, or use the version that wrote it."
         )
         raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
 

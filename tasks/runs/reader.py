@@ -169,7 +169,7 @@ class RunReader:
         return None if reason is not None else target
 
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the artifact's folder on this machine; a remote one is copied below `fetched` first, without states."""
+        """Return the artifact's folder on this machine; a remote one is copied, without states."""
         if is_local(self.store.filesystem):
             return Path(self.store.path(reference.folder))
         target = fetched / reference.folder

@@ -3,6 +3,7 @@
 import itertools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +25,15 @@ from grpo_core.policies.denoising.scheduler import (
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.trained import TrainedComponent, TrainedModel, autocast
-from grpo_core.records import ActionLogprobs, BrokenImage, DenoisingBatch, Entropies, SampledActions, TokenBatch
+from grpo_core.records import (
+    ActionLogprobs,
+    BrokenImage,
+    DenoisingBatch,
+    Entropies,
+    SampledActions,
+    StepGaussians,
+    TokenBatch,
+)
 from grpo_core.seeds import make_generator
 
 
@@ -146,24 +155,35 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         # `model` is the pipeline's own, whose adapters or values the caller has exchanged.
         calls = [self._call(actions, rows) for rows in self._alike(actions)]
         # Before any graph is built: exchanging values would break it.
-        references = self._under_reference(calls) if kl else [()] * len(calls)
+        references = self._under(self.trained.reference(), calls) if kl else [[] for _ in calls]
+        before = self._under(self.trained.old(), calls) if self.trained.has_old else [[] for _ in calls]
         scored = [
-            self._scored(call, self._transitions(call), reference, entropy)
-            for call, reference in zip(calls, references, strict=True)
+            self._scored(call, self._transitions(call), reference, old, entropy)
+            for call, reference, old in zip(calls, references, before, strict=True)
         ]
         order = torch.tensor([row for call in calls for row in call.rows], device=self._device).argsort()
-        return ActionLogprobs(*(torch.cat(values)[order] for values in zip(*scored, strict=True)))
+        logprobs, entropies, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
+        return ActionLogprobs(logprobs, entropies, kls, StepGaussians(*gaussians))
 
     def _scored(
-        self, call: "_Call", steps: Sequence[Transition], references: Sequence[Transition], entropy: Entropies
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs, entropies and KL of one call, [rows, steps]; entropies and KL are zero where not asked."""
-        reduction = self.settings.logprob_reduction
-        logprobs = [step_logprob(call.states[index + 1], step, reduction) for index, step in enumerate(steps)]
-        entropies = [step_entropy(step, reduction) for step in steps if entropy != "none"]
-        kl = [step_kl(step.mean, other, reduction) for step, other in zip(steps, references, strict=False)]
-        zeros = torch.zeros_like(logprobs[0])
-        return tuple(torch.stack(values or [zeros] * len(steps), 1) for values in (logprobs, entropies, kl))  # type: ignore[return-value]
+        self,
+        call: "_Call",
+        steps: Sequence[Transition],
+        references: Sequence[Transition],
+        old: Sequence[Transition],
+        entropy: Entropies,
+    ) -> list[Tensor]:
+        """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where not asked."""
+        reduction, zeros = self.settings.logprob_reduction, torch.zeros(len(call.rows), device=self._device)
+        by_step = [
+            [step_logprob(call.states[index + 1], step, reduction) for index, step in enumerate(steps)],
+            [step_entropy(step, reduction) for step in steps if entropy != "none"],
+            [step_kl(step.mean, other, reduction) for step, other in zip(steps, references, strict=False)],
+            [step_kl(step.mean, other, reduction) for step, other in zip(steps, old, strict=False)],
+            [step.std.expand_as(zeros) for step in steps],
+            [step.dt.expand_as(zeros) for step in steps],
+        ]
+        return [torch.stack(values or [zeros] * len(steps), 1) for values in by_step]
 
     def _call(self, actions: DenoisingBatch, rows: list[int]) -> "_Call":
         part = actions.select(rows)
@@ -180,8 +200,9 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
             found.setdefault((size, first, prompt if self.one_prompt_per_call else None), []).append(row)
         return list(found.values())
 
-    def _under_reference(self, calls: Sequence["_Call"]) -> list[list[Transition]]:
-        with torch.no_grad(), self.trained.reference():
+    @torch.no_grad()
+    def _under(self, weights: AbstractContextManager[Any], calls: Sequence["_Call"]) -> list[list[Transition]]:
+        with weights:
             return [self._transitions(call) for call in calls]
 
     def _transitions(self, call: "_Call") -> list[Transition]:

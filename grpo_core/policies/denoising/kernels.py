@@ -20,10 +20,12 @@ class Transition(NamedTuple):
     Attributes:
         mean: of every value of the latents.
         std: one number for the step.
+        dt: length of the step, sigma - next_sigma.
     """
 
     mean: Float[Tensor, "rows ..."]
     std: Float[Tensor, ""]
+    dt: Float[Tensor, ""]
 
 
 class NoiseSchedule(NamedTuple):
@@ -56,7 +58,7 @@ def transition(
         velocity: that the model predicts there, after guidance.
     """
     sigma, next_sigma, second_sigma = noise
-    dt = next_sigma - sigma
+    dt = sigma - next_sigma
     match sde_type:
         case "flow_grpo":
             # Flow-GRPO (arXiv:2505.05470), eq. 9.
@@ -69,7 +71,7 @@ def transition(
             std = next_sigma * math.sin(noise_level * math.pi / 2)
             clean, old_noise = latents - sigma * velocity, latents + (1 - sigma) * velocity
             kept = next_sigma * math.cos(noise_level * math.pi / 2)
-            return Transition((1 - next_sigma) * clean + kept * old_noise, std)
+            return Transition((1 - next_sigma) * clean + kept * old_noise, std, dt)
         case _:
             assert_never(sde_type)
 
@@ -83,7 +85,7 @@ def _diffused(
 ) -> Transition:
     """Add the diffusion eta and the drift that keeps the marginals of the ODE: -eta^2 / 2 times the score."""
     score = -(latents + (1 - sigma) * velocity) / sigma
-    return Transition(latents + (velocity - eta.square() / 2 * score) * dt, eta * (-dt).sqrt())
+    return Transition(latents - (velocity - eta.square() / 2 * score) * dt, eta * dt.sqrt(), dt)
 
 
 def step_logprob(

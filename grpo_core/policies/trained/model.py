@@ -27,6 +27,8 @@ class TrainedModel(ABC):
     _reference: dict[str, Tensor] | None = None
     # Their moving average, during an update that keeps one.
     _average: dict[str, Tensor] | None = None
+    # Their values before an update, while it goes on.
+    _old: dict[str, Tensor] | None = None
     # Where they are kept; None: on the device of each parameter.
     _reference_device: torch.device | None = None
 
@@ -141,6 +143,24 @@ class TrainedModel(ABC):
         with self._with_values(self._average):
             self.save(folder)
         self._average = None
+
+    @property
+    def has_old(self) -> bool:
+        """Whether `old` can be entered."""
+        return self._old is not None
+
+    def keep_old(self) -> None:
+        """Keep a copy of the trained parameters, until `drop_old`."""
+        self._old = copied(self.trainable_parameters())
+
+    def drop_old(self) -> None:
+        """Free the memory of the copy, if there is one."""
+        self._old = None
+
+    def old(self) -> AbstractContextManager[nn.Module]:
+        """Return a context that gives the model as `keep_old` found it, for forward passes without gradients."""
+        assert self._old is not None, "keep_old comes first"
+        return self._with_values(self._old)
 
     def refresh_reference(self, mix: float) -> None:
         """Make the reference mix * policy + (1 - mix) * reference, parameter by parameter, in fp32.

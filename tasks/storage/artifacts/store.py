@@ -59,9 +59,7 @@ class ArtifactStore(ArtifactWriter):
                         self.clear_place(reference.folder, reason=damage)
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage runs again")
 
-    def _read_files(
-        self, place: str, reference: ArtifactRef, folder: Path | None, without: str | None
-    ) -> str | None:
+    def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None, without: str | None) -> str | None:
         manifest = self.matching_manifest(place, reference)
         if isinstance(manifest, str):
             manifest = restored_tombstone(self, reference) or manifest

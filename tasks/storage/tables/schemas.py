@@ -143,8 +143,8 @@ def rollout_schema(modality: Modality, streams: Collection[Stream]) -> pa.Schema
     return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *_ORIGIN, *_IMAGES])
 
 
-IMAGE_ROLLOUTS = rollout_schema("image", ("tokens",))
-TEXT_ROLLOUTS = rollout_schema("text", ("tokens",))
+IMAGE_ROLLOUTS = rollout_schema("image", ["tokens"])
+TEXT_ROLLOUTS = rollout_schema("text", ["tokens"])
 
 STATES = _described(
     [

@@ -1,4 +1,5 @@
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
-from grpo_core.policies.denoising import NoiseSchedule, SdeType, Transition, step_kl, step_logprob, transition
+from grpo_core.policies.denoising import NoiseSchedule, SdeType, step_kl, step_logprob, transition
 
 KINDS: tuple[SdeType, ...] = ("flow_grpo", "dance_grpo", "cps")
 
@@ -19,29 +20,34 @@ def noise(sigma: float, after: float, second: float = 0.9, dtype: torch.dtype = 
     return NoiseSchedule(*(torch.tensor(each, dtype=dtype) for each in (sigma, after, second)))
 
 
-def flow_grpo_formula(x: Tensor, v: Tensor, sigma: float, after: float, second: float, level: float) -> Transition:
+class Gaussian(NamedTuple):
+    mean: Tensor
+    std: Tensor
+
+
+def flow_grpo_formula(x: Tensor, v: Tensor, sigma: float, after: float, second: float, level: float) -> Gaussian:
     """sd3_sde_with_logprob.py, value by value in Python's floats."""
     dt = after - sigma
     deviation = math.sqrt(sigma / (1 - (second if sigma == 1 else sigma))) * level
     from_x = 1 + deviation**2 / (2 * sigma) * dt
     from_v = (1 + deviation**2 * (1 - sigma) / (2 * sigma)) * dt
-    return Transition(x * from_x + v * from_v, torch.tensor(deviation * math.sqrt(-dt), dtype=x.dtype))
+    return Gaussian(x * from_x + v * from_v, torch.tensor(deviation * math.sqrt(-dt), dtype=x.dtype))
 
 
-def dance_grpo_formula(x: Tensor, v: Tensor, sigma: float, after: float, second: float, level: float) -> Transition:
+def dance_grpo_formula(x: Tensor, v: Tensor, sigma: float, after: float, second: float, level: float) -> Gaussian:
     """flux_step: Euler's step and a correction by the score of the predicted clean latents."""
     step = after - sigma
     clean = x - sigma * v
     score = -(x - clean * (1 - sigma)) / sigma**2
-    return Transition(
+    return Gaussian(
         x + step * v - 0.5 * level**2 * score * step, torch.tensor(level * math.sqrt(sigma - after), dtype=x.dtype)
     )
 
 
-def cps_formula(x: Tensor, v: Tensor, sigma: float, after: float, second: float, level: float) -> Transition:
+def cps_formula(x: Tensor, v: Tensor, sigma: float, after: float, second: float, level: float) -> Gaussian:
     std = after * math.sin(level * math.pi / 2)
     clean, old_noise = x - sigma * v, x + v * (1 - sigma)
-    return Transition(clean * (1 - after) + old_noise * math.sqrt(after**2 - std**2), torch.tensor(std, dtype=x.dtype))
+    return Gaussian(clean * (1 - after) + old_noise * math.sqrt(after**2 - std**2), torch.tensor(std, dtype=x.dtype))
 
 
 FORMULAS = {"flow_grpo": flow_grpo_formula, "dance_grpo": dance_grpo_formula, "cps": cps_formula}
@@ -55,6 +61,7 @@ def test_mean_and_std_are_those_of_the_paper(kind: SdeType, sigma: float, after:
     expected = FORMULAS[kind](x, v, sigma, after, 0.9, 0.7)
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-13, atol=1e-13)
     assert float(found.std) == pytest.approx(float(expected.std), rel=1e-13)
+    assert float(found.dt) == pytest.approx(sigma - after, rel=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)

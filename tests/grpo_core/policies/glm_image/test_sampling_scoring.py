@@ -337,7 +337,7 @@ def test_a_group_is_sampled_alike_whatever_sizes_the_others_have(shipped_pipelin
     policy = build_policy(shipped_pipeline, disturbed=0.05)
     sizes = [WIDE, WIDE, TALL, WIDE, None]
     requests = [
-        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size)
+        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size=size)
         for place, size in enumerate(sizes)
     ]
     for request, group in zip(requests, collect_rollouts(policy, requests, prompts_per_batch=4), strict=True):
