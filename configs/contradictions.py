@@ -7,6 +7,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import PromptsSection
+from configs.stream_contradictions import stream_contradictions
 from grpo_core.advantages.settings import refuse_terms
 from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
@@ -17,7 +18,7 @@ MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""
 
 # These fields weigh a reward in the mix, and a guardrail is not part of the mix.
-_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range")
+_OF_THE_MIX = ("weight", "role", "threshold", "clamp", "normalize", "range", "streams")
 _OF_ONE_FILE = (
     *("prompts", "split", "subset", "revision", "streaming", "prompt_column", "columns", "limit"),
     *("targets", "target_column", "height", "width"),
@@ -31,6 +32,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_sizes(config),
         *_messages(config),
         *reward_contradictions(config),
+        *stream_contradictions(config),
         *_batches(config),
         *_policy(config),
         *_reference(config),
@@ -107,9 +109,26 @@ def reward_contradictions(config: RunConfig) -> Iterator[InputError]:
         refuse_terms(config.rewards, config.advantages)
     except InputError as error:
         yield error
+    else:
+        yield from _streams(config)
     for index, section in enumerate(config.rewards):
         yield from _reward(config, section, f"rewards.{index}", ("data", "evaluate"))
     yield from _guardrails(config)
+
+
+def _streams(config: RunConfig) -> Iterator[InputError]:
+    """Yield every stream of a reward that is not trained, and every trained stream without a reward."""
+    trained = ", ".join(config.streams)
+    for index, section in enumerate(config.rewards):
+        for stream in section.streams or ():
+            if stream not in config.streams:
+                hint = f"The run trains {trained} only; leave it out, or train it too with policy.train."
+                yield InputError(f"rewards.{index}.streams", stream, hint)
+    for stream in config.streams:
+        own = [section for section in config.rewards if section.counts_for(stream)]
+        if not any(section.role == "sum" and section.weight for section in own):
+            hint = f"None is added with a weight other than 0 for {stream}, which the run trains; add {stream} to one."
+            yield InputError("rewards.streams", [section.label for section in own], hint)
 
 
 def _labels(place: str, sections: Sequence[RewardSection]) -> Iterator[InputError]:
@@ -179,12 +198,11 @@ def _guardrails(config: RunConfig) -> Iterator[InputError]:
 
 
 def _batches(config: RunConfig) -> Iterator[InputError]:
-    rows, minibatch = config.rows_per_iteration, config.update.minibatch_size
-    if minibatch is not None and minibatch > rows:
-        hint = f"An iteration has {rows} rows (rollout.prompts_per_iteration x rollout.group_size); use at most that."
-        yield InputError("update.minibatch_size", minibatch, hint)
-    if config.update.mask_truncated and policy_family(config.policy.kind).modality == "image":
-        yield InputError("update.mask_truncated", True, "Images are never truncated; leave it out.")
+    for stream, update in config.updates.items():
+        rows = config.rows_of(stream)
+        if update.minibatch_size is not None and update.minibatch_size > rows:
+            hint = f"An iteration trains on {rows} rows of {stream}; use at most that."
+            yield InputError(f"{config.update_places[stream]}.minibatch_size", update.minibatch_size, hint)
 
 
 def _policy(config: RunConfig) -> Iterator[InputError]:
@@ -209,32 +227,34 @@ def _policy(config: RunConfig) -> Iterator[InputError]:
 
 
 def _reference(config: RunConfig) -> Iterator[InputError]:
-    reference = config.update.reference
-    coefficients = {"update.kl_coef": config.update.kl_coef, "advantages.kl_coef": config.advantages.kl_coef}
-    for place, value in coefficients.items():
-        if value > 0 and reference.placement == "none":
-            hint = "There is no KL without a reference; set update.reference.placement to auto, or this to 0."
-            yield InputError(place, value, hint)
-    if reference.refresh_every and not any(coefficients.values()):
-        hint = "Nothing uses the reference; set update.kl_coef above 0, or this to 0."
-        yield InputError("update.reference.refresh_every", reference.refresh_every, hint)
-    if config.policy.trains_adapters and reference.placement == "cpu":
-        hint = "With adapters the reference takes no memory, or that of the adapters; set it to auto."
-        yield InputError("update.reference.placement", "cpu", hint)
+    for stream, update in config.updates.items():
+        place, reference = config.update_places[stream], update.reference
+        coefficients = {f"{place}.kl_coef": update.kl_coef, "advantages.kl_coef": config.advantages.kl_coef}
+        for where, value in coefficients.items():
+            if value > 0 and reference.placement == "none":
+                hint = f"There is no KL without a reference; set {place}.reference.placement to auto, or this to 0."
+                yield InputError(where, value, hint)
+        if reference.refresh_every and not any(coefficients.values()):
+            hint = f"Nothing uses the reference; set {place}.kl_coef above 0, or this to 0."
+            yield InputError(f"{place}.reference.refresh_every", reference.refresh_every, hint)
+        if config.policy.trains_adapters and reference.placement == "cpu":
+            hint = "With adapters the reference takes no memory, or that of the adapters; set it to auto."
+            yield InputError(f"{place}.reference.placement", "cpu", hint)
 
 
 def _schedule(config: RunConfig) -> Iterator[InputError]:
-    update = config.update
-    try:
-        config.scheduled_update.schedule()
-    except InputError as error:
-        yield error
-    if update.warmup_steps and update.lr_scheduler == "constant":
-        hint = "It needs update.lr_scheduler: constant_with_warmup, or another that warms up."
-        yield InputError("update.warmup_steps", update.warmup_steps, hint)
-    if update.total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
-        hint = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
-        yield InputError("update.total_steps", update.total_steps, hint)
+    for stream, update in config.scheduled_updates.items():
+        place = config.update_places[stream]
+        try:
+            update.schedule()
+        except InputError as error:
+            yield config.at_update(stream, error)
+        if update.warmup_steps and update.lr_scheduler == "constant":
+            hint = f"It needs {place}.lr_scheduler: constant_with_warmup, or another that warms up."
+            yield InputError(f"{place}.warmup_steps", update.warmup_steps, hint)
+        if config.update_of(stream).total_steps is not None and update.lr_scheduler not in WITH_LENGTH:
+            hint = f"The schedule {update.lr_scheduler} does not depend on its length; leave it out."
+            yield InputError(f"{place}.total_steps", update.total_steps, hint)
 
 
 def _placement(config: RunConfig) -> Iterator[InputError]:

@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from configs.contradictions import contradictions
 from configs.schema import RUN_CONFIGS, RewardsFile, RunConfig
-from configs.sections import PolicySection
+from configs.sections import PARTS, Kind, PolicySection, trained_by_default
 from configs.unknown_keys import TRL_NAMES, translate
 from configs.validation import validated
 from configs.yaml_files import parse_yaml, read_mapping
 from grpo_core.errors import InputError, InputErrors
+from grpo_core.policies.protocol import policy_family
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -87,11 +88,16 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _model_for(values: Mapping[str, Any]) -> type[RunConfig]:
-    """Return the model of a configuration: the keys of the rollout section depend on the policy."""
-    policy = values.get("policy")
+    """Return the model of a configuration: the keys of rollout and update depend on what the policy trains."""
+    given = values.get("policy")
+    policy = given if isinstance(given, Mapping) else {}
     default = PolicySection.model_fields["kind"].default
-    kind = policy.get("kind", default) if isinstance(policy, Mapping) else default
-    return RUN_CONFIGS[kind if isinstance(kind, str) and kind in RUN_CONFIGS else default]
+    kind = policy.get("kind", default)
+    kind = kind if kind in get_args(Kind) else default
+    train = policy.get("train", trained_by_default(kind))
+    streams = tuple(stream for stream, part in PARTS.items() if isinstance(train, list | tuple) and part in train)
+    # What a kind cannot train is refused by its place, over the keys of what it trains by default.
+    return RUN_CONFIGS.get((kind, streams)) or RUN_CONFIGS[kind, policy_family(kind).streams[:1]]
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:

@@ -4,23 +4,34 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, create_model
 
 from configs.scoring import RewardSection, WatchSection
 from configs.sections import (
     DataSection,
+    DiffusersRolloutSection,
     EvaluateSection,
-    ImageRolloutSection,
+    GlmImageRolloutSection,
     PlacementSection,
     PolicySection,
+    RolloutSection,
     RunSection,
     StorageSection,
     TextRolloutSection,
 )
-from configs.training import AdvantagesSection, MismatchSection, UpdateSection
+from configs.training import (
+    AdvantagesSection,
+    DenoisingUpdateSection,
+    JointUpdateSection,
+    MismatchSection,
+    UpdateSection,
+)
 from configs.validation import Name, Section
+from grpo_core.errors import InputError
 from grpo_core.optimizer.settings import WITH_LENGTH
+from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.trained.choice import Reference
+from grpo_core.streams import COMPARED, Stream
 
 
 class RunConfig(Section):
@@ -29,7 +40,7 @@ class RunConfig(Section):
     run: RunSection
     policy: PolicySection
     data: DataSection
-    rollout: ImageRolloutSection | TextRolloutSection
+    rollout: RolloutSection
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection = AdvantagesSection()
     update: UpdateSection = UpdateSection()
@@ -39,32 +50,117 @@ class RunConfig(Section):
     storage: StorageSection = StorageSection()
 
     @property
-    def rows_per_iteration(self) -> int:
-        """Number of samples that an iteration trains on."""
-        return self.rollout.prompts_per_iteration * self.rollout.group_size
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams that are trained, in the order of STREAMS."""
+        return self.policy.streams
 
     @property
-    def reference_placement(self) -> Reference:
-        """Where the reference's weights are kept; `none` if no KL uses it."""
-        chosen = self.update.reference.placement
+    def renderings_of_drafts(self) -> tuple[int, ...]:
+        """How often each draft of a training prompt is rendered."""
+        return self.rollout.renderings_of_drafts(self.streams)
+
+    @property
+    def samples_per_iteration(self) -> int:
+        """Number of images or texts that an iteration samples."""
+        return self.rollout.prompts_per_iteration * sum(self.renderings_of_drafts)
+
+    def rows_of(self, stream: Stream) -> int:
+        """Return the number of rows of a stream that an iteration trains on: all that are compared with others."""
+        renderings = self.renderings_of_drafts
+        drafts, several = len(renderings), sum(times for times in renderings if times > 1)
+        return self.rollout.prompts_per_iteration * {"draft": drafts, "rendering": several}[COMPARED[stream]]
+
+    def window_start(self, iteration: int) -> int | None:
+        """Return the index of an iteration's first noisy denoising step; None if no denoising is trained.
+
+        Raises:
+            InputError: as DenoisingSettings.check_window.
+        """
+        if "denoising" not in self.streams or not isinstance(self.rollout, DenoisingSettings):
+            return None
+        return self.rollout.window_start(iteration, self.run.seed)
+
+    @property
+    def evaluation_rollout(self) -> RolloutSection:
+        """The settings of held-out samples."""
+        return self.rollout.for_evaluation(self.evaluate)
+
+    @property
+    def updates(self) -> Mapping[Stream, UpdateSection]:
+        """The update of each trained stream's component, in the order of STREAMS."""
+        return {self.streams[0]: self.update}
+
+    def update_of(self, stream: Stream) -> UpdateSection:
+        """Return the update of a trained stream's component."""
+        return self.updates[stream]
+
+    @property
+    def update_places(self) -> Mapping[Stream, str]:
+        """Where the update of each trained stream is configured, for messages."""
+        return {self.streams[0]: "update"}
+
+    def at_update(self, stream: Stream, error: InputError) -> InputError:
+        """Return an error of a section `update` with its place in the section of that stream's update."""
+        inner = error.place.removeprefix("update.")
+        place = error.place if inner == error.place else f"{self.update_places[stream]}.{inner}"
+        return InputError(place, error.value, error.hint)
+
+    @property
+    def references(self) -> Mapping[Stream, Reference]:
+        """Where the reference's weights of each component are kept; `none` if no KL uses it."""
+        return {stream: self._reference_of(update) for stream, update in self.updates.items()}
+
+    def _reference_of(self, update: UpdateSection) -> Reference:
+        chosen = update.reference.placement
         if chosen != "auto":
             return chosen
-        return "device" if self.update.kl_coef > 0 or self.advantages.kl_coef > 0 else "none"
+        return "device" if update.kl_coef > 0 or self.advantages.kl_coef > 0 else "none"
 
     @property
-    def scheduled_update(self) -> UpdateSection:
-        """The update section, with the schedule's length filled in if it has one."""
-        update = self.update
+    def scheduled_updates(self) -> Mapping[Stream, UpdateSection]:
+        """The updates, with the length of their schedules filled in if they have one."""
+        return {stream: self._scheduled(update, self.rows_of(stream)) for stream, update in self.updates.items()}
+
+    def _scheduled(self, update: UpdateSection, rows: int) -> UpdateSection:
         if update.total_steps is not None or update.lr_scheduler not in WITH_LENGTH:
             return update
-        steps_per_epoch = -(-self.rows_per_iteration // (update.minibatch_size or self.rows_per_iteration))
+        steps_per_epoch = -(-rows // (update.minibatch_size or rows or 1))
         return update.model_copy(update={"total_steps": self.run.iterations * update.epochs * steps_per_epoch})
 
 
-class ImageRunConfig(RunConfig):
-    """A run whose policy generates images."""
+class GlmImageRunConfig(RunConfig):
+    """A run that trains GLM-Image's token model."""
 
-    rollout: ImageRolloutSection
+    rollout: GlmImageRolloutSection
+
+
+class DecoderRunConfig(GlmImageRunConfig):
+    """A run that trains GLM-Image's decoder."""
+
+    update: DenoisingUpdateSection = DenoisingUpdateSection()
+
+
+class JointRunConfig(GlmImageRunConfig):
+    """A run that trains both parts of GLM-Image."""
+
+    update: JointUpdateSection = JointUpdateSection()
+
+    @property
+    def updates(self) -> Mapping[Stream, UpdateSection]:
+        """The update of each part."""
+        return {"tokens": self.update.tokens, "denoising": self.update.denoising}
+
+    @property
+    def update_places(self) -> Mapping[Stream, str]:
+        """Where they are configured."""
+        return {"tokens": "update", "denoising": "update.denoising"}
+
+
+class DiffusersRunConfig(RunConfig):
+    """A run that trains the denoising of a pipeline of diffusers."""
+
+    rollout: DiffusersRolloutSection
+    update: DenoisingUpdateSection = DenoisingUpdateSection()
 
 
 class TextRunConfig(RunConfig):
@@ -73,8 +169,16 @@ class TextRunConfig(RunConfig):
     rollout: TextRolloutSection
 
 
-RUN_CONFIGS: Mapping[str, type[RunConfig]] = MappingProxyType({"glm_image": ImageRunConfig, "causal_lm": TextRunConfig})
-"""Configuration class by policy.kind."""
+RUN_CONFIGS: Mapping[tuple[str, tuple[Stream, ...]], type[RunConfig]] = MappingProxyType(
+    {
+        ("glm_image", ("tokens",)): GlmImageRunConfig,
+        ("glm_image", ("denoising",)): DecoderRunConfig,
+        ("glm_image", ("tokens", "denoising")): JointRunConfig,
+        ("diffusers", ("denoising",)): DiffusersRunConfig,
+        ("causal_lm", ("tokens",)): TextRunConfig,
+    }
+)
+"""Configuration class by policy.kind and the streams of policy.train."""
 
 CORRECTION = MismatchSection.model_validate({"mode": "truncate", "level": "token", "cap": 3.0})
 """Default correction in a replay for rows that other weights sampled."""
@@ -93,30 +197,28 @@ class ReplaySection(Section):
     )
 
 
-class ImageReplayConfig(ImageRunConfig):
-    """A replay whose policy generates images."""
+class ReplayConfig(RunConfig):
+    """The configuration of a replay."""
 
     replay: ReplaySection
 
 
-class TextReplayConfig(TextRunConfig):
-    """A replay whose policy writes text."""
-
-    replay: ReplaySection
-
-
-ReplayConfig = ImageReplayConfig | TextReplayConfig
-
-
-def corrected(update: UpdateSection, correction: MismatchSection) -> UpdateSection:
-    """Return the update with this correction, unless it has a correction already."""
-    return update if update.mismatch.mode != "none" else update.model_copy(update={"mismatch": correction})
+def corrected(updates: Mapping[Stream, UpdateSection], correction: MismatchSection) -> Mapping[Stream, UpdateSection]:
+    """Return the updates with this correction, except those that have a correction already."""
+    changed = {"mismatch": correction}
+    return {
+        stream: update if update.mismatch.mode != "none" else update.model_copy(update=changed)
+        for stream, update in updates.items()
+    }
 
 
 def as_replay(config: RunConfig, replay: ReplaySection) -> ReplayConfig:
     """Return the configuration of a run as that of a replay."""
-    model = ImageReplayConfig if isinstance(config, ImageRunConfig) else TextReplayConfig
-    return model.model_validate({**config.model_dump(), "replay": replay.model_dump()})
+    run = type(config)
+    model = create_model(f"Replayed{run.__name__}", __base__=(run, ReplayConfig))
+    replayed = model.model_validate({**config.model_dump(), "replay": replay.model_dump()})
+    assert isinstance(replayed, ReplayConfig), "its second base"
+    return replayed
 
 
 class RewardsFile(Section):
@@ -136,7 +238,7 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
     learning rate schedule depends on it: otherwise more iterations only continue the run.
     """
     run = config.run
-    bound = config.update.total_steps is None and config.update.lr_scheduler in WITH_LENGTH
+    bound = any(update.total_steps is None and update.lr_scheduler in WITH_LENGTH for update in config.updates.values())
     return {
         **{name: getattr(config, name).result_settings() for name in _STAGES},
         "run": {"seed": run.seed, "staleness": run.staleness, **({"iterations": run.iterations} if bound else {})},

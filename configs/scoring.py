@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 from configs.validation import NAME_PATTERN, Name, Section
 from grpo_core.rewards.hacking import HackingRule
 from grpo_core.rewards.mix.terms import RewardTerm
+from grpo_core.streams import Stream
 
 Scalar = str | int | float | bool
 
@@ -17,6 +18,7 @@ class RewardSection(Section, RewardTerm):
     """One reward of the mix."""
 
     memory_settings = frozenset({"max_failures", "batch_size", "processes", "pool"})
+    optional_settings = frozenset({"streams"})
 
     reward: str = Field(min_length=1, description="registered name")
     name: Name | None = Field(
@@ -25,6 +27,9 @@ class RewardSection(Section, RewardTerm):
     datasets: tuple[str, ...] | None = Field(None, description="score these datasets only; null: all")
     where: dict[str, tuple[Scalar, ...]] | None = Field(
         None, description="score only prompts whose column has one of these values; null: all"
+    )
+    streams: tuple[Stream, ...] | None = Field(
+        None, min_length=1, description="train these on it, `tokens` or `denoising`; null: all that the run trains"
     )
     max_failures: float = Field(
         0.1, ge=0, le=1, description="share of its samples that may fail; if more fail, the run stops"
@@ -58,6 +63,10 @@ class RewardSection(Section, RewardTerm):
         if not self.scores(dataset):
             return False
         return all(columns.get(name) in values for name, values in (self.where or {}).items())
+
+    def counts_for(self, stream: Stream) -> bool:
+        """Return whether the reward is part of the mix that a stream is trained on."""
+        return self.streams is None or stream in self.streams
 
 
 class WatchSection(Section, HackingRule):

@@ -4,14 +4,22 @@ A section that the core uses inherits the core's settings: fields, ranges and de
 section adds the fields that only a configuration has.
 """
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.validation import Name, Section
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.diffusers.settings import DiffusersSettings
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.choice import LoraSettings
+from grpo_core.sampling_settings import ImageSettings
+from grpo_core.streams import COMPARED, Stream
 
 
 class KeepPoliciesSection(Section):
@@ -60,14 +68,31 @@ class LoraSection(Section, LoraSettings):
     optional_settings = frozenset({"use_rslora", "use_dora", "modules_to_save", "init_lora_weights"})
 
 
+Kind = Literal["glm_image", "diffusers", "causal_lm"]
+Part = Literal["tokens", "decoder"]
+
+PARTS: Mapping[Stream, Part] = MappingProxyType({"tokens": "tokens", "denoising": "decoder"})
+"""What `policy.train` calls the component of each stream, in the order of the streams."""
+
+
+def trained_by_default(kind: str) -> tuple[Part, ...]:
+    """Return what `policy.train` is where it is not given: the first part of this kind of policy."""
+    return (PARTS[policy_family(kind).streams[0]],)
+
+
 class PolicySection(Section):
     """The model that is trained."""
 
     memory_settings = frozenset({"gradient_checkpointing"})
-    optional_settings = frozenset({"revision", "attn_implementation", "adapter"})
+    optional_settings = frozenset({"revision", "attn_implementation", "adapter", "train"})
 
-    kind: Literal["glm_image", "causal_lm"] = Field("glm_image", description="the policy family")
+    kind: Kind = Field("glm_image", description="the policy family")
     model: str = Field(min_length=1, description="folder of a saved model, or a hub name")
+    train: tuple[Part, ...] = Field(
+        ("tokens",),
+        min_length=1,
+        description="of glm_image: the token model, the decoder, or both; of diffusers: decoder; of causal_lm: tokens",
+    )
     revision: str | None = Field(None, min_length=1, description="branch, tag or commit of a hub name; null: main")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = Field(
         None, description="of the trained model, as in transformers; null: transformers' default"
@@ -91,6 +116,19 @@ class PolicySection(Section):
         if isinstance(values, dict) and values.get("adapter") is not None and "lora" not in values:
             return {**values, "lora": None}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_what_the_kind_has(cls, values: Any) -> Any:
+        kind = values.get("kind") if isinstance(values, dict) else None
+        if kind in get_args(Kind) and "train" not in values:
+            return {**values, "train": trained_by_default(kind)}
+        return values
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams whose components are trained, in the order of STREAMS."""
+        return tuple(stream for stream, part in PARTS.items() if part in self.train)
 
     @property
     def in_fp32(self) -> bool:
@@ -174,26 +212,93 @@ class EvaluateSection(PromptsSection):
     every: NonNegativeInt = Field(0, description="iterations between evaluations; 0: before and after only")
     samples_per_prompt: PositiveInt = 4
     seed: NonNegativeInt = Field(0, description="of the held-out samples; the same for every training seed")
+    num_inference_steps: PositiveInt | None = Field(
+        None, description="denoising steps of held-out images, all without noise; null: the rollout's"
+    )
+    guidance_scale: NonNegativeFloat | None = Field(None, description="of held-out images; null: the rollout's")
 
 
 class _GroupsSection(Section):
     memory_settings = frozenset({"prompts_per_batch"})
 
+    training_settings: ClassVar[frozenset[str]] = frozenset({"prompts_per_iteration", "group_size"})
+    """Fields without effect on held-out samples."""
+
     prompts_per_iteration: PositiveInt = 8
     group_size: int = Field(8, ge=2, description="samples per prompt; advantages compare siblings, so at least 2")
     prompts_per_batch: PositiveInt = Field(4, description="prompts sampled at once")
 
+    def renderings_of_drafts(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
+        """Return how often each draft of a prompt is rendered, if these streams are trained.
 
-class ImageRolloutSection(_GroupsSection, GlmImageSettings):
-    """How groups of images are sampled."""
+        Where drafts are compared there are group_size of them. Where only renderings are, there is one draft.
+        """
+        if any(COMPARED[stream] == "draft" for stream in streams):
+            return (1,) * self.group_size
+        return (self.group_size,)
+
+    def for_evaluation(self, evaluate: EvaluateSection) -> Self:
+        """Return the settings of held-out samples."""
+        return self
+
+
+class ImageRolloutSection(_GroupsSection, ImageSettings):
+    """How groups of images are sampled, whatever makes them."""
 
     memory_settings = frozenset({"prompts_per_batch", "decode_batch_size"})
+    noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
+        "num_inference_steps",
+        "guidance_scale",
+    }
+    """Fields about noisy denoising steps."""
 
-    shared_noise: bool = Field(True, description="siblings share the decoder's noise, so that they differ by tokens")
+    training_settings = _GroupsSection.training_settings | noise_settings
+
+    shared_noise: bool = Field(description="siblings start from the same noise")
+
+    def for_evaluation(self, evaluate: EvaluateSection) -> Self:
+        """Return the settings of held-out images, with the steps and the guidance that the evaluation sets."""
+        own = {"num_inference_steps": evaluate.num_inference_steps, "guidance_scale": evaluate.guidance_scale}
+        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):
+    """How groups of GLM-Image's images are sampled."""
+
+    training_settings = ImageRolloutSection.training_settings | {"renderings", "rendered_drafts"}
+    optional_settings = ImageRolloutSection.noise_settings | {"renderings", "rendered_drafts"}
+
+    shared_noise: bool = Field(True, description="siblings share the decoder's first noise")
+    rendered_drafts: PositiveInt = Field(
+        1, description="with both parts trained: drafts of a prompt that are rendered several times"
+    )
+    renderings: PositiveInt = Field(
+        1, description="with both parts trained: images of each of these drafts, at least 2; of other drafts there is 1"
+    )
+
+    def renderings_of_drafts(self, streams: tuple[Stream, ...]) -> tuple[int, ...]:
+        """Return how often each draft of a prompt is rendered; uneven where both parts are trained."""
+        if {COMPARED[stream] for stream in streams} != {"draft", "rendering"}:
+            return super().renderings_of_drafts(streams)
+        several = min(self.rendered_drafts, self.group_size)
+        return (self.renderings,) * several + (1,) * (self.group_size - several)
+
+
+class DiffusersRolloutSection(ImageRolloutSection, DiffusersSettings):
+    """How groups of a pipeline's images are sampled."""
+
+    shared_noise: bool = Field(False, description="siblings start from the same noise and differ by their noisy steps")
+
+    def for_evaluation(self, evaluate: EvaluateSection) -> Self:
+        """Return the settings of held-out images; without noisy steps siblings differ by their first noise alone."""
+        return super().for_evaluation(evaluate).model_copy(update={"shared_noise": False})
 
 
 class TextRolloutSection(_GroupsSection, CausalLMSettings):
     """How groups of texts are sampled."""
+
+
+RolloutSection = GlmImageRolloutSection | DiffusersRolloutSection | TextRolloutSection
 
 
 class StagePlacement(Section):

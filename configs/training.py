@@ -1,14 +1,17 @@
 """The sections of a configuration about advantages and the policy update."""
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from configs.validation import Section
+from configs.validation import ALL_AT_ONCE, Section
 from grpo_core.advantages.settings import AdvantageSettings
-from grpo_core.losses.settings import MismatchSettings
+from grpo_core.losses.settings import LossKlEstimator, MismatchSettings
 from grpo_core.optimizer.settings import OptimizerSettings, ScheduleValue
 from grpo_core.policies.trained.choice import Reference
+from grpo_core.streams import Stream
 from grpo_core.update.settings import UpdateSettings
 
 if TYPE_CHECKING:
@@ -21,21 +24,32 @@ class AdvantagesSection(Section, AdvantageSettings):
     max_rounds: PositiveInt = Field(4, description="maximum number of sampling rounds per iteration, with redraw")
 
 
+_TOLERANCES: Mapping[Stream, tuple[tuple[float, float], tuple[float, float]]] = MappingProxyType(
+    {"tokens": ((1e-3, 1e-4), (1.0, 0.05)), "denoising": ((1e-5, 1e-6), (1e-3, 1e-4))}
+)
+"""Largest and mean difference by stream, in fp32 and in 16 bits."""
+
+
 class ParitySection(Section):
     """Largest allowed difference of stored and recomputed log-probs, in nats.
 
-    Sampling with a cache and scoring in one pass round differently: by 7e-6 nats at most in fp32 on a tiny GLM-Image,
-    by 1.6e-2 at most and 2.7e-3 on average in bf16. Deeper models differ more, in single tokens far more.
+    Sampling tokens with a cache and scoring them in one pass round differently: by 7e-6 nats at most in fp32 on a tiny
+    GLM-Image, by 1.6e-2 at most and 2.7e-3 on average in bf16. Deeper models differ more, in single tokens far more.
+    A denoising step is sampled and scored by the same pass, and its log-prob is a mean over the latents.
     """
 
-    max_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-3 in fp32 and 1.0 in 16 bits")
-    mean_difference: PositiveFloat | None = Field(None, description="null: by dtype, 1e-4 in fp32 and 0.05 in 16 bits")
+    max_difference: PositiveFloat | None = Field(
+        None, description="null: 1e-3 in fp32 and 1.0 in 16 bits; of denoising steps 1e-5 and 1e-3"
+    )
+    mean_difference: PositiveFloat | None = Field(
+        None, description="null: 1e-4 in fp32 and 0.05 in 16 bits; of denoising steps 1e-6 and 1e-4"
+    )
 
-    def tolerance(self, *, in_fp32: bool) -> "ParityTolerance":
-        """Return the tolerance, with the defaults of the precision filled in."""
+    def tolerance(self, stream: Stream, *, in_fp32: bool) -> "ParityTolerance":
+        """Return the tolerance, with the defaults of the stream and the precision filled in."""
         from grpo_core.parity import ParityTolerance
 
-        largest, mean = (1e-3, 1e-4) if in_fp32 else (1.0, 0.05)
+        largest, mean = _TOLERANCES[stream][0 if in_fp32 else 1]
         return ParityTolerance(self.max_difference or largest, self.mean_difference or mean)
 
 
@@ -59,7 +73,7 @@ class UpdateSection(Section, UpdateSettings, OptimizerSettings):
     """How stored rollouts change the policy."""
 
     memory_settings = frozenset({"micro_batch_size"})
-    optional_settings = frozenset({"ema"})
+    optional_settings = frozenset({"ema", "dppo_threshold"})
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: dict[str, ScheduleValue] = Field(default_factory=dict)
@@ -70,3 +84,25 @@ class UpdateSection(Section, UpdateSettings, OptimizerSettings):
     def __post_init__(self) -> None:
         # The schedule is checked with the run, which determines its length.
         UpdateSettings.__post_init__(self)
+
+
+class DenoisingUpdateSection(UpdateSection):
+    """How stored denoising steps change the policy."""
+
+    # Log-probs are means over thousands of values, so that ratios are within about 1e-4 of 1.
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
+    kl_estimator: LossKlEstimator = "exact"
+
+
+class JointUpdateSection(UpdateSection):
+    """How stored tokens change the token model, and stored denoising steps the decoder."""
+
+    denoising: DenoisingUpdateSection = DenoisingUpdateSection()
+
+    @property
+    def tokens(self) -> UpdateSection:
+        """The section without the decoder's."""
+        return UpdateSection.model_validate(
+            {name: getattr(self, name) for name in UpdateSection.model_fields}, context=ALL_AT_ONCE
+        )

@@ -310,10 +310,10 @@ def evaluate_tiny_text_model(
     """
     settings = CausalLMSettings(temperature=temperature, max_completion_length=LONGEST_ANSWER)
     choice, cpu = TrainingChoice(lora=None), torch.device("cpu")
-    policy = CausalLMPolicy.load(str(folder), settings, choice, dtype=torch.float32, device=cpu)
+    policy = CausalLMPolicy.load(str(folder), settings, {"tokens": choice}, dtype=torch.float32, device=cpu)
     seeds = [derive_seed(seed, "tokens", row) for row in range(len(words) * group_size)]
-    sampled = policy.sample([prompt_of(word) for word in words], group_size=group_size, seeds=seeds)
-    answers = policy.render(sampled.tokens, noise_seeds=seeds)
+    sampled = policy.sample_tokens([prompt_of(word) for word in words], group_size, seeds)
+    answers = policy.decode(sampled.actions)
     right = [answer_of(word) for word in words for _ in range(group_size)]
     pairs = list(zip(answers, right, strict=True))
     similarity = torch.tensor([Levenshtein.normalized_similarity(*pair) for pair in pairs], dtype=torch.float64)
@@ -323,6 +323,6 @@ def evaluate_tiny_text_model(
         similarity=similarity.mean().item(),
         exact=sum(answer == wanted for answer, wanted in pairs) / len(pairs),
         finished=sampled.finished.double().mean().item(),
-        mean_length=sampled.tokens.loss_mask.sum(-1).double().mean().item(),
+        mean_length=sampled.actions.loss_mask.sum(-1).double().mean().item(),
         similarity_group_std=similarity.view(-1, group_size).std(1).mean().item(),
     )

@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from grpo_core.advantages import AdvantageSettings, compute_advantages
-from grpo_core.collect import GroupRequest, collect_rollouts, join_groups
+from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.groups import GroupRequest
 from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -67,13 +68,14 @@ def grpo_step(
     # 5. Update. First the log-probs are computed again and have to equal those recorded while sampling (parity gate).
     #    Then each minibatch makes one optimizer step on -min(ratio A, clip(ratio) A), plus kl_coef times the KL to
     #    the model as it was before training; ratio = exp(logprobs - old_logprobs) is 1 at the first step.
-    update = update_policy(task.policy, optimizer, rows, task.update, seed=seed)
+    update = update_policy(task.policy.components["tokens"], optimizer, rows, task.update, seed=seed)
     return float(rewards.mean()), update
 
 
 def train(task: Task, *, iterations: int, group_size: int = 8, seed: int = 0) -> Iterator[tuple[float, UpdateResult]]:
     """Repeat the step with other prompts each time, and yield what each step returns."""
-    optimizer = PolicyOptimizer(task.policy.trainable_parameters(), OptimizerSettings(task.learning_rate))
+    parameters = task.policy.components["tokens"].trainable_parameters()
+    optimizer = PolicyOptimizer(parameters, OptimizerSettings(task.learning_rate))
     for iteration in range(1, iterations + 1):
         chosen = random.Random(f"{seed} {iteration}").sample(task.prompts, task.prompts_per_iteration)
         requests = [
@@ -98,7 +100,9 @@ def read_prompts(name: str) -> list[Prompt]:
 def text_task() -> Task:
     """Train every weight of a tiny Llama; the reward is how close a completion is to the answer."""
     policy = CausalLMPolicy.load(
-        str(DATA / "models" / "tiny-text"), CausalLMSettings(max_completion_length=24), TrainingChoice(lora=None)
+        str(DATA / "models" / "tiny-text"),
+        CausalLMSettings(max_completion_length=24),
+        {"tokens": TrainingChoice(lora=None)},
     )
 
     def score(prompt: Prompt, completion: Output) -> float:
@@ -116,7 +120,7 @@ def image_task() -> Task:
     policy = GlmImagePolicy.load(
         str(DATA / "models" / "tiny-glm-image"),
         GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.0),
-        TrainingChoice(lora=LoraSettings(rank=16, alpha=32.0)),
+        {"tokens": TrainingChoice(lora=LoraSettings(rank=16, alpha=32.0))},
     )
 
     def score(prompt: Prompt, image: Output) -> float:

@@ -1,5 +1,6 @@
 """The size of an image, and how large one may be; torch is not imported."""
 
+import math
 from typing import NamedTuple
 
 MAX_PIXELS = 8192 * 8192
@@ -19,3 +20,12 @@ class ImageSize(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.width}x{self.height}"
+
+
+def nearest_multiple(size: ImageSize, unit: int) -> ImageSize:
+    """Return the nearest size of at most MAX_PIXELS whose sides are multiples of `unit` pixels."""
+    sides = [max(unit, round(side / unit) * unit) for side in size]
+    if math.prod(sides) > MAX_PIXELS:
+        shrink = math.sqrt(MAX_PIXELS / math.prod(sides))
+        sides = [max(unit, math.floor(side * shrink / unit + 1e-9) * unit) for side in sides]
+    return ImageSize(*sides)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
+from grpo_core.records import ActionLogprobs, Entropies, TokenSupport
 
 CHUNK_TOKENS = 256
 
@@ -51,7 +51,7 @@ def score_hidden(
     support: TokenSupport | None = None,
     entropy: Entropies = "constant",
     chunk_tokens: int = CHUNK_TOKENS,
-) -> TokenLogprobs:
+) -> ActionLogprobs:
     """Compute the log-probs of given tokens from the hidden states that predict them.
 
     Logits exist for one chunk of trained tokens at a time: each chunk's are computed again in the backward pass
@@ -78,7 +78,7 @@ def score_hidden(
     if entropy != "differentiable":
         entropies = entropies.detach()
     zeros = torch.zeros(loss_mask.shape, device=hidden.device)
-    return TokenLogprobs(zeros.index_put(places, logprobs), zeros.index_put(places, entropies))
+    return ActionLogprobs(zeros.index_put(places, logprobs), zeros.index_put(places, entropies), kl=zeros)
 
 
 def _without_keeping(function: Callable[..., Tensor], *arguments: object) -> Tensor:

@@ -141,57 +141,172 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
-class SampledTokens:
-    """A batch as the sampler returns it.
+class DenoisingBatch:
+    """Noisy denoising steps with what is needed to compute their log-probs again; an action is one step.
 
     Attributes:
-        tokens: the sampled ids.
-        rollout_logprobs: log-prob of each sampled id under the distribution it was sampled from, nats, fp32;
-            zero where the loss mask is False.
-        finished: False for a row that was truncated at its maximum length.
-        prompt_lengths: number of ids that the model read before the first token of each row.
+        prompts: the prompt of each row.
+        states: latents before the first noisy step and after each of them, one [steps + 1, *latent] per row, in the
+            dtype and layout that the pipeline works in; equally many steps in all rows.
+        first_steps: index of the first noisy step among the denoising steps, one per row.
+        sizes: size of each row's image.
+        drafts: the tokens that each row's image is made of; None: images are made of the prompts alone.
     """
 
-    tokens: TokenBatch
-    rollout_logprobs: Float[Tensor, "batch time"]
-    finished: Bool[Tensor, " batch"]
-    prompt_lengths: Int[Tensor, " batch"]
+    prompts: tuple[str, ...]
+    states: tuple[Tensor, ...]
+    first_steps: tuple[int, ...]
+    sizes: tuple[ImageSize, ...]
+    drafts: TokenBatch | None = None
+
+    def __post_init__(self) -> None:
+        rows = len(self.prompts)
+        assert len(self.states) == len(self.first_steps) == len(self.sizes) == rows, "one of each per row"
+        assert self.drafts is None or len(self.drafts) == rows, "one draft per row"
+        assert len({len(states) for states in self.states}) <= 1, "equally many steps"
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def loss_mask(self) -> Bool[Tensor, "batch steps"]:
+        """True everywhere: only noisy steps are stored."""
+        steps = len(self.states[0]) - 1 if self.states else 0
+        return torch.ones(len(self), steps, dtype=torch.bool)
+
+    def select(self, rows: Sequence[int]) -> "DenoisingBatch":
+        """Return the rows with these indices, in this order."""
+        return DenoisingBatch(
+            prompts=tuple(self.prompts[row] for row in rows),
+            states=tuple(self.states[row] for row in rows),
+            first_steps=tuple(self.first_steps[row] for row in rows),
+            sizes=tuple(self.sizes[row] for row in rows),
+            drafts=None if self.drafts is None else self.drafts.select(rows),
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence["DenoisingBatch"]) -> "DenoisingBatch":
+        """Return the rows of all batches.
+
+        Args:
+            batches: at least one; all with or all without drafts.
+        """
+        drafts = [batch.drafts for batch in batches if batch.drafts is not None]
+        assert len(drafts) in (0, len(batches)), "sampled alike"
+        return cls(
+            prompts=tuple(prompt for batch in batches for prompt in batch.prompts),
+            states=tuple(states for batch in batches for states in batch.states),
+            first_steps=tuple(first for batch in batches for first in batch.first_steps),
+            sizes=tuple(size for batch in batches for size in batch.sizes),
+            drafts=TokenBatch.join(drafts) if drafts else None,
+        )
+
+    def trimmed(self) -> "DenoisingBatch":
+        """Return the batch: it has no padding."""
+        return self
+
+
+Actions = TokenBatch | DenoisingBatch
+"""The sampled actions of one stream, one row per sample, with what is needed to compute their log-probs again."""
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probs of given tokens under a policy.
+class SampledActions:
+    """The actions of one stream as they were sampled.
+
+    Attributes:
+        actions: the tokens, or the denoising steps.
+        rollout_logprobs: log-prob of each action under the distribution it was sampled from, nats, fp32; zero where the
+            loss mask is False. Of a denoising step: the mean, or the sum, over the dimensions of the latents.
+        finished: False for a row that was truncated at its maximum length.
+        max_length: maximum number of actions of a row, by the settings of its sampler; of images, that of the size in
+            the settings, whatever the sizes of the rows: the constant that some losses divide by.
+    """
+
+    actions: Actions
+    rollout_logprobs: Float[Tensor, "batch time"]
+    finished: Bool[Tensor, " batch"]
+    max_length: int
+
+
+@dataclass(frozen=True)
+class SampledTokens(SampledActions):
+    """Tokens as they were sampled.
+
+    Attributes:
+        prompt_lengths: number of ids that the model read before the first token of each row.
+    """
+
+    actions: TokenBatch
+    prompt_lengths: Int[Tensor, " batch"]
+
+    def select(self, rows: Sequence[int]) -> "SampledTokens":
+        """Return the rows with these indices, in this order, without columns that are padding in all of them."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        tokens = self.actions.select(rows).trimmed()
+        return SampledTokens(
+            actions=tokens,
+            rollout_logprobs=self.rollout_logprobs[index, : tokens.token_ids.shape[1]],
+            finished=self.finished[index],
+            max_length=self.max_length,
+            prompt_lengths=self.prompt_lengths[index],
+        )
+
+
+@dataclass(frozen=True)
+class StepGaussians:
+    """The Gaussians that denoising steps are drawn from, and how far an update has moved them.
+
+    Attributes:
+        drift: KL(policy || policy before the update) in closed form, nats, fp32, reduced over the latents' values like
+            the log-prob, with gradient; zero until the first optimizer step, or if the update does not ask for it.
+        std: standard deviation of each value of the latents, fp32.
+        dt: length of the step, the difference of its sigmas; positive, fp32.
+    """
+
+    drift: Float[Tensor, "batch steps"]
+    std: Float[Tensor, "batch steps"]
+    dt: Float[Tensor, "batch steps"]
+
+
+@dataclass(frozen=True)
+class ActionLogprobs:
+    """Log-probs of given actions under a policy.
 
     Attributes:
         logprobs: nats, fp32; zero where the loss mask is False.
-        entropy: entropy of the distribution each token was sampled from, nats, fp32; zero where masked, and everywhere
+        entropy: entropy of the distribution each action was sampled from, nats, fp32; zero where masked, and everywhere
             if none was requested.
+        kl: KL(policy || reference) of these distributions in closed form, fp32; zero where masked, and everywhere if it
+            was not requested.
+        gaussians: of denoising steps; None for tokens.
     """
 
     logprobs: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"]
+    kl: Float[Tensor, "batch time"]
+    gaussians: StepGaussians | None = None
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Stored rollouts joined with their advantages: the input of one policy update.
+    """The stored actions of one stream joined with their advantages: the input of one update of its component.
 
     Attributes:
         sample_ids: stable name of each row.
-        tokens: prompts, ids, loss mask and temperature as stored.
+        actions: as stored.
         rollout_logprobs: as recorded while sampling.
         advantages: one per row; finite.
         finished: False for a row that was truncated at its maximum length.
         on_policy: whether the weights before the update are those that sampled the row.
-        max_length: maximum number of tokens of a row, by the settings of its sampler; of images, that of the size in
-            the settings, whatever the sizes of the rows: the constant that some losses divide by.
+        max_length: of SampledActions.
         old_logprobs: under the weights before the update; None until they are computed.
         old_entropy: of the same distributions, nats; None until they are computed, or if not needed.
         ref_logprobs: under the reference; None until they are computed, or without a reference.
     """
 
     sample_ids: tuple[str, ...]
-    tokens: TokenBatch
+    actions: Actions
     rollout_logprobs: Float[Tensor, "batch time"]
     advantages: Float[Tensor, " batch"]
     finished: Bool[Tensor, " batch"]
@@ -213,7 +328,7 @@ class TrainingRows:
 
         return TrainingRows(
             sample_ids=tuple(self.sample_ids[row] for row in rows),
-            tokens=self.tokens.select(rows),
+            actions=self.actions.select(rows),
             rollout_logprobs=self.rollout_logprobs[index],
             advantages=self.advantages[index],
             finished=self.finished[index],

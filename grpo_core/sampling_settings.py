@@ -1,11 +1,12 @@
-"""How tokens are sampled: the options, and which ids of a distribution they leave."""
+"""How tokens are sampled and images are made: the options, and which ids of a distribution they leave."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,23 @@ class TokenSamplingSettings:
             InputError: a value outside its range.
         """
         return Truncation(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """Which images are made, whatever makes them.
+
+    Attributes:
+        height: pixels, a multiple of the model's unit.
+        width: pixels, a multiple of the model's unit.
+        decode_batch_size: maximum number of images denoised and decoded at once; siblings only.
+    """
+
+    height: PositiveInt
+    width: PositiveInt
+    decode_batch_size: PositiveInt = 16
+
+    @property
+    def size(self) -> ImageSize:
+        """The size of images whose prompt gives no other."""
+        return ImageSize(self.width, self.height)

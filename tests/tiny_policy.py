@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,10 +10,14 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 
 import data
+from grpo_core.groups import GroupRequest
+from grpo_core.policies.glm_image.decoder import GlmImageDecoder
 from grpo_core.policies.glm_image.loading import read_initial_state
-from grpo_core.policies.glm_image.policy import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImagePolicy
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
+from grpo_core.policies.glm_image.token_model import FROZEN_PARTS, LANGUAGE_MODEL_LINEARS, GlmImageTokens
+from grpo_core.policies.trained import FrozenModel, LoraSettings, TrainingChoice, train_model
+from grpo_core.records import Output, TokenBatch
 from grpo_core.sampling_settings import Truncation
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 
@@ -60,19 +65,37 @@ def build_policy(
         initial_state=lambda: read_initial_state(str(MODEL), torch.float32),
     )
     prefetching = GlmImageSettings(
-        height,
-        width,
+        height=height,
+        width=width,
         temperature=temperature,
         **({} if truncation is None else asdict(truncation)),
         num_inference_steps=2,
         guidance_scale=1.0,
         decode_batch_size=decode_batch_size,
     )
-    policy = GlmImagePolicy(parts, prefetching, trained, autocast=autocast)
-    disturb(policy.trainable_parameters(), disturbed)
+    decoder = GlmImageDecoder(parts, prefetching, FrozenModel(parts.transformer))
+    policy = GlmImagePolicy(GlmImageTokens(parts, prefetching, trained, autocast=autocast), decoder, ["tokens"])
+    disturb(policy.tokens.trainable_parameters(), disturbed)
     return policy
 
 
 def weights_of(policy: GlmImagePolicy) -> dict[str, Tensor]:
     """A copy of everything that is trained."""
-    return values_of(policy.trainable_parameters())
+    return values_of(policy.tokens.trainable_parameters())
+
+
+def render(policy: GlmImagePolicy, tokens: TokenBatch, noise_seeds: Sequence[int]) -> list[Output]:
+    """The images of given tokens; siblings of one prompt and size are decoded together."""
+    images: dict[int, Output] = {}
+    pairs = list(zip(tokens.prompts, policy.tokens.sizes_of(tokens), strict=True))
+    for prompt, size in dict.fromkeys(pairs):
+        rows = [row for row, pair in enumerate(pairs) if pair == (prompt, size)]
+        names, noise = tuple(map(str, rows)), tuple(noise_seeds[row] for row in rows)
+        (painted,) = policy.decoder.sample(
+            [GroupRequest(prompt, names, tuple(rows), noise)],
+            tokens.select(rows),
+            size=size,
+            rows_per_call=policy.settings.decode_batch_size,
+        )
+        images |= dict(zip(rows, painted.images, strict=True))
+    return [images[row] for row in range(len(tokens))]

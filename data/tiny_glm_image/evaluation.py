@@ -8,6 +8,7 @@ from PIL import Image
 
 from data.image_quality import ImageQuality, measure_images
 from data.shapes import IMAGE_PIXELS, Scene
+from grpo_core.groups import GroupRequest
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained import TrainingChoice
@@ -33,13 +34,23 @@ def sample_images(
         guidance_scale=guidance_scale,
     )
     choice = TrainingChoice(lora=None)
-    policy = GlmImagePolicy.load(str(folder), settings, choice, dtype=torch.float32, device=torch.device("cpu"))
-    seeds = [derive_seed(seed, "tokens", row) for row in range(len(prompts) * group_size)]
-    noise = [derive_seed(seed, "noise", row // group_size) for row in range(len(seeds))]
-    rendered = policy.render(policy.sample(prompts, group_size=group_size, seeds=seeds).tokens, noise_seeds=noise)
+    cpu = torch.device("cpu")
+    policy = GlmImagePolicy.load(str(folder), settings, {"tokens": choice}, dtype=torch.float32, device=cpu)
+    requests = [_request(prompt, place, group_size, seed) for place, prompt in enumerate(prompts)]
+    rendered = [output for group in policy.sample(requests) for output in group.outputs]
     images = [each for each in rendered if isinstance(each, Image.Image)]
     assert len(images) == len(rendered), "the tiny model's decoder gives finite pixels"
     return images
+
+
+def _request(prompt: str, place: int, group_size: int, seed: int) -> GroupRequest:
+    rows = range(place * group_size, (place + 1) * group_size)
+    return GroupRequest(
+        prompt,
+        sample_ids=tuple(str(row) for row in rows),
+        seeds=tuple(derive_seed(seed, "tokens", row) for row in rows),
+        noise_seeds=(derive_seed(seed, "noise", place),) * group_size,
+    )
 
 
 def evaluate_tiny_model(

@@ -91,7 +91,7 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
 
 def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
     """Run the first three stages on held-out prompts, and score the guardrails on the same samples."""
-    rollouts = collect_rollouts(run, policy, plan)
+    rollouts = collect_rollouts(run, policy, plan, run.config.evaluation_rollout)
     rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
     advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
     guardrails = score_rewards(run, rollouts, plan, run.config.watch.guardrails, GUARDRAILS)
@@ -126,7 +126,7 @@ def summarize(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> Eva
         heldout=done.advantages.metrics.get("reward"),
         rewards=rewards,
         guardrails={label: metrics_of(label, scores) for label, scores in done.guardrails.items()},
-        samples=done.advantages.rows,
+        samples=done.rollouts.rows,
         stored=plan.stored is not None,
         seconds={
             "total": seconds,

@@ -9,7 +9,6 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.sections import DataSection
-from configs.training import UpdateSection
 from flows.pipeline.requests import EvaluateRequest
 from flows.pipeline.run import heldout_digest, plan_heldout
 from flows.preflight.inputs import PromptFiles, checked_once, refuse_prompt_texts, run_checks, trained_model
@@ -113,15 +112,16 @@ def _prompt_overrides(request: EvaluateRequest) -> list[str]:
 def _check_inputs(config: RunConfig) -> PromptFiles:
     """Check what the first three stages need and return the prompts; those for training are not needed."""
     single = config.placement.model_copy(update={"processes": 1, "sharding": "ddp"})
-    changed = {"data": DataSection(), "update": UpdateSection(), "placement": single}
+    update = type(config).model_fields["update"].get_default()
+    changed = {"data": DataSection(), "update": update, "placement": single}
     return run_checks(config.model_copy(update=changed))
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:
     """Return what determines the samples and scores of an evaluation, except the prompts and the policy."""
-    rewards = (*config.rewards, *config.watch.guardrails)
+    rewards, rollout = (*config.rewards, *config.watch.guardrails), config.evaluation_rollout
     return {
-        "rollout": config.rollout.model_dump(mode="json", exclude={"prompts_per_iteration", "group_size"}),
+        "rollout": rollout.model_dump(mode="json", exclude=set(rollout.training_settings)),
         "mix": [section.model_dump(mode="json", exclude=_WITHOUT_EFFECT) for section in config.rewards],
         "scores": [[section.label, scores_key(section)] for section in rewards],
         "advantages": config.advantages.model_dump(mode="json"),

@@ -8,19 +8,15 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from configs.sections import PolicySection
+from flows.export.adapters import write_adapter
 from flows.export.model_card import model_card
 from flows.export.plan import ExportPlan
 from grpo_core.policies.protocol import policy_family
-from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from tasks.models.files import weights_folder
+from tasks.models.files import component_folder, weights_folder
 from tasks.storage.filesystem.files import settle_folder
 
 CARD_FILE, RECORD_FILE = "README.md", "grpo.json"
 """RECORD_FILE: what `grpo sample` needs of the run to sample as in training."""
-
-# Where diffusers looks for the settings of an adapter; without them it takes alpha for the rank.
-_METADATA = "lora_adapter_metadata"
 
 
 class ExportSummary(BaseModel):
@@ -29,7 +25,7 @@ class ExportSummary(BaseModel):
     Attributes:
         policy: policy version.
         policy_digest: sha256 of its weights.
-        kind: `adapter` in peft's format, or `model`.
+        kind: `adapter`, in the formats of peft and diffusers, or `model`.
         folder: absolute path.
         url: address of the repository on the hub; None where it was not pushed.
     """
@@ -46,6 +42,7 @@ def export(plan: ExportPlan) -> ExportSummary:
     """Write the folder and push it, as planned.
 
     Raises:
+        InputError: the adapter is of a kind that can only be exported merged into its model.
         StaleReferenceError: a stored file was changed since the plan.
         OSError: the disk refuses the files, or the hub the upload; the message says what is complete.
     """
@@ -53,13 +50,15 @@ def export(plan: ExportPlan) -> ExportSummary:
     with tempfile.TemporaryDirectory(dir=plan.folder.parent, prefix=".grpo-export-") as scratch:
         staged = Path(scratch) / "export"
         staged.mkdir()
-        section, stored = plan.config.policy, plan.store.local_files(plan.weights, Path(scratch) / "policy")
-        weights = weights_folder(stored, plan.policy)
-        if plan.base is None:
-            _write_adapter(weights, staged, section)
-        else:
+        section, streams = plan.config.policy, plan.config.policy.streams
+        version = weights_folder(plan.store.local_files(plan.weights, Path(scratch) / "policy"), plan.policy)
+        weights = {stream: component_folder(version, stream, streams) for stream in streams}
+        if plan.base is not None:
             family = policy_family(section.kind)
             family.save_whole(plan.base, weights, staged, dtype=getattr(torch, section.dtype))
+        else:
+            for stream, folder in weights.items():
+                write_adapter(stream, folder, component_folder(staged, stream, streams), section)
         (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
         (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
         settle_folder(staged)
@@ -73,17 +72,6 @@ def export(plan: ExportPlan) -> ExportSummary:
         folder=str(plan.folder),
         url=None if plan.repository is None else _push(plan.folder, plan.repository),
     )
-
-
-def _write_adapter(weights: Path, folder: Path, section: PolicySection) -> None:
-    from safetensors.torch import load_file, save_file
-
-    config = json.loads((weights / ADAPTER_CONFIG_FILE).read_text())
-    # Of a revision, the stored one names this machine's copy.
-    config |= {"base_model_name_or_path": section.model, "revision": section.revision}
-    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True))
-    metadata = {"format": "pt", _METADATA: json.dumps(config, sort_keys=True)}
-    save_file(load_file(weights / ADAPTER_FILE), folder / ADAPTER_FILE, metadata)
 
 
 def _record(plan: ExportPlan) -> dict[str, Any]:

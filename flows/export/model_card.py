@@ -2,8 +2,11 @@
 
 from pathlib import Path, PurePosixPath
 
+from configs.schema import RunConfig
 from flows.export.plan import ExportPlan
 from flows.export.usage import usage
+from grpo_core.policies.protocol import policy_family
+from grpo_core.streams import Stream
 from tasks.reports.text import in_cell, markdown_table, number
 from tasks.runs.layout import evaluation_folder
 from tasks.runs.records import StoredEvaluation
@@ -30,19 +33,21 @@ def model_card(plan: ExportPlan) -> str:
 
 
 def _is_image(plan: ExportPlan) -> bool:
-    return plan.config.policy.kind == "glm_image"
+    return policy_family(plan.config.policy.kind).modality == "image"
 
 
 def _summary(plan: ExportPlan) -> str:
     what = "An image generator" if _is_image(plan) else "A language model"
-    form = "the whole model" if plan.base is not None else "an adapter, in peft's format"
-    return f"{what} trained with rewards (GRPO). This is {form}."
+    several = len(plan.config.policy.streams) > 1
+    form = "the adapters of both its parts" if several else "an adapter"
+    return f"{what} trained with rewards (GRPO). This is {'the whole model' if plan.base is not None else form}."
 
 
 def _metadata(plan: ExportPlan) -> str:
     from huggingface_hub import ModelCardData
 
-    library = "peft" if plan.base is None else "diffusers" if _is_image(plan) else "transformers"
+    whole = "diffusers" if _is_image(plan) else "transformers"
+    library = whole if plan.base is not None or "denoising" in plan.config.policy.streams else "peft"
     model = plan.config.policy.model
     data = ModelCardData(
         # The hub refuses a name that is none of its own.
@@ -68,11 +73,16 @@ def _facts(plan: ExportPlan) -> list[tuple[str, str]]:
         ("trained", trained),
         ("prompts", ", ".join(files)),
         ("rewards", ", ".join(rewards)),
-        ("loss", config.update.loss),
+        *((_named("loss", stream, config), update.loss) for stream, update in config.updates.items()),
         ("version", f"{plan.policy.version} of {config.run.iterations} updates"),
         *averaged,
         ("weights, sha256", plan.policy.digest),
     ]
+
+
+def _named(what: str, stream: Stream, config: RunConfig) -> str:
+    """Return the name of a fact about one component; with its stream if several are trained."""
+    return what if len(config.policy.streams) == 1 else f"{what}, {stream}"
 
 
 def _heldout_lines(plan: ExportPlan) -> list[str]:
@@ -88,7 +98,7 @@ def _heldout_lines(plan: ExportPlan) -> list[str]:
         ["", "before", f"version {plan.policy.version}"],
         [[in_cell(name), *(number(_means(each).get(name)) for each in (before, after))] for name in _means(after)],
     )
-    return [f"Means over {after.advantages.rows:,} samples of the prompts in {in_cell(prompts)}.", "", *table]
+    return [f"Means over {after.rollouts.rows:,} samples of the prompts in {in_cell(prompts)}.", "", *table]
 
 
 def _means(done: StoredEvaluation | None) -> dict[str, float | None]:

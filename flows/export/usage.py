@@ -1,11 +1,14 @@
 """The lines of Python that draw or answer with an exported policy, in diffusers, transformers and peft alone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from configs.schema import RunConfig
-from configs.sections import ImageRolloutSection, TextRolloutSection
-from grpo_core.policies.glm_image.settings import INDEX_FILE
+from configs.sections import DiffusersRolloutSection, GlmImageRolloutSection, TextRolloutSection
+from grpo_core.policies.pipeline_files import INDEX_FILE
+from grpo_core.streams import Stream
 
 IMAGE_PROMPT, TEXT_PROMPT = "a lighthouse at dusk", "Write a haiku about rain."
 
@@ -18,32 +21,45 @@ def usage(config: RunConfig, exported: str, *, whole: bool) -> str:
         exported: folder or hub name of the export.
         whole: whether the export is a model; otherwise an adapter of the run's model.
     """
-    if isinstance(config.rollout, TextRolloutSection):
-        return _text_usage(config, config.rollout, exported, whole)
-    assert isinstance(config.rollout, ImageRolloutSection)
-    return _image_usage(config, config.rollout, exported, whole)
+    rollout = config.evaluation_rollout
+    if isinstance(rollout, TextRolloutSection):
+        return _text_usage(config, rollout, exported, whole)
+    return _image_usage(config, rollout, exported, whole)
 
 
-def _image_usage(config: RunConfig, rollout: ImageRolloutSection, exported: str, whole: bool) -> str:
-    model = exported if whole else config.policy.model
+def _image_usage(
+    config: RunConfig, rollout: GlmImageRolloutSection | DiffusersRolloutSection, exported: str, whole: bool
+) -> str:
+    model, pipeline = exported if whole else config.policy.model, _PIPELINES[config.policy.kind]
     code = ", trust_remote_code=True" if _has_own_processor(config.policy.model) else ""
     code += _revision(config, whole)
-    lines = [
-        "import torch",
-        "from diffusers import GlmImagePipeline",
-        *([] if whole else ["from peft import PeftModel"]),
-    ]
-    lines += ["", f'pipe = GlmImagePipeline.from_pretrained("{model}", dtype=torch.{config.policy.dtype}{code})']
-    if not whole:
-        lines += [
-            f'adapted = PeftModel.from_pretrained(pipe.vision_language_encoder, "{exported}")',
-            "pipe.vision_language_encoder = adapted.merge_and_unload()",
-        ]
+    adapters = {} if whole else {stream: _ADAPTERS[stream] for stream in config.policy.streams}
+    imports = [name for stream in adapters for name in _ADAPTER_IMPORTS.get(stream, ())]
+    lines = ["import torch", f"from diffusers import {pipeline}", *imports, ""]
+    lines += [f'pipe = {pipeline}.from_pretrained("{model}", dtype=torch.{config.policy.dtype}{code})']
+    several = len(adapters) > 1
+    for stream, loading in adapters.items():
+        place = f'"{exported}", subfolder="{stream}"' if several else f'"{exported}"'
+        lines += [line.format(place=place) for line in loading]
     settings = ", ".join(
         f"{name}={getattr(rollout, name)}" for name in ("height", "width", "num_inference_steps", "guidance_scale")
     )
     lines += [f'image = pipe("{IMAGE_PROMPT}", {settings}).images[0]', 'image.save("image.png")']
     return "\n".join(lines)
+
+
+_PIPELINES: Mapping[str, str] = MappingProxyType({"glm_image": "GlmImagePipeline", "diffusers": "DiffusionPipeline"})
+_ADAPTER_IMPORTS: Mapping[Stream, tuple[str, ...]] = MappingProxyType({"tokens": ("from peft import PeftModel",)})
+_ADAPTERS: Mapping[Stream, tuple[str, ...]] = MappingProxyType(
+    {
+        "tokens": (
+            "adapted = PeftModel.from_pretrained(pipe.vision_language_encoder, {place})",
+            "pipe.vision_language_encoder = adapted.merge_and_unload()",
+        ),
+        "denoising": ("pipe.transformer.load_lora_adapter({place})",),
+    }
+)
+"""The lines that load an adapter of each component of a pipeline."""
 
 
 def _revision(config: RunConfig, whole: bool) -> str:

@@ -23,7 +23,7 @@ def emit_evaluated(run: str, policy: PolicyRef, done: StoredEvaluation) -> None:
         "heldout_reward": done.advantages.metrics.get("reward"),
         "rewards": {label: scores.metrics.get(f"rewards/{label}/mean") for label, scores in done.rewards.items()},
         "guardrails": {label: scores.metrics.get(f"rewards/{label}/mean") for label, scores in done.guardrails.items()},
-        "samples": done.advantages.rows,
+        "samples": done.rollouts.rows,
     }
     _emit(EVALUATED, run, policy, figures)
 

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from configs.schema import RunConfig
-from configs.sections import ImageRolloutSection
+from configs.sections import ImageRolloutSection, RolloutSection
 from configs.training import UpdateSection
+from grpo_core.streams import Stream
 from flows.pipeline.lineage import (
     ACCEPTED,
     IDENTITY,
@@ -26,6 +27,7 @@ from flows.pipeline.lineage import (
 )
 from flows.pipeline.warm_start import settle_start
 from flows.preflight.inputs import check_inputs
+from grpo_core.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -64,9 +66,9 @@ class Run:
         return self.start or PolicyRef(version=0, digest=self.model.digest)
 
     @property
-    def update(self) -> UpdateSection:
-        """The update section with the length of its schedule."""
-        return self.config.scheduled_update
+    def updates(self) -> Mapping[Stream, UpdateSection]:
+        """The update of each trained stream, with the length of its schedule."""
+        return self.config.scheduled_updates
 
     def plan(
         self,
@@ -101,8 +103,9 @@ class Run:
             seed=config.run.seed,
             iteration=iteration,
             sampling_round=sampling_round,
-            group_size=config.rollout.group_size,
-            shared_noise=_shares_noise(config),
+            renderings=config.renderings_of_drafts,
+            shared_noise=_shares_noise(config.rollout),
+            window_start=config.window_start(iteration),
         )
 
 
@@ -115,7 +118,7 @@ def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) 
         seed=config.evaluate.seed,
         version=version,
         samples_per_prompt=config.evaluate.samples_per_prompt,
-        shared_noise=_shares_noise(config),
+        shared_noise=_shares_noise(config.evaluation_rollout),
     )
 
 
@@ -125,8 +128,8 @@ def heldout_digest(config: RunConfig, heldout: Sequence[PromptSet]) -> str | Non
     return None if plan is None else hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
-def _shares_noise(config: RunConfig) -> bool:
-    return isinstance(config.rollout, ImageRolloutSection) and config.rollout.shared_noise
+def _shares_noise(rollout: RolloutSection) -> bool:
+    return isinstance(rollout, ImageRolloutSection) and rollout.shared_noise
 
 
 def changed_run(config: RunConfig, *, accept_code: bool = False) -> ChangedRunError | None:

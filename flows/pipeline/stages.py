@@ -15,11 +15,12 @@ from prefect.context import SyncClientContext
 from prefect.futures import wait
 
 from configs.scoring import RewardSection
-from configs.sections import PlacementSection
+from configs.sections import PlacementSection, RolloutSection
 from configs.training import UpdateSection
 from flows.pipeline.flow_run_page import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import not_waiting_for_ended_server
+from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import configured, unsearched
 from tasks.execution.resources import run_resources, stages_cancelled_on_interrupt, stages_cancelled_on_signal
@@ -39,11 +40,11 @@ P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 
 
-def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan) -> ArtifactRef:
-    """Sample every group of a plan with a policy: stage 1."""
+def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan, rollout: RolloutSection) -> ArtifactRef:
+    """Sample every group of a plan with a policy, by these settings: stage 1."""
     config, stage = run.config, named(collect_rollouts_task, plan.title, run.config.placement)
     with_reference = config.advantages.kl_coef > 0
-    rollouts = stage(policy, plan, run.model, config.rollout, with_reference, config.placement)
+    rollouts = stage(policy, plan, run.model, rollout, with_reference, config.placement)
     if config.placement.rollouts.shards > 1:
         clear_shards(run.store, plan.folder)
     return rollouts
@@ -64,7 +65,7 @@ def compute_advantages(
     The running statistics of the `earlier` iteration's advantages are continued.
     """
     config, stage = run.config, named(compute_advantages_task, title, run.config.placement)
-    return stage(rounds, config.rewards, config.advantages, folder, title, earlier, config.placement)
+    return stage(rounds, config.streams, config.rewards, config.advantages, folder, title, earlier, config.placement)
 
 
 def update_policy(
@@ -72,7 +73,7 @@ def update_policy(
     policy: PolicyRef,
     rollouts: tuple[ArtifactRef, ...],
     advantages: ArtifactRef,
-    update: UpdateSection,
+    updates: Mapping[Stream, UpdateSection],
     max_staleness: int,
     title: str,
 ) -> PolicyRef:
@@ -82,7 +83,7 @@ def update_policy(
     """
     config, stage = run.config, named(update_policy_task, title, run.config.placement)
     return stage(
-        policy, rollouts, advantages, run.model, update, config.run.seed, max_staleness, title, config.placement
+        policy, rollouts, advantages, run.model, updates, config.run.seed, max_staleness, title, config.placement
     )
 
 

@@ -20,7 +20,8 @@ from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained import TrainingChoice
-from tasks.models.initial import training_choice
+from grpo_core.streams import COMPARED, Stream
+from tasks.models.initial import training_choices
 from tasks.reports.text import counted
 from tasks.runs.stored import adapter_version
 from tasks.storage.artifacts.store import open_store
@@ -69,11 +70,11 @@ def examine(config: RunConfig) -> Diagnosis:
     if all(finding.healthy for finding in findings if finding.subject == "model"):
         sizes = _prompts_by_size(prompts)
         try:
-            policy, reference, version = config.policy, config.reference_placement, adapter_version(config)
+            policy, version = config.policy, adapter_version(config)
             store = open_store(config.storage, config.run.name) if version else None
-            with training_choice(policy, store, version, reference=reference) as choice:
-                notes = policy_family(policy.kind).check_choice(source_of(config), choice)
-                estimate = estimate_model(config, choice, tuple(sizes))
+            with training_choices(policy, store, version, references=config.references) as choices:
+                notes = policy_family(policy.kind).check_choices(source_of(config), choices)
+                estimate = estimate_model(config, choices, tuple(sizes))
             memory, checkpoint = estimate.memory, estimate.checkpoint
             weights = _weights(config, estimate.counted)
             findings += [*(Finding("model", True, note) for note in notes), weights, _memory(config, memory)]
@@ -96,11 +97,12 @@ def _problems(subject: str, errors: Iterable[InputError]) -> list[Finding]:
 def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
     """Describe what a check found when nothing is wrong."""
     counts = [sum(len(each.prompts) for each in prompts.usable(section)) for section in ("data", "evaluate")]
+    optimizers = dict.fromkeys(update.optimizer for update in config.updates.values())
     return {
         "prompts": f"{counts[0]} for training and {counts[1]} held out, with their targets",
         "model": f"{config.policy.model} can sample with these settings",
         "rewards": f"ready: {', '.join(reward.label for reward in config.rewards)}",
-        "device": f"{config.placement.device}, optimizer {config.update.optimizer}",
+        "device": f"{config.placement.device}, optimizer {', '.join(optimizers)}",
         "storage": config.storage.root,
         "trackers": f"ready: {', '.join(config.run.trackers)}" if config.run.trackers else "none",
     }[subject]
@@ -121,19 +123,25 @@ def _sizes(prompts: Counter[ImageSize], tokens: Mapping[ImageSize, int]) -> Find
     return Finding("sizes", True, ", ".join(named) + (f" and {more} with fewer tokens" if more else ""))
 
 
-def estimate_model(config: RunConfig, choice: TrainingChoice, sizes: tuple[ImageSize, ...] = ()) -> ModelEstimate:
+def estimate_model(
+    config: RunConfig, choices: Mapping[Stream, TrainingChoice], sizes: tuple[ImageSize, ...] = ()
+) -> ModelEstimate:
     """Estimate the memory of one GPU for images of these sizes, or of the rollout's, and the size of a checkpoint."""
-    rollout = config.rollout
-    workload = Workload(
-        dtype=config.policy.dtype,
-        group_size=rollout.group_size,
-        prompts_per_batch=rollout.prompts_per_batch,
-        micro_batch_size=config.update.micro_batch_size,
-        eight_bit_optimizer=config.update.optimizer.endswith("8bit"),
-        ema=config.update.ema is not None,
-        sizes=sizes,
-    )
-    return estimate_resources(config.policy.kind, source_of(config), rollout, choice, workload)
+    renderings = config.renderings_of_drafts
+    compared = {"draft": len(renderings), "rendering": max(renderings)}
+    workloads = {
+        stream: Workload(
+            dtype=config.policy.dtype,
+            group_size=compared[COMPARED[stream]],
+            prompts_per_batch=config.rollout.prompts_per_batch,
+            micro_batch_size=update.micro_batch_size,
+            eight_bit_optimizer=update.optimizer.endswith("8bit"),
+            ema=update.ema is not None,
+            sizes=sizes,
+        )
+        for stream, update in config.updates.items()
+    }
+    return estimate_resources(config.policy.kind, source_of(config), config.rollout, choices, workloads)
 
 
 def _weights(config: RunConfig, counted: str) -> Finding:
@@ -179,7 +187,7 @@ def _disk(config: RunConfig, checkpoint: int, prompts: Mapping[ImageSize, int]) 
     if not os.access(nearest, os.W_OK):
         return Finding("disk", False, f"{nearest} cannot be written", "Set storage.root to a folder that can.")
     free = shutil.disk_usage(nearest).free / GIB
-    samples = config.rows_per_iteration * config.run.iterations
+    samples = config.samples_per_iteration * config.run.iterations
     rollout = config.rollout
     message, images = "", 0.0
     if isinstance(rollout, ImageRolloutSection):

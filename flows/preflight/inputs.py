@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from grpo_core.policies.trained import LoraSettings, refuse_unavailable_attentio
 from grpo_core.rewards.registry import build_reward
 from grpo_core.seeds import derive_seed
 from tasks.models.files import local_source
-from tasks.models.initial import initial_digest, training_choice
+from tasks.models.initial import initial_digest, training_choices
 from tasks.models.resident import ModelSpec, torch_device
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.hub import DatasetChoice
@@ -114,9 +115,10 @@ def check_inputs(config: RunConfig) -> RunInputs:
         if problems := list(_model_problems(config, prompts)):
             raise InputErrors(problems)
         refuse_prompt_texts(config, (*prompts.usable("data"), *prompts.usable("evaluate")))
-        with training_choice(config.policy, store, model.adapter) as choice:
-            _refuse_stored_settings(config, choice.lora)
-            notes = policy_family(config.policy.kind).check_choice(source_of(config), choice)
+        with training_choices(config.policy, store, model.adapter) as choices:
+            for choice in choices.values():
+                _refuse_stored_settings(config, choice.lora)
+            notes = policy_family(config.policy.kind).check_choices(source_of(config), choices)
         store.require_writable()
         if config.storage.cache_dir is not None and store.files.cache is not None:
             store.files.cache.require_usable()
@@ -171,7 +173,7 @@ def trained_model(config: RunConfig) -> ModelSpec:
         section=config.policy,
         digest=initial_digest(config.policy, open_store(config.storage, config.run.name), adapter),
         adapter_seed=derive_seed(config.run.seed, "adapter"),
-        reference=config.reference_placement,
+        references=config.references,
         adapter=adapter,
     )
 
@@ -300,16 +302,20 @@ def _device_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputE
     if placement.update.pool:
         # The rest depends on the worker's machine.
         return
-    checks: tuple[Callable[[], None], ...] = (
-        lambda: refuse_unavailable(config.update.optimizer, torch_device(config.placement)),
-        lambda: refuse_unusable_placement(config.placement, config.update),
-        lambda: refuse_unavailable_attention(config.policy.attn_implementation),
-    )
+    checks = [
+        partial(refuse_unavailable_attention, config.policy.attn_implementation),
+        partial(refuse_unusable_placement, placement, config.updates),
+    ]
     for check in checks:
         try:
             check()
         except InputError as error:
             yield error
+    for stream, update in config.updates.items():
+        try:
+            refuse_unavailable(update.optimizer, torch_device(placement))
+        except InputError as error:
+            yield config.at_update(stream, error)
 
 
 def _storage_problems(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:

@@ -33,6 +33,7 @@ _FIXED = {
     "run.continue_from": "Name the source's policy to start from with --policy.",
     "run.iterations": "A replay makes one update for each of the source's --iterations.",
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
+    "policy.train": "The stored rollouts are of the source's streams; leave it out.",
     "policy.model": "The stored rollouts are of the source's model; leave it out.",
 }
 

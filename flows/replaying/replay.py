@@ -1,6 +1,7 @@
 """The replay flow: train a policy from another run's stored rollouts; no training rollouts are sampled."""
 
 import time
+from collections.abc import Mapping
 
 from prefect import flow
 
@@ -14,6 +15,7 @@ from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate, is_evaluated
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError
+from grpo_core.streams import Stream
 from tasks.advantages.copy import copy_advantages_task
 from tasks.progress import log
 from tasks.runs.layout import RECOMPUTED, iteration_folder
@@ -53,11 +55,11 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 evaluate(run, policy, history)
                 callbacks.on_train_begin(history)
                 for stored in plan.iterations:
-                    update = corrected_update(run, plan, policy, stored)
+                    updates = corrected_updates(run, plan, policy, stored)
                     advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
                     rollouts = tuple(each.rollouts for each in stored.rounds)
                     title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
-                    policy = update_policy(run, policy, rollouts, advantages, update, staleness, title)
+                    policy = update_policy(run, policy, rollouts, advantages, updates, staleness, title)
                     if is_evaluated(run.config, policy.version):
                         evaluate(run, policy, history)
                     if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
@@ -103,18 +105,20 @@ def reuse_advantages(
     return advantages
 
 
-def corrected_update(run: Run, plan: ReplayPlan, policy: PolicyRef, stored: StoredIteration) -> UpdateSection:
-    """Return the update's settings, with importance weights if other weights sampled rows of the iteration.
+def corrected_updates(
+    run: Run, plan: ReplayPlan, policy: PolicyRef, stored: StoredIteration
+) -> Mapping[Stream, UpdateSection]:
+    """Return the updates' settings, with importance weights if other weights sampled rows of the iteration.
 
     Raises:
         InputError: other weights sampled rows, and the replay allows no staleness.
     """
     if all(digest == policy.digest for _, digest in stored.samplers):
-        return run.update
+        return run.updates
     if plan.config.replay.max_staleness == 0:
         hint = (
             f"No row is left: iteration {stored.number} was sampled by other weights than version {policy.version} "
             "has here, though its number may be the same. Allow at least 1."
         )
         raise InputError("--max-staleness", 0, hint)
-    return corrected(run.update, plan.config.replay.correction)
+    return corrected(run.updates, plan.config.replay.correction)

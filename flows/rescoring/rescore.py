@@ -154,7 +154,8 @@ def compute_advantages(
     title = f"iteration {stored.number}"
     stage = named(compute_advantages_task, title, run.config.placement)
     folder = rescoring_folder(name, iteration_folder(stored.number))
-    return stage(rounds, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
+    streams = run.config.streams
+    return stage(rounds, streams, run.rewards, run.advantages, folder, title, earlier, run.config.placement)
 
 
 def report(plan: RescorePlan, done: Mapping[str, list[StoredIteration]]) -> tuple[Statistics, pl.DataFrame, list[str]]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from flows.sampling.request import SampleRequest
 from flows.sampling.source import Source
 from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.groups import GroupRequest
 from grpo_core.records import BrokenImage
 from grpo_core.seeds import derive_seed
 from tasks.storage.filesystem.files import require_writable
@@ -56,13 +57,14 @@ def sample(request: SampleRequest, source: Source) -> Iterator[Sample]:
     """
     folder, policy = check_output(request, source), source.load()
     numbers = range(request.samples)
-    seeds = [derive_seed(request.seed, "tokens", number) for number in numbers]
-    noise = [derive_seed(request.seed, "noise", number) for number in numbers]
+    seeds = tuple(derive_seed(request.seed, "tokens", number) for number in numbers)
+    noise = tuple(derive_seed(request.seed, "noise", number) for number in numbers)
     for place, prompt in enumerate(request.prompts, start=1):
-        tokens = policy.sample([prompt], group_size=request.samples, seeds=seeds).tokens
-        for index, output in enumerate(policy.render(tokens, noise_seeds=noise), start=1):
+        sample_ids = tuple(f"{prompt!r}, {index}" for index in range(1, request.samples + 1))
+        (group,) = policy.sample([GroupRequest(prompt, sample_ids, seeds, noise)])
+        for index, output in enumerate(group.outputs, start=1):
             if isinstance(output, BrokenImage):
-                raise NonFiniteError("a decoded image", [f"{prompt!r}, {index}"], f"{output.reason}.")
+                raise NonFiniteError("a decoded image", [sample_ids[index - 1]], f"{output.reason}.")
             file = None
             if isinstance(output, Image.Image) and folder is not None:
                 words = re.sub(r"\W+", "-", prompt.lower()).strip("-")[:_LETTERS]

@@ -1,21 +1,30 @@
 """Open what `grpo sample` is given: a version of a run's policy, an exported folder, or any model's folder."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from configs.loader import apply_overrides
-from configs.sections import ImageRolloutSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.sections import (
+    DiffusersRolloutSection,
+    GlmImageRolloutSection,
+    PlacementSection,
+    PolicySection,
+    TextRolloutSection,
+)
 from configs.validation import Section, validated
 from flows.export.export import RECORD_FILE
 from flows.preflight.inputs import source_of
 from flows.sampling.request import SampleRequest
 from grpo_core.errors import InputError, InputErrors
 from grpo_core.policies.causal_lm.settings import CONFIG_FILE
-from grpo_core.policies.glm_image.settings import INDEX_FILE
-from grpo_core.policies.protocol import Policy
+from grpo_core.policies.pipeline_files import INDEX_FILE
+from grpo_core.policies.protocol import Policy, policy_family
 from grpo_core.policies.trained.stored_adapter import ADAPTER_CONFIG_FILE
+from grpo_core.streams import STREAMS
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy, configure_torch, load_policy
 from tasks.runs.lookup import find_run, read_description
@@ -26,9 +35,15 @@ from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore, use_store
 _CHANGEABLE = ("rollout", "placement")
 
 
-class _ImageModel(Section):
+class _GlmImageModel(Section):
     policy: PolicySection
-    rollout: ImageRolloutSection
+    rollout: GlmImageRolloutSection
+    placement: PlacementSection = PlacementSection()
+
+
+class _DiffusersModel(Section):
+    policy: PolicySection
+    rollout: DiffusersRolloutSection
     placement: PlacementSection = PlacementSection()
 
 
@@ -36,6 +51,12 @@ class _TextModel(Section):
     policy: PolicySection
     rollout: TextRolloutSection = TextRolloutSection()
     placement: PlacementSection = PlacementSection()
+
+
+_MODELS: Mapping[str, type[Section]] = MappingProxyType(
+    {"glm_image": _GlmImageModel, "diffusers": _DiffusersModel, "causal_lm": _TextModel}
+)
+"""The sections that samples need, by policy.kind."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +111,13 @@ def open_source(request: SampleRequest) -> Source:
 
 
 def _is_model(folder: Path) -> bool:
-    names = (INDEX_FILE, CONFIG_FILE, ADAPTER_CONFIG_FILE)
-    return not (folder / RUN_FILE).exists() and any((folder / name).is_file() for name in names)
+    is_model = any((folder / name).is_file() for name in (INDEX_FILE, CONFIG_FILE)) or _is_adapter(folder)
+    return is_model and not (folder / RUN_FILE).exists()
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Return whether the folder has an adapter, or one in the subfolder of each component."""
+    return any((place / ADAPTER_CONFIG_FILE).is_file() for place in (folder, *(folder / each for each in STREAMS)))
 
 
 def _open_run(request: SampleRequest) -> Source:
@@ -109,7 +135,7 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     if request.policy is not None:
         raise InputError("--policy", request.policy, f"{folder} is a model, not a run; leave it out.")
     record = folder / RECORD_FILE
-    adapter = folder if (folder / ADAPTER_CONFIG_FILE).is_file() else None
+    adapter = folder if _is_adapter(folder) else None
     if record.is_file():
         values = _read_record(record)
     elif adapter is None:
@@ -127,12 +153,12 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     errors = apply_overrides(sections, request.overrides)
     if errors:
         raise InputErrors(errors)
-    images = sections["policy"].get("kind") != "causal_lm"
+    kind = str(sections["policy"].get("kind", "glm_image"))
+    images = policy_family(kind).modality == "image"
     if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
         hint = "This model states no size; give --set rollout.height=1024 --set rollout.width=1024."
         raise InputError("rollout.height and width", None, hint)
-    config = validated(_ImageModel if images else _TextModel, sections)
-    assert isinstance(config, _ImageModel | _TextModel)
+    config: Any = validated(_MODELS[kind], sections)
     return Source(folder.resolve().name, config, _spec(config.policy, ""))
 
 
@@ -159,10 +185,16 @@ def _described(folder: Path) -> dict[str, object]:
     config = folder / "transformer" / CONFIG_FILE if images else folder / CONFIG_FILE
     stated = json.loads(config.read_text()).get("dtype") if config.is_file() else None
     return {
-        "kind": "glm_image" if images else "causal_lm",
+        "kind": _pipeline_kind(folder) if images else "causal_lm",
         "dtype": stated if stated in ("float32", "bfloat16") else "bfloat16",
     }
 
 
+def _pipeline_kind(folder: Path) -> str:
+    """Return the kind of a saved pipeline: GLM-Image has one of its own."""
+    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    return "glm_image" if index.get("_class_name") == "GlmImagePipeline" else "diffusers"
+
+
 def _spec(section: PolicySection, digest: str, adapter: ArtifactRef | None = None) -> ModelSpec:
-    return ModelSpec(section=section, digest=digest, adapter_seed=0, reference="none", adapter=adapter)
+    return ModelSpec(section=section, digest=digest, adapter_seed=0, references={}, adapter=adapter)

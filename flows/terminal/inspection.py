@@ -172,11 +172,10 @@ def prompt_text(group: Group) -> Text:
 def _cell(sample: Row | None, console: Console) -> RenderableType:
     if sample is None:
         return ""
-    rated = f"reward {number(sample['reward'])}, advantage {signed(sample['advantage'])}"
-    lines = [plain(sample["sample_id"]), Text(rated)]
+    advantages = (f"{title} {signed(value)}" for title, value in sample["advantages"].items())
+    lines = [plain(sample["sample_id"]), Text(f"reward {number(sample['reward'])}, {', '.join(advantages)}")]
     lines += [plain(f"{label} {number(value)}") for label, value in sample["breakdown"].items()]
-    cut = "" if sample["finished"] else ", truncated"
-    lines.append(Text(f"log-prob {sample['logprob']:.1f} over {sample['length']} tokens{cut}", style="dim"))
+    lines += [Text(f"{each.title} {each.value}", style="dim") for each in sample["actions"]]
     if isinstance(sample["output"], str):
         return Lines(_output(sample), *lines)
     return Lines(*lines, *((_output(sample),) if has_colours(console) else ()))

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import polars as pl
 from PIL import Image
 
 from tasks.metrics.names import GUARDRAILS, HELDOUT
@@ -15,6 +14,7 @@ from tasks.reports.text import in_cell, markdown_table, number, one_line
 from tasks.runs.layout import ADVANTAGES_FILE, ROLLOUTS, stage_folder
 from tasks.storage.artifacts.reference import ArtifactRef, PrunedArtifactError
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import leading_stream, read_advantages
 
 MAX_PROMPTS, MAX_SAMPLES, MAX_SIDE = 16, 4, 512
 """Held-out prompts and samples of each that are logged, and the longest side of an image in pixels."""
@@ -54,7 +54,7 @@ class Step:
     Attributes:
         number: iterations done; 0 is the policy before training.
         metrics: as in metrics.parquet; before training the held-out ones alone.
-        rewards: of all training samples that have one.
+        rewards: of all training samples that have one, by the first trained stream.
         heldout: the evaluation of the policy that the iteration made; empty without one.
     """
 
@@ -107,7 +107,7 @@ def _rewards(store: ArtifactStore, advantages: ArtifactRef) -> Sequence[float]:
             folder = store.local_files(advantages, Path(fetched))
         except PrunedArtifactError:
             return ()
-        rewards = pl.read_parquet(folder / ADVANTAGES_FILE, columns=["reward"])["reward"]
+        rewards = leading_stream(read_advantages([folder / ADVANTAGES_FILE], ["reward"]))["reward"]
     return rewards.drop_nulls().to_list()
 
 

@@ -69,7 +69,7 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
     count, statistics = prompts, history.statistics(run)
     for sampling_round in range(1, section.max_rounds + 1):
         plan = run.plan(iteration, sampling_round, count, statistics, plans)
-        rollouts = collect_rollouts(run, policy, plan)
+        rollouts = collect_rollouts(run, policy, plan, run.config.rollout)
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
         rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
         advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.last_advantages)
@@ -83,6 +83,6 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
 def train_policy(run: Run, policy: PolicyRef, batch: ScoredRollouts, iteration: int) -> PolicyRef:
     """Make one update, stage 4; rows that an older version sampled are weighted by importance."""
     staleness = policy.version - batch.policy.version
-    update = corrected(run.update, CORRECTION) if staleness else run.update
+    updates = corrected(run.updates, CORRECTION) if staleness else run.updates
     rollouts = tuple(each.rollouts for each in batch.rounds)
-    return update_policy(run, policy, rollouts, batch.advantages, update, staleness, f"iteration {iteration}")
+    return update_policy(run, policy, rollouts, batch.advantages, updates, staleness, f"iteration {iteration}")

@@ -11,6 +11,7 @@ from grpo_core.losses.policy_loss import PolicyTerm, TermInputs
 from grpo_core.losses.ratios import importance_ratio, is_clamped, log_ratio_at, mismatch_weights, token_log_ratio
 from grpo_core.losses.reductions import Denominators, masked_sum, on_policy_rows
 from grpo_core.losses.settings import LossSettings
+from grpo_core.records import StepGaussians
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class LossInputs:
         ref_logprobs: under the reference; None without one.
         entropy: of the distribution of each token, nats, with gradient; None where the bonus is off.
         entropy_mask: the tokens that have a policy term and an entropy bonus; None: all trained ones.
+        kl: exact KL(policy || reference) of each denoising step, nats, with gradient; None where it is estimated.
+        gaussians: of denoising steps; None for tokens.
     """
 
     logprobs: Float[Tensor, "batch time"]
@@ -36,6 +39,8 @@ class LossInputs:
     ref_logprobs: Float[Tensor, "batch time"] | None = None
     entropy: Float[Tensor, "batch time"] | None = None
     entropy_mask: Bool[Tensor, "batch time"] | None = None
+    kl: Float[Tensor, "batch time"] | None = None
+    gaussians: StepGaussians | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def compute_microbatch_loss(
 
 def _require_inputs(inputs: LossInputs, settings: LossSettings) -> None:
     for name, switched_on, switch in (
-        ("ref_logprobs", settings.kl_coef > 0, "kl_coef"),
+        ("kl" if settings.kl_estimator == "exact" else "ref_logprobs", settings.kl_coef > 0, "kl_coef"),
         ("rollout_logprobs", settings.mismatch.mode != "none", "mismatch"),
         ("entropy", settings.entropy_coef > 0, "entropy_coef"),
     ):
@@ -139,6 +144,7 @@ def _term_inputs(inputs: LossInputs, settings: LossSettings, denominators: Denom
         loss_mask=mask,
         mismatch_weights=weights,
         denominators=denominators,
+        gaussians=inputs.gaussians,
     )
 
 
@@ -155,6 +161,8 @@ def _active_tokens(inputs: LossInputs, settings: LossSettings) -> Bool[Tensor, "
 
 
 def _kl(inputs: LossInputs, settings: LossSettings, terms: TermInputs) -> Float[Tensor, "batch time"]:
+    if settings.kl_estimator == "exact":
+        return torch.zeros_like(terms.ratio) if inputs.kl is None else torch.where(inputs.loss_mask, inputs.kl, 0.0)
     if inputs.ref_logprobs is None:
         return torch.zeros_like(terms.ratio)
     # The ratio leads from the weights before the update, the mismatch weights from the sampler to those.

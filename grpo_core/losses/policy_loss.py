@@ -7,7 +7,7 @@ minimised; values where the loss mask is False are undefined, because the caller
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_core.losses.ratios import importance_ratio
 from grpo_core.losses.reductions import (
     Denominators,
     Reduction,
@@ -25,6 +26,7 @@ from grpo_core.losses.reductions import (
     mean_of_tokens,
 )
 from grpo_core.losses.settings import LossSettings, load_custom_loss
+from grpo_core.records import StepGaussians
 
 VESPO_LOWEST, VESPO_HIGHEST = math.log(1e-8), 20.0
 """Bounds of the logarithm of vespo's weight."""
@@ -42,6 +44,7 @@ class TermInputs:
         loss_mask: True for a trained token.
         mismatch_weights: correction for a sampler that is not the policy, 1 where masked; None without one.
         denominators: counts of the minibatch, for a loss that reduces its tokens itself.
+        gaussians: of denoising steps; None for tokens.
     """
 
     logprobs: Float[Tensor, "batch time"]
@@ -51,6 +54,7 @@ class TermInputs:
     loss_mask: Bool[Tensor, "batch time"]
     mismatch_weights: Float[Tensor, "batch time"] | None
     denominators: Denominators
+    gaussians: StepGaussians | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,35 @@ def vespo_weights(inputs: TermInputs, settings: LossSettings) -> Float[Tensor, "
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 
+def grpo_guard(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
+    """Return the clipped term over dt, with a ratio whose mean is 1 and whose spread is the same at all steps.
+
+    GRPO-Guard, 2025 (arXiv:2510.22319): r = exp((log-ratio + KL(policy || policy before the update)) std). Where the
+    log-prob is a mean over the latents' values, the exponent is the mean of noise times the shift of the mean.
+    """
+    gaussians = _gaussians(inputs)
+    ratio = importance_ratio((inputs.log_ratio + gaussians.drift) * gaussians.std)
+    term = clipped(replace(inputs, ratio=ratio), settings)
+    return replace(term, values=term.values / gaussians.dt)
+
+
+def flow_dppo(inputs: TermInputs, settings: LossSettings) -> PolicyTerm:
+    """Return -r A without a clip; a step that has moved by dppo_threshold may only move back.
+
+    Flow-DPPO, 2026 (arXiv:2606.11025). Such a step counts as clipped.
+    """
+    ratio, advantage = inputs.ratio, inputs.advantages.unsqueeze(-1)
+    moved = _gaussians(inputs).drift.detach() >= settings.dppo_threshold
+    low, high = moved & (ratio < 1) & (advantage < 0), moved & (ratio > 1) & (advantage > 0)
+    return PolicyTerm(torch.where(low | high, 0.0, -ratio * advantage), clipped_low=low, clipped_high=high)
+
+
+def _gaussians(inputs: TermInputs) -> StepGaussians:
+    if inputs.gaussians is None:
+        raise ValueError("the loss reads the Gaussians of denoising steps, which tokens do not have")
+    return inputs.gaussians
+
+
 LOSSES: Mapping[str, Loss] = MappingProxyType(
     {
         "grpo": Loss(clipped),
@@ -157,6 +190,8 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "cispo": Loss(cispo, mean_of_expected_tokens),
         "sapo": Loss(sapo),
         "vespo": Loss(vespo, mean_of_expected_tokens),
+        "grpo_guard": Loss(grpo_guard),
+        "flow_dppo": Loss(flow_dppo),
     }
 )
 """By the name in `update.loss`; grpo_core.losses.settings.LOSS_TRAITS has what their options are."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ImportanceLevel = Literal["token", "sequence"]
 MismatchMode = Literal["none", "truncate", "mask"]
 KlEstimator = Literal["k1", "k2", "k3"]
+LossKlEstimator = KlEstimator | Literal["exact"]
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class LossTraits:
         importance_levels: that the loss is defined for; the first is the default.
         clips: whether the ratio is clipped, so that `delta` has a meaning.
         uses_mismatch_weights: the term contains the mismatch weights; otherwise it is multiplied by them.
+        reads_gaussians: the term needs the Gaussians of denoising steps, which tokens do not have.
     """
 
     importance_levels: tuple[ImportanceLevel, ...] = ("token", "sequence")
     clips: bool = False
     uses_mismatch_weights: bool = False
+    reads_gaussians: bool = False
 
 
 LOSS_TRAITS: Mapping[str, LossTraits] = MappingProxyType(
@@ -70,6 +73,8 @@ LOSS_TRAITS: Mapping[str, LossTraits] = MappingProxyType(
         "cispo": LossTraits(("token",)),
         "sapo": LossTraits(),
         "vespo": LossTraits(("token",), uses_mismatch_weights=True),
+        "grpo_guard": LossTraits(("token",), clips=True, reads_gaussians=True),
+        "flow_dppo": LossTraits(("token",), reads_gaussians=True),
     }
 )
 """By the name in `update.loss`; grpo_core.losses.policy_loss.LOSSES has their functions."""
@@ -92,10 +97,13 @@ class LossSettings:
         vespo_lambda_pos: its decay where A >= 0.
         vespo_k_neg: power of the row's ratio where A < 0.
         vespo_lambda_neg: its decay where A < 0.
+        dppo_threshold: KL(policy || policy before the update) of a denoising step from which flow_dppo lets it move no
+            further, in nats.
         kl_coef: weight of the KL to the reference, added after masks, clipping and weights; 0 or above.
-        kl_estimator: k1, k2 or k3. On policy, k1 in the loss has zero expected gradient unless it is corrected.
+        kl_estimator: k1, k2 or k3 of the sampled actions, or the exact KL of their distributions, of denoising steps
+            only. On policy, k1 in the loss has zero expected gradient unless it is corrected.
         kl_importance_correction: multiply the KL by the importance ratio, gradient included, and by the mismatch
-            weights.
+            weights; the exact KL is an expectation already and stays unchanged.
         entropy_coef: weight of the bonus, the mean entropy of the tokens that the entropy mask keeps; 0 or above.
         mismatch: weights for a sampler that is not the policy.
         off_policy_threshold: rows with A < 0 from which the policy moved by more nats per token have no policy term;
@@ -117,8 +125,9 @@ class LossSettings:
     vespo_lambda_pos: PositiveFloat = 3.0
     vespo_k_neg: PositiveFloat = 3.0
     vespo_lambda_neg: PositiveFloat = 2.0
+    dppo_threshold: PositiveFloat = 1e-5
     kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: KlEstimator = "k3"
+    kl_estimator: LossKlEstimator = "k3"
     kl_importance_correction: bool = True
     entropy_coef: NonNegativeFloat = 0.0
     mismatch: MismatchSettings = field(default_factory=MismatchSettings)

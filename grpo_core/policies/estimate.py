@@ -18,6 +18,7 @@ from torch import nn
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import CHUNK_TOKENS
 from grpo_core.policies.trained import TrainedModel, TrainingChoice
+from grpo_core.streams import Stream
 
 GIB = 1024**3
 ERROR_MARGIN = 0.15
@@ -91,11 +92,11 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Workload:
-    """Dtype and sizes of what is computed at once.
+    """Dtype and sizes of what is computed at once for one stream.
 
     Attributes:
         dtype: of the weights.
-        group_size: samples per prompt.
+        group_size: drafts of a prompt, or the most renderings of one draft.
         prompts_per_batch: prompts sampled at once.
         micro_batch_size: rows per forward and backward pass.
         eight_bit_optimizer: the optimizer's moments take one byte each.
@@ -130,17 +131,25 @@ class ModelEstimate:
 
 
 def estimate_resources(
-    kind: str, model: str, settings: Any, choice: TrainingChoice, workload: Workload
+    kind: str,
+    model: str,
+    settings: Any,
+    choices: Mapping[Stream, TrainingChoice],
+    workloads: Mapping[Stream, Workload],
 ) -> ModelEstimate:
     """Estimate the GPU memory and disk space of a model of this kind; nothing is loaded.
 
     It stands beside the kind's family and not in it: a corrected estimate leaves the stages' cache keys alone.
 
+    Args:
+        choices: what of each trained component is trained.
+        workloads: of the same components.
+
     Raises:
         InputError: its configuration is not on this machine, or no parameter is trained.
     """
     module = import_module(f"grpo_core.policies.{kind}.estimate")
-    estimate: ModelEstimate = module.estimate(model, settings, choice, workload)
+    estimate: ModelEstimate = module.estimate(model, settings, choices, workloads)
     return estimate
 
 

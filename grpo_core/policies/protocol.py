@@ -1,24 +1,25 @@
 """The interfaces of a policy and of a kind of policy. Losses and updates use only these, for any model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo_core.image_size import ImageSize
 from grpo_core.modality import Modality
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
     import torch
     from jaxtyping import Float
     from torch import Tensor, nn
 
+    from grpo_core.groups import GroupRequest, RolloutGroup
     from grpo_core.policies.trained import TrainedModel, TrainingChoice
-    from grpo_core.records import Entropies, Output, SampledTokens, TokenBatch, TokenLogprobs
+    from grpo_core.records import ActionLogprobs, Entropies
 
 
-class Policy(Protocol):
-    """A model that samples tokens for prompts and scores tokens that were sampled before.
+class PolicyComponent(Protocol):
+    """The part of a policy that makes the actions of one stream, and scores actions that were sampled before.
 
     Attributes:
         trained: the model and its trained parameters; processes that share an update shard it.
@@ -26,37 +27,17 @@ class Policy(Protocol):
 
     trained: "TrainedModel"
 
-    @property
-    def max_length(self) -> int:
-        """Maximum number of tokens of a row with the current settings; of images, of one of the settings' size."""
-
-    def sample_with(self, settings: Any) -> None:
-        """Use these settings, the family's frozen record, from this call on to sample, render and read prompts."""
-
-    def sample(
-        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
-    ) -> "SampledTokens":
-        """Sample `group_size` token sequences for each prompt, siblings next to each other.
+    def logprobs(self, actions: Any, *, entropy: "Entropies" = "constant", kl: bool = False) -> "ActionLogprobs":
+        """Compute the log-probs of the given actions under the current weights; gradients flow if enabled.
 
         Args:
-            group_size: siblings of a prompt.
-            seeds: len(prompts) * group_size seeds, one per sample: a sample depends on its prompt and its seed,
-                not on the other rows.
-            size: of the images; None: that of the settings. Texts have none.
-        """
-
-    def render(self, tokens: "TokenBatch", *, noise_seeds: Sequence[int]) -> "Sequence[Output]":
-        """Return the image or text of each row; rows with one prompt and one noise seed share their noise."""
-
-    def logprobs(self, tokens: "TokenBatch", *, entropy: "Entropies" = "constant") -> "TokenLogprobs":
-        """Compute the log-probs of the given tokens under the current weights; gradients flow if enabled.
-
-        Args:
+            actions: a batch of the component's own stream, such as TokenBatch.
             entropy: whether entropies are computed too, and whether gradients flow through them.
+            kl: whether the KL to the reference is computed too, in closed form and with gradients.
         """
 
-    def reference_logprobs(self, tokens: "TokenBatch") -> "Float[Tensor, 'batch time']":
-        """Compute the log-probs of the given tokens under the frozen reference, without gradients."""
+    def reference_logprobs(self, actions: Any) -> "Float[Tensor, 'batch time']":
+        """Compute the log-probs of such actions under the frozen reference, without gradients."""
 
     def trainable_parameters(self) -> "dict[str, nn.Parameter]":
         """Return the parameters that an update changes, by name, in a fixed order."""
@@ -68,20 +49,45 @@ class Policy(Protocol):
         """Enter the mode for sampling: no dropout, no recomputation."""
 
     def save_weights(self, folder: Path) -> None:
-        """Write what an update changed, as safetensors that peft or transformers can load."""
+        """Write what an update changed, as safetensors that peft, transformers or diffusers can load."""
 
     def load_weights(self, folder: Path | None) -> None:
         """Load the weights of `folder`; None restores the initial ones."""
+
+
+class Policy(Protocol):
+    """A model, or several that work together, from prompts to images or texts."""
+
+    @property
+    def components(self) -> "Mapping[Stream, PolicyComponent]":
+        """The trained components by the stream of their actions, in the order of STREAMS; their parameters differ."""
+
+    def sample_with(self, settings: Any) -> None:
+        """Use these settings, the family's frozen record, from this call on to sample, score and read prompts."""
+
+    def sample(self, requests: "Sequence[GroupRequest]") -> "Iterator[RolloutGroup]":
+        """Sample every group, in order.
+
+        A sample depends on its prompt, its size and its seeds, not on the other rows.
+
+        Args:
+            requests: of one image size, with equally many samples; they are sampled at once.
+
+        Raises:
+            NonFiniteError: a log-prob, or the latents of an image, are not finite; the samples are named.
+        """
 
 
 class PolicyFamily(Protocol):
     """One kind of policy; creating it does not import its models' libraries.
 
     Attributes:
-        modality: what its tokens are rendered to.
+        modality: what it generates.
+        streams: of its components that can be trained, in the order of STREAMS.
     """
 
     modality: Modality
+    streams: tuple[Stream, ...]
 
     def settings(self, values: Mapping[str, Any]) -> Any:
         """Return the frozen sampling settings from a configuration section or a stored row."""
@@ -90,7 +96,7 @@ class PolicyFamily(Protocol):
         self,
         model: str,
         settings: Any,
-        choice: "TrainingChoice",
+        choices: Mapping[Stream, "TrainingChoice"],
         *,
         dtype: "torch.dtype",
         device: "torch.device",
@@ -100,6 +106,7 @@ class PolicyFamily(Protocol):
         """Load a model by folder or hub name.
 
         Args:
+            choices: what of each trained component is trained, by stream; the other components are frozen.
             attn_implementation: of the trained model, as in transformers; None: transformers' default.
 
         Raises:
@@ -115,21 +122,21 @@ class PolicyFamily(Protocol):
     def refuse_prompts(self, model: str, settings: Any, prompts: Sequence[str]) -> None:
         """Raise InputError if the model cannot read one of the prompts; only its tokenizer is loaded."""
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the base with trained weights in place of its own, as diffusers or transformers load it.
 
         Args:
             base: folder of the model that was trained.
-            weights: folder with what `save_weights` of a policy wrote.
+            weights: folder with what `save_weights` of each trained component wrote, by stream.
             folder: empty.
             dtype: of the base's weights during training; merged weights are saved in it.
         """
 
-    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
-        """Return what a person should know about the choice; the model is built on the meta device.
+    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
+        """Return what a person should know about the choices; the model is built on the meta device.
 
         Raises:
-            InputError: the choice matches nothing in the model.
+            InputError: a choice matches nothing in the model.
         """
 
 

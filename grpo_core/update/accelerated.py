@@ -161,10 +161,10 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
     """A ProcessGroup in which each process has a share of every layer and gathers the full layer while it runs.
 
     torch's `fully_shard` (Zhao et al., 2023, arXiv:2304.11277). accelerate would shard the outermost module and gather
-    the weights outside the layers only in that module's forward pass. Log-probs bypass it: they run the inner model
-    once, then the output head for one chunk of tokens at a time, and processes differ in their number of chunks. So
-    each layer is sharded, then the rest of the inner model; the head, and an embedding that is tied to it, stay
-    unsharded on every process.
+    the weights outside the layers only in that module's forward pass. Log-probs of tokens bypass it: they run the inner
+    model once, then the output head for one chunk of tokens at a time, and processes differ in their number of chunks.
+    So each layer is sharded, then the rest of the inner model; the head, and an embedding that is tied to it, stay
+    unsharded on every process. A denoising model has no head, and is sharded completely.
     """
 
     def distribute(self, trained: TrainedModel) -> None:
@@ -218,15 +218,11 @@ class ShardedProcessGroup(AcceleratedProcessGroup):
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    from transformers import PreTrainedModel
-
-    language_model = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
-    for module in _layers(language_model):
+    network, inner, used_outside = _network(model)
+    for module in _layers(network):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    head = language_model.get_output_embeddings()
-    used_outside = set(head.parameters()) if head is not None else set()
     # Kept after the forward pass, the weights of a pass without gradients would outlive the next optimizer step.
-    fully_shard(language_model.base_model, mesh=mesh, reshard_after_forward=True, ignored_params=used_outside)
+    fully_shard(inner, mesh=mesh, reshard_after_forward=True, ignored_params=used_outside)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Denominators count the full minibatch: gradients are summed, not averaged.
@@ -234,10 +230,25 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _layers(language_model: Any) -> list[nn.Module]:
-    """Return the repeated layers, as transformers names them for sharding; the innermost first."""
-    names = set(language_model._no_split_modules or ())
-    return [module for module in reversed(list(language_model.modules())) if type(module).__name__ in names]
+def _network(model: nn.Module) -> tuple[Any, nn.Module, set[nn.Parameter]]:
+    """Return the network inside adapters, the part of it that a pass runs once, and the weights used outside of that.
+
+    A diffusers model runs as a whole; of a language model the output head runs chunk by chunk.
+    """
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    network: Any = next(part for part in model.modules() if isinstance(part, PreTrainedModel | ModelMixin))
+    if isinstance(network, ModelMixin):
+        return network, network, set()
+    head = network.get_output_embeddings()
+    return network, network.base_model, set(head.parameters()) if head is not None else set()
+
+
+def _layers(network: Any) -> list[nn.Module]:
+    """Return the repeated layers, as transformers and diffusers name them for sharding; the innermost first."""
+    names = set(network._no_split_modules or ())
+    return [module for module in reversed(list(network.modules())) if type(module).__name__ in names]
 
 
 def _is_share(value: object) -> bool:

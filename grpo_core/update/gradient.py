@@ -16,8 +16,8 @@ from grpo_core.losses import (
     high_entropy_mask,
     overlong_mask,
 )
-from grpo_core.policies.protocol import Policy
-from grpo_core.records import TrainingRows
+from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.records import Entropies, TrainingRows
 from grpo_core.update.metrics import StepSums
 from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches
@@ -31,7 +31,7 @@ class Minibatch:
         rows: all rows of the update, with everything that the settings need. Without old_logprobs the weights are
             those before the update, and old_logprobs are the log-probs of the pass itself.
         indices: of the minibatch's rows among them.
-        trained: tokens of the minibatch that the loss reads.
+        trained: actions of the minibatch that the loss reads.
         entropy_mask: of these, the ones whose entropy is high enough; None where all train.
         denominators: counts of the full minibatch.
     """
@@ -64,11 +64,11 @@ class Passes:
     broken: list[str] = field(default_factory=list)
 
 
-def trained_tokens(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
-    """Return the sampled tokens, without truncated rows if the settings mask them."""
+def trained_actions(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
+    """Return the sampled actions, without truncated rows if the settings mask them."""
     if not settings.mask_truncated:
-        return rows.tokens.loss_mask
-    return overlong_mask(rows.tokens.loss_mask, rows.finished)
+        return rows.actions.loss_mask
+    return overlong_mask(rows.actions.loss_mask, rows.finished)
 
 
 def make_minibatch(
@@ -82,7 +82,7 @@ def make_minibatch(
     Args:
         rows: all rows of the update.
         indices: of the minibatch's rows.
-        trained: from `trained_tokens`, of all rows.
+        trained: from `trained_actions`, of all rows.
     """
     own = trained[indices]
     entropy_mask = None
@@ -103,29 +103,37 @@ def make_minibatch(
 
 
 def add_up_gradient(
-    policy: Policy,
+    component: PolicyComponent,
     minibatch: Minibatch,
     settings: UpdateSettings,
     process_group: ProcessGroup,
     tick: Callable[[], None],
 ) -> Passes:
     """Add the gradients of this process's microbatches to those of the parameters."""
-    lengths = minibatch.rows.tokens.loss_mask[minibatch.indices].sum(-1).tolist()
+    lengths = minibatch.rows.actions.loss_mask[minibatch.indices].sum(-1).tolist()
     passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
     for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
-        _backward(policy, minibatch, part, settings, passes, counts=counts)
+        _backward(component, minibatch, part, settings, passes, counts=counts)
         tick()
     return passes
 
 
 def _backward(
-    policy: Policy, minibatch: Minibatch, part: list[int], settings: UpdateSettings, passes: Passes, *, counts: bool
+    component: PolicyComponent,
+    minibatch: Minibatch,
+    part: list[int],
+    settings: UpdateSettings,
+    passes: Passes,
+    *,
+    counts: bool,
 ) -> None:
     """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
     chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
-    tokens = chunk.tokens.trimmed()
-    time = tokens.token_ids.shape[1]
-    scored = policy.logprobs(tokens, entropy="differentiable" if settings.entropy_coef > 0 else "constant")
+    actions = chunk.actions.trimmed()
+    time = actions.loss_mask.shape[1]
+    exact_kl = settings.with_reference and settings.kl_estimator == "exact"
+    entropy: Entropies = "differentiable" if settings.entropy_coef > 0 else "constant"
+    scored = component.logprobs(actions, entropy=entropy, kl=exact_kl)
     logprobs = scored.logprobs.detach()
 
     def aligned(values: Tensor | None) -> Tensor | None:
@@ -136,7 +144,7 @@ def _backward(
 
     mask = selected(minibatch.trained)
     old = aligned(chunk.old_logprobs)
-    assert mask is not None, "every minibatch has its trained tokens"
+    assert mask is not None, "every minibatch has its trained actions"
     inputs = LossInputs(
         logprobs=scored.logprobs,
         old_logprobs=logprobs if old is None else old,
@@ -146,6 +154,8 @@ def _backward(
         loss_mask=mask,
         entropy=scored.entropy,
         entropy_mask=selected(minibatch.entropy_mask),
+        kl=scored.kl if exact_kl else None,
+        gaussians=scored.gaussians,
     )
     loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
     (loss if counts else loss * 0.0).backward()

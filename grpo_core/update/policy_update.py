@@ -1,4 +1,4 @@
-"""Train a policy on stored rows; the parity gate comes before the first optimizer step."""
+"""Train a component of a policy on stored rows; the parity gate comes before the first optimizer step."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,9 +12,9 @@ from grpo_core.errors import NonFiniteError
 from grpo_core.losses import mismatch_metrics, mismatch_weights
 from grpo_core.optimizer import PolicyOptimizer
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
-from grpo_core.policies.protocol import Policy
-from grpo_core.records import Entropies, TokenBatch, TrainingRows
-from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_tokens
+from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.records import Actions, Entropies, TrainingRows
+from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.metrics import StepMetrics, UpdateResult
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches, minibatches
@@ -25,7 +25,7 @@ Tick = Callable[[], None]
 
 
 def update_policy(
-    policy: Policy,
+    component: PolicyComponent,
     optimizer: PolicyOptimizer,
     rows: TrainingRows,
     settings: UpdateSettings,
@@ -35,12 +35,12 @@ def update_policy(
     process_group: ProcessGroup = SINGLE_PROCESS,
     on_progress: Progress | None = None,
 ) -> UpdateResult:
-    """Train the policy on the rows.
+    """Train the component on the rows of its stream.
 
     The passes of the first minibatch run on the weights before the update, so they give its old_logprobs as well; those
     of the other rows are computed before. The gate compares all of them with the stored ones before the first step.
 
-    With `settings.ema` the policy's average has to be begun before, and follows every step.
+    With `settings.ema` the component's average has to be begun before, and follows every step.
 
     Rows that other weights sampled skip the parity gate: their log-probs are expected to differ, and
     `settings.mismatch` corrects the difference.
@@ -61,7 +61,7 @@ def update_policy(
         return UpdateResult({}, ())
     if not bool(rows.on_policy.all()) and settings.mismatch.mode == "none":
         raise ValueError("rows of other weights need a correction; set update.mismatch.mode to truncate or mask")
-    trained = trained_tokens(rows, settings)
+    trained = trained_actions(rows, settings)
     minibatch_size = settings.minibatch_size or len(rows)
     first, *later = minibatches(len(rows), minibatch_size, settings.epochs, seed)
     # An entropy threshold has to be known before the first pass with gradients.
@@ -69,28 +69,29 @@ def update_policy(
     others = [row for row in range(len(rows)) if row not in with_own_pass]
     total = _all_passes(len(rows), len(others), minibatch_size, settings, process_group)
     tick = _counter(total, on_progress)
-    policy.prepare_for_update()
-    rows = _scored(policy, rows, others, settings, process_group, tick)
+    component.prepare_for_update()
+    rows = _scored(component, rows, others, settings, process_group, tick)
     if not trained.any():
         return UpdateResult(_measure(rows, parity, settings), ())
 
     def gradient(known: TrainingRows, indices: list[int]) -> tuple[Minibatch, Passes]:
         optimizer.zero_grad()
         minibatch = make_minibatch(known, indices, trained, settings)
-        return minibatch, add_up_gradient(policy, minibatch, settings, process_group, tick)
+        return minibatch, add_up_gradient(component, minibatch, settings, process_group, tick)
 
     def step(minibatch: Minibatch, passes: Passes) -> StepMetrics:
         metrics = optimizer_step(optimizer, minibatch, passes, settings, process_group)
         if settings.ema is not None:
-            policy.trained.update_average(1 - settings.ema)
+            component.trained.update_average(1 - settings.ema)
         return metrics
 
     with _no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
         rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
         before = _measure(rows, parity, settings)
-        steps = [step(minibatch, passes)]
-        steps += [step(*gradient(rows, indices)) for indices in later]
+        with _keeping_old(component, needed=settings.traits.reads_gaussians and bool(later)):
+            steps = [step(minibatch, passes)]
+            steps += [step(*gradient(rows, indices)) for indices in later]
     return UpdateResult(before, tuple(steps))
 
 
@@ -104,7 +105,8 @@ def _all_passes(
         return -(-parts // process_group.count)
 
     sizes = [min(minibatch_size, rows - start) for start in range(0, rows, minibatch_size)]
-    return passes(others) + settings.with_reference * passes(rows) + settings.epochs * sum(map(passes, sizes))
+    with_reference = settings.with_reference_logprobs * passes(rows)
+    return passes(others) + with_reference + settings.epochs * sum(map(passes, sizes))
 
 
 def _counter(total: int, report: Progress | None) -> Tick:
@@ -127,9 +129,21 @@ def _no_gradient_of_a_refused_update(optimizer: PolicyOptimizer) -> Iterator[Non
         raise
 
 
+@contextmanager
+def _keeping_old(component: PolicyComponent, *, needed: bool) -> Iterator[None]:
+    """Keep the weights before the update, for losses that measure how far it has moved."""
+    if needed:
+        component.trained.keep_old()
+    try:
+        yield
+    finally:
+        if needed:
+            component.trained.drop_old()
+
+
 @torch.no_grad()
 def _scored(
-    policy: Policy,
+    component: PolicyComponent,
     rows: TrainingRows,
     others: list[int],
     settings: UpdateSettings,
@@ -140,28 +154,28 @@ def _scored(
     entropy: Entropies = "constant" if settings.entropy_quantile < 1 else "none"
     quantities = 1 if entropy == "none" else 2
 
-    def scores(chosen: list[int], score: Callable[[TokenBatch], list[Tensor]], quantities: int) -> list[Tensor]:
+    def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Tensor]:
         """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
-        found = torch.zeros(quantities, *rows.tokens.token_ids.shape)
-        lengths = rows.tokens.loss_mask[chosen].sum(-1).tolist()
+        found = torch.zeros(quantities, *rows.actions.loss_mask.shape)
+        lengths = rows.actions.loss_mask[chosen].sum(-1).tolist()
         for places, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
             part = [chosen[place] for place in places]
-            scored = torch.stack(score(rows.tokens.select(part).trimmed())).cpu()
+            scored = torch.stack(score(rows.actions.select(part).trimmed())).cpu()
             if counts:
                 found[:, part, : scored.shape[-1]] = scored
             tick()
         return list(process_group.add(found))
 
-    def under_policy(tokens: TokenBatch) -> list[Tensor]:
-        scored = policy.logprobs(tokens, entropy=entropy)
+    def under_policy(actions: Actions) -> list[Tensor]:
+        scored = component.logprobs(actions, entropy=entropy)
         return [scored.logprobs, scored.entropy][:quantities]
 
     old = scores(others, under_policy, quantities)
     rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if quantities == 2 else None)
-    if not settings.with_reference:
+    if not settings.with_reference_logprobs:
         return rows
     every = list(range(len(rows)))
-    return replace(rows, ref_logprobs=scores(every, lambda tokens: [policy.reference_logprobs(tokens)], 1)[0])
+    return replace(rows, ref_logprobs=scores(every, lambda actions: [component.reference_logprobs(actions)], 1)[0])
 
 
 def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor) -> TrainingRows:
@@ -176,9 +190,9 @@ def _measure(rows: TrainingRows, tolerance: ParityTolerance | None, settings: Up
     own = rows.on_policy
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
-        report = measure_parity(names, rows.rollout_logprobs[own], rows.old_logprobs[own], rows.tokens.loss_mask[own])
+        report = measure_parity(names, rows.rollout_logprobs[own], rows.old_logprobs[own], rows.actions.loss_mask[own])
         require_parity(report, tolerance or ParityTolerance())
-    mask, mismatch = rows.tokens.loss_mask, settings.mismatch
+    mask, mismatch = rows.actions.loss_mask, settings.mismatch
     metrics = measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()
     if mismatch.mode == "none":
         return metrics

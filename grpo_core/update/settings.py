@@ -40,8 +40,13 @@ class UpdateSettings(LossSettings):
 
     @property
     def with_reference(self) -> bool:
-        """Whether the reference's log-probs are needed."""
+        """Whether the reference is needed."""
         return self.kl_coef > 0
+
+    @property
+    def with_reference_logprobs(self) -> bool:
+        """Whether the reference's log-probs are needed before the first step; the exact KL is computed in each pass."""
+        return self.with_reference and self.kl_estimator != "exact"
 
 
 def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -1,5 +1,9 @@
 """Names and prefixes of metrics that more than one module uses."""
 
+from collections.abc import Sequence
+
+from grpo_core.streams import STREAMS, Stream
+
 HELDOUT, STEP_TIME, WALL_TIME = "heldout_reward", "step_time", "wall_time"
 """Mean held-out reward of the policy that an iteration made; seconds of all its stages; seconds between its report and
 the one before, in the start that finished it first."""
@@ -13,7 +17,8 @@ SECONDS, GUARDRAILS = "seconds/", "guardrails/"
 TOKENS, ALL_TOKENS = "tokens", "num_tokens"
 """Tokens of an iteration's rollouts, prompts included, and of all iterations so far."""
 
-COMPLETION_LENGTH = "completions/mean_length"
+COMPLETION_LENGTH, DRAFTS = "completions/mean_length", "completions/drafts"
+"""Mean number of tokens of a draft; number of drafts, where some are rendered more than once."""
 
 RUNNING = "running/"
 """Prefix of a reward's moments over all iterations so far, kept with the advantages and not shown to people."""
@@ -23,3 +28,18 @@ def is_measured(name: str) -> bool:
     """Whether a metric is a time, a speed or an amount of memory, which differs from one start to the next."""
     exact = (STEP_TIME, WALL_TIME, SAMPLES_PER_SECOND, TOKENS_PER_SECOND)
     return name in exact or name.startswith((SECONDS, GPU_MEMORY))
+
+
+def stream_prefix(stream: Stream, trained: Sequence[Stream]) -> str:
+    """Return the prefix of a stream's metrics: none for the first stream that a run trains, `denoising/` for another.
+
+    Args:
+        trained: the streams that the run trains, in the order of STREAMS.
+    """
+    return "" if stream == trained[0] else f"{stream}/"
+
+
+def split_stream(name: str) -> tuple[str, str]:
+    """Return a metric's stream and its name without the prefix; the stream is empty without a prefix."""
+    stream, _, rest = name.partition("/")
+    return (stream, rest) if stream in STREAMS and rest else ("", name)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from tasks.metrics.names import (
     ALL_TOKENS,
     COMPLETION_LENGTH,
+    DRAFTS,
     GPU_MEMORY,
     RUNNING,
     SAMPLES_PER_SECOND,
@@ -16,13 +17,14 @@ from tasks.metrics.names import (
     TOKENS,
     TOKENS_PER_SECOND,
 )
+from tasks.runs.layout import ROLLOUTS
 from tasks.storage.artifacts.reference import ArtifactRef
 
 Stages = Mapping[tuple[str, str], Sequence[ArtifactRef]]
 """An artifact per sampling round, by stage and reward label (empty for other stages), in the order of the stages."""
 
 _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
-    {TOKENS: sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
+    {TOKENS: sum, "drafts": sum, "null": sum, "failed": sum, "min_length": min, "max_length": max}
 )
 
 
@@ -53,15 +55,16 @@ def stage_metrics(stages: Stages, previous: Mapping[str, float] | None) -> dict[
 
 def _speeds(stages: Stages) -> dict[str, float]:
     """Return samples and sampled tokens per second of sampling; empty where nothing was sampled."""
-    sampled = [part for rounds in stages.values() for part in rounds if COMPLETION_LENGTH in part.metrics]
+    sampled = [part for (stage, _), rounds in stages.items() if stage == ROLLOUTS for part in rounds]
     seconds = sum(part.seconds for part in sampled)
     if not seconds:
         return {}
-    tokens = sum(part.metrics[COMPLETION_LENGTH] * part.rows for part in sampled)
-    return {
-        SAMPLES_PER_SECOND: sum(part.rows for part in sampled) / seconds,
-        TOKENS_PER_SECOND: tokens / seconds,
-    }
+    speeds = {SAMPLES_PER_SECOND: sum(part.rows for part in sampled) / seconds}
+    drafts = [part for part in sampled if COMPLETION_LENGTH in part.metrics]
+    if drafts:
+        tokens = sum(part.metrics[COMPLETION_LENGTH] * part.metrics.get(DRAFTS, part.rows) for part in drafts)
+        speeds[TOKENS_PER_SECOND] = tokens / seconds
+    return speeds
 
 
 def _memory(stages: Stages) -> dict[str, float]:

@@ -1,10 +1,13 @@
 """Digests of a model's files: of a folder, or of a hub snapshot."""
 
 import hashlib
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.whole import FULL_WEIGHTS
+from grpo_core.streams import STREAMS, Stream
 from tasks.storage.artifacts.reference import PolicyRef
 
 _DETERMINING = {".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"}
@@ -89,11 +92,22 @@ def add_file(digest: "hashlib._Hash", name: str, path: Path) -> None:
         digest.update(name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
 
 
-WEIGHT_FILES = ("adapter_model*.safetensors", "model*.safetensors")
+WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
 
 
 REFERENCE_FOLDER, EMA_FOLDER = "reference", "ema"
 """Folders of a policy version with the weights of its reference and of its moving average."""
+
+
+def component_folder(policy: Path, stream: Stream, streams: Collection[Stream]) -> Path:
+    """Return where a policy's files of one component are: in its folder, or in a subfolder if it has several.
+
+    Args:
+        policy: folder of a version, of its reference or of its moving average.
+        stream: of the component.
+        streams: of all trained components.
+    """
+    return policy / stream if len(streams) > 1 else policy
 
 
 def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
@@ -106,10 +120,26 @@ def weights_folder(checkpoint: Path, policy: PolicyRef) -> Path:
     return checkpoint / EMA_FOLDER if policy.is_averaged else checkpoint
 
 
+def stored_reference(
+    checkpoint: Path | None, version: PolicyRef, stream: Stream, streams: Collection[Stream]
+) -> Path | None:
+    """Return the folder with the weights of a component's reference; None while that is the initial component.
+
+    Args:
+        checkpoint: local folder of the version's checkpoint; None for version 0.
+        streams: of all trained components.
+    """
+    if checkpoint is None or version.reference_digest is None:
+        return None
+    folder = component_folder(checkpoint / REFERENCE_FOLDER, stream, streams)
+    return folder if folder.is_dir() else None
+
+
 def weights_digest(folder: Path) -> str:
-    """Compute a sha256 over the weight files of a policy's folder."""
+    """Compute a sha256 over the weight files of a policy's folder, or of the subfolders of its components."""
     digest = hashlib.sha256()
-    for pattern in WEIGHT_FILES:
-        for path in sorted(folder.glob(pattern)):
-            add_file(digest, path.name, path)
+    for part in [path for stream in STREAMS if (path := folder / stream).is_dir()] or [folder]:
+        for pattern in WEIGHT_FILES:
+            for path in sorted(part.glob(pattern)):
+                add_file(digest, path.relative_to(folder).as_posix(), path)
     return digest.hexdigest()

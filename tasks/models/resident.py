@@ -3,6 +3,7 @@
 import gc
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 
 from configs.sections import PlacementSection, PolicySection
 from grpo_core.errors import InputError
-from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
+from grpo_core.policies.protocol import Policy, PolicyComponent, PolicyFamily, policy_family
 from grpo_core.policies.trained import Reference
-from tasks.models.files import REFERENCE_FOLDER, local_source, weights_folder
-from tasks.models.initial import initial_digest, training_choice
+from grpo_core.streams import Stream
+from tasks.models.files import component_folder, local_source, stored_reference, weights_folder
+from tasks.models.initial import initial_digest, training_choices
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -27,7 +29,7 @@ class ModelSpec(BaseModel):
     Attributes:
         digest: digest of the model's files, and of the adapter that training starts from.
         adapter_seed: seed of the adapters' random initialisation.
-        reference: where the reference is kept when every weight is trained; `none` if it is not needed.
+        references: where each component's reference is kept when every weight is trained; `none` where none is needed.
         adapter: checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     """
 
@@ -36,7 +38,7 @@ class ModelSpec(BaseModel):
     section: PolicySection
     digest: str
     adapter_seed: int
-    reference: Reference
+    references: Mapping[Stream, Reference]
     adapter: ArtifactRef | None = None
 
     @property
@@ -141,11 +143,11 @@ def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     """Load a policy with its initial weights; settings are those of the family's sampler."""
     section, seed = spec.section, spec.adapter_seed
     store = _adapter_store(spec)
-    with training_choice(section, store, spec.adapter, reference=spec.reference, seed=seed) as choice:
+    with training_choices(section, store, spec.adapter, references=spec.references, seed=seed) as choices:
         return spec.family.load(
             local_source(section.model, section.revision),
             settings,
-            choice,
+            choices,
             dtype=getattr(torch, section.dtype),
             device=device,
             autocast=None if section.autocast is None else getattr(torch, section.autocast),
@@ -166,9 +168,17 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     checkpoint = version.checkpoint
     with tempfile.TemporaryDirectory() as fetched:
         folder = None if checkpoint is None else current_store().local_files(checkpoint, Path(fetched) / "policy")
-        if new_weights:
-            loaded.policy.load_weights(None if folder is None else weights_folder(folder, version))
-        if new_reference:
-            refreshed = folder is not None and version.reference_digest is not None
-            loaded.policy.trained.load_reference(folder / REFERENCE_FOLDER if refreshed and folder else None)
+        components = loaded.policy.components
+        for stream, component in components.items():
+            if new_weights:
+                weights = None if folder is None else weights_folder(folder, version)
+                component.load_weights(None if weights is None else component_folder(weights, stream, components))
+            if new_reference:
+                _load_reference(component, stored_reference(folder, version, stream, components))
     loaded.digest, loaded.reference_digest = version.digest, version.reference_digest
+
+
+def _load_reference(component: PolicyComponent, folder: Path | None) -> None:
+    # Another component's reference may have changed, and this one keeps none.
+    if folder is not None or component.trained.has_reference:
+        component.trained.load_reference(folder)

@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 
 from configs.sections import CurriculumSection
 from grpo_core.image_size import ImageSize
@@ -18,6 +17,7 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import leading_stream, read_advantages
 
 PromptKey = tuple[str, str]
 """Name of the prompt set and prompt_id: two sets may contain the same prompt."""
@@ -72,7 +72,7 @@ def read_statistics(store: ArtifactStore, advantages: Sequence[ArtifactRef]) -> 
     with tempfile.TemporaryDirectory() as fetched:
         for number, reference in enumerate(advantages):
             files = sorted(store.local_files(reference, Path(fetched) / str(number)).glob("*.parquet"))
-            groups = pl.read_parquet(files, columns=columns).drop_nulls().unique()
+            groups = leading_stream(read_advantages(files, columns)).drop_nulls().unique()
             for dataset, prompt_id, group_id, mean in groups.select(columns).iter_rows():
                 means.setdefault((dataset, prompt_id), {})[group_id] = mean
     # fsum: the order of the tables must not change the last bit, which could change the drawn prompts.

@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from grpo_core.errors import InputError
-from tasks.reports.metric_titles import PLOTTED, REPORTED_OF_TEXTS, metric_title
+from tasks.metrics.names import split_stream
+from tasks.reports.metric_titles import PLOTTED, REPORTED_OF_TEXTS, metric_title, with_streams
 from tasks.reports.run_page import Curve
 from tasks.runs.layout import (
     ADVANTAGES,
@@ -174,7 +175,10 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
         meaning = "over the held-out samples, before its weight"
         curves.append(Curve(f"{label}, held-out: mean", meaning, _heldout(runs, common, label)))
     lengths = REPORTED_OF_TEXTS if noun == "completion" else ()
-    curves += [Curve(*metric_title(name, noun), _of(runs, runs, name)) for name in (*_CURVES, *lengths)]
+    measured = {name for view in first.view.iterations for name in view.metrics}
+    for name in with_streams(("reward", *_CURVES, *lengths), measured)[1:]:
+        shown = trained if split_stream(name)[1] == "reward" else runs
+        curves.append(Curve(*metric_title(name, noun), _of(runs, shown, name)))
     curves += [_rescored(runs, name) for name in _common_rescorings(runs)]
     # A single reward of weight 1 is the combined reward.
     distinct = {_digest(each): each for each in reversed(curves)}

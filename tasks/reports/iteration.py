@@ -9,7 +9,7 @@ from PIL import Image
 
 from tasks.metrics.names import SECONDS
 from tasks.reports.images import PRUNED, fitted, image_uri
-from tasks.reports.metric_titles import REPORTED, REPORTED_OF_TEXTS, metric_title
+from tasks.reports.metric_titles import REPORTED, REPORTED_OF_TEXTS, metric_title, with_streams
 from tasks.reports.samples import Row, Samples, best_first, read_samples, verified
 from tasks.reports.text import change, in_cell, markdown_table, number, one_line, significant, sparkline
 from tasks.runs.records import SamplingRound
@@ -78,7 +78,7 @@ def iteration_markdown(store: ArtifactStore, run: str, history: Sequence[Iterati
 
 def _metric_rows(record: IterationRecord, table: Samples) -> Iterator[tuple[str, str]]:
     noun: Noun = "completion" if table.is_text else "image"
-    names = [*REPORTED, *(REPORTED_OF_TEXTS if table.is_text else ())]
+    names = with_streams((*REPORTED, *(REPORTED_OF_TEXTS if table.is_text else ())), record.metrics)
     names += [name for name in sorted(record.metrics) if dataset_of(name) is not None]
     names += ["groups_dropped"] if record.metrics.get("groups_dropped") else []
     names += ["rounds"] if len(record.rounds) > 1 else []

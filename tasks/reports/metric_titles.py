@@ -2,13 +2,16 @@
 
 The table is metrics.csv. `{label}` in a name stands for a reward, a dataset, a guardrail or a stage; `{noun}` is what
 people call a sample of the run. A metric is shown in the table of all metrics, and, in the order of the file, with a
-`plot` of its own, in the `report` of an iteration, or there for a run of `text` only.
+`plot` of its own, in the `report` of an iteration, or there for a run of `text` only. A second stream's metrics are
+titled and shown as those of the first.
 """
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from grpo_core.streams import STREAMS
+from tasks.metrics.names import split_stream
 from tasks.runs.run_view import Noun
 
 with (Path(__file__).parent / "metrics.csv").open(newline="") as _file:
@@ -23,6 +26,10 @@ REPORTED_OF_TEXTS = tuple(name for name, row in METRICS.items() if "text" in row
 
 def metric_title(name: str, noun: Noun = "image") -> tuple[str, str]:
     """Look up a metric's title and meaning; an unknown name is its own title, without a meaning."""
+    stream, own = split_stream(name)
+    if stream:
+        title, meaning = metric_title(own, noun)
+        return f"{title}, {stream}", meaning
     for pattern, row in METRICS.items():
         prefix, labelled, suffix = pattern.partition("{label}")
         label = name.removeprefix(prefix).removesuffix(suffix) if labelled else ""
@@ -31,8 +38,18 @@ def metric_title(name: str, noun: Noun = "image") -> tuple[str, str]:
     return name, ""
 
 
+def with_streams(names: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return the names, each before those of the same metric of other streams that are known."""
+    return [
+        each
+        for name in names
+        for each in (name, *(f"{stream}/{name}" for stream in STREAMS if f"{stream}/{name}" in known))
+    ]
+
+
 def metric_rows(metrics: Mapping[str, float], noun: Noun) -> list[tuple[str, str, str, float]]:
     """List title, meaning, name and value of each metric: the reward and the plotted ones first, then by name."""
-    first = [name for name in ("reward", "heldout_reward", *PLOTTED) if name in metrics]
+    names = with_streams(("reward", "heldout_reward", *PLOTTED), metrics)
+    first = [name for name in names if name in metrics]
     names = [*first, *sorted(set(metrics) - set(first))]
     return [(*metric_title(name, noun), name, metrics[name]) for name in names]

@@ -22,11 +22,13 @@ from tasks.reports.statistics import (
 from tasks.reports.text import Cells, correlation, counted, number, percent
 from tasks.runs.records import StoredIteration
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import STREAM, leading_stream, one_per_sample, read_advantages
 
 BEFORE, AFTER = "before:", "after:"
 """Prefixes of the columns of single rewards, followed by their labels."""
 
 COLUMNS = ("sample_id", "group_id", "prompt", "dataset")
+DRAFT = "draft"
 REWARDS = ("reward_before", "reward_after")
 ADVANTAGES = ("advantage_before", "advantage_after")
 MAX_MOVED = 20
@@ -40,19 +42,26 @@ def read_rescored(
 ) -> pl.DataFrame:
     """Read one row per sample, as :func:`compare` needs them, from the same iterations with both scorings.
 
+    Reward and advantage are those of the sample's first stream. Renderings that are compared within their draft alone
+    are a group of their own.
+
     Raises:
         StaleReferenceError: a table is missing or changed.
     """
     with tempfile.TemporaryDirectory() as fetched:
         fetch = verified(store, Path(fetched))
         samples = pl.concat(
-            _read_tables([fetch(part.rollouts) for part in each.rounds], COLUMNS).with_columns(iteration=each.number)
-            for each in previous
+            (
+                _read_rollouts([fetch(part.rollouts) for part in each.rounds]).with_columns(iteration=each.number)
+                for each in previous
+            ),
+            how="diagonal",
         )
+        samples = _with_drafts_apart(samples, _read_rated([fetch(each.advantages) for each in previous]))
         for side, prefix, iterations in (("before", BEFORE, previous), ("after", AFTER, later)):
-            rated = _read_tables([fetch(each.advantages) for each in iterations], ("sample_id", "reward", "advantage"))
+            rated = one_per_sample(_read_rated([fetch(each.advantages) for each in iterations]))
             renamed = {name: f"{name}_{side}" for name in ("reward", "advantage")}
-            samples = _joined(samples, rated.rename(renamed))
+            samples = _joined(samples, rated.drop(STREAM).rename(renamed))
             scores: dict[str, list[Path]] = {}
             for each in iterations:
                 for label, reference in (pair for part in each.rounds for pair in part.rewards.items()):
@@ -63,9 +72,30 @@ def read_rescored(
     return samples.with_columns(run=pl.lit(store.run))
 
 
+def _files(folders: Iterable[Path]) -> list[Path]:
+    return [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+
+
 def _read_tables(folders: Iterable[Path], columns: Sequence[str]) -> pl.DataFrame:
-    files = [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
-    return pl.read_parquet(files, columns=list(columns))
+    return pl.read_parquet(_files(folders), columns=list(columns))
+
+
+def _read_rollouts(folders: Sequence[Path]) -> pl.DataFrame:
+    drafts = [DRAFT] if DRAFT in pl.read_parquet_schema(_files(folders)[0]) else []
+    return _read_tables(folders, (*COLUMNS, *drafts))
+
+
+def _read_rated(folders: Iterable[Path]) -> pl.DataFrame:
+    return read_advantages(_files(folders), ("sample_id", "reward", "advantage"))
+
+
+def _with_drafts_apart(samples: pl.DataFrame, rated: pl.DataFrame) -> pl.DataFrame:
+    """Give samples that have no reward of the first stream a group by their draft."""
+    if rated[STREAM].n_unique() < 2:
+        return samples.drop(DRAFT, strict=False)
+    leading = pl.col("sample_id").is_in(leading_stream(rated)["sample_id"].to_list())
+    own = pl.when(leading).then("group_id").otherwise(pl.format("{}, draft {}", "group_id", DRAFT))
+    return samples.with_columns(group_id=own).drop(DRAFT)
 
 
 def _joined(samples: pl.DataFrame, table: pl.DataFrame) -> pl.DataFrame:

@@ -22,7 +22,7 @@ from tasks.reports.statistics import (
     with_groups,
 )
 from tasks.rewards.rows import batches_of, score_rows
-from tasks.runs.layout import SCORES_FILE
+from tasks.runs.layout import SCORES_FILE, STATES
 from tasks.runs.records import SamplingRound
 from tasks.storage.artifacts.store import ArtifactStore
 
@@ -66,7 +66,7 @@ def score_again(
         groups = table.group_by("group_id", maintain_order=True).len().with_columns(sum=pl.col("len").cum_sum())
         chosen = groups.filter(pl.col("sum") - pl.col("len") < samples)["group_id"].to_list()
         wanted = table.filter(pl.col("group_id").is_in(chosen))
-        source = store.local_files(part.rollouts, Path(fetched) / part.rollouts.folder)
+        source = store.local_files(part.rollouts, Path(fetched) / part.rollouts.folder, without=STATES)
         for section in sections:
             reward = build_reward(section.reward, section.settings)
             names = frozenset(wanted["sample_id"])
@@ -82,7 +82,7 @@ def score_again(
 
 
 def _samples(store: ArtifactStore, part: SamplingRound, fetched: Path) -> pl.DataFrame:
-    folder = store.local_files(part.rollouts, fetched / part.rollouts.folder)
+    folder = store.local_files(part.rollouts, fetched / part.rollouts.folder, without=STATES)
     return pl.read_parquet(sorted(folder.glob("*.parquet")), columns=["sample_id", "group_id", "dataset"])
 
 

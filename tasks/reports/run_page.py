@@ -6,17 +6,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import pyarrow.parquet as pq
-
+from tasks.metrics.names import split_stream
 from tasks.reports.hacking import Verdict
 from tasks.reports.images import TargetReader
-from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title
+from tasks.reports.metric_titles import PLOTTED, metric_rows, metric_title, with_streams
 from tasks.reports.pages import render
 from tasks.reports.samples import MEDIUM, SMALL, TRAITS, Group, Groups, read_groups, varying
 from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import RunView
 from tasks.storage.filesystem.files import is_local
+from tasks.storage.tables.advantages import leading_stream, read_advantages
 
 
 class Curve(NamedTuple):
@@ -94,7 +94,7 @@ def read_appearances(reader: RunReader, run: RunView, groups: Groups, fetched: P
         rewards: dict[str, list[float]] = {}
         for part in view.stages.get(ADVANTAGES, ()):
             path = reader.local_folder(part, fetched) / ADVANTAGES_FILE
-            rows = pq.read_table(path, columns=["prompt_id", "reward"]).to_pydict()
+            rows = leading_stream(read_advantages([path], ["prompt_id", "reward"]))
             for prompt, reward in zip(rows["prompt_id"], rows["reward"], strict=True):
                 if prompt in wanted and reward is not None:
                     rewards.setdefault(prompt, []).append(reward)
@@ -165,9 +165,10 @@ def stage_shares(run: RunView) -> list[tuple[str, float, float]]:
 
 
 def plotted_metrics(run: RunView) -> list[str]:
-    """List the metrics with a plot of their own: the mean of each reward, then PLOTTED."""
+    """List the metrics with a plot of their own: the mean of each reward, then PLOTTED, by stream."""
     names = {name for view in run.iterations for name in view.metrics}
-    return [*sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean")), *PLOTTED]
+    means = sorted(name for name in names if name.startswith("rewards/") and name.endswith("/mean"))
+    return [*means, *with_streams(("reward", *PLOTTED), names)[1:]]
 
 
 def _curves(run: RunView) -> Iterator[Curve]:
@@ -180,4 +181,8 @@ def _curves(run: RunView) -> Iterator[Curve]:
     yield Curve("Guardrails", meaning, run.guardrail_series)
     for name in plotted_metrics(run):
         title, meaning = metric_title(name, run.noun)
-        yield Curve(title, meaning, {title: run.series(name)}, legend=False)
+        series = {title: run.series(name)}
+        # Of the first stream, the reward has a plot of its own.
+        if split_stream(name)[1] == "reward" and run.heldout_series(name):
+            series[f"held-out {title}"] = run.heldout_series(name)
+        yield Curve(title, meaning, series, legend=len(series) > 1)

@@ -1,30 +1,38 @@
 """The samples of an iteration or an evaluation: their stored tables joined, and each group best sample first."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow.parquet as pq
 from PIL import Image
 
 from grpo_core.image_size import ImageSize
+from grpo_core.streams import STREAMS
+from tasks.reports.actions import RECORDED, summarize_actions
 from tasks.reports.images import TargetReader, read_images
-from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, REWARDS, ROLLOUTS, SCORES_FILE, STATES
 from tasks.runs.reader import RunReader
 from tasks.runs.run_view import Stages
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import STREAM, read_advantages
 
 LARGE, MEDIUM, SMALL = 320, 192, 96
 """Longest side in pixels of the best and worst image, of compared ones, and of the others; smaller ones are kept."""
 
 _SHOWN = (
-    *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "rollout_logprobs", "loss_mask", "finished", "seed"),
-    *("target_uri", "target_sha256", "completion", "width", "height"),
+    *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "seed"),
+    *("target_uri", "target_sha256", "completion", "width", "height", *RECORDED),
 )
 _RATED = ("reward", "advantage", "dropped")
+_UNRATED: Mapping[str, Any] = MappingProxyType(
+    {**dict.fromkeys(_RATED), "leads": True, "advantages": {"advantage": None}}
+)
 
 TRAITS = ("dataset", "size")
 """Columns that a report shows where groups differ in them."""
@@ -41,9 +49,10 @@ class Samples:
     """Stored samples with their scores.
 
     Attributes:
-        rows: the requested columns, of images with width and height also `size`, such as 64x96, and reward, advantage,
-            dropped and `breakdown`, the value by reward, before weights; in the stored order, at least one. None stands
-            for what does not apply or was not computed.
+        rows: the requested columns, of images with width and height also `size`, such as 64x96; reward, advantage and
+            dropped by the sample's first stream; `leads`, whether that is the first of all; `advantages`, those of all
+            its streams by a title; and `breakdown`, the value by reward, before weights; in the stored order, at least
+            one. None stands for what does not apply or was not computed.
         folders: the rollouts of each sampling round on this machine.
     """
 
@@ -86,11 +95,7 @@ def read_samples(
     There are rollouts of at least one sampling round, any number of scores per label, and without advantages the
     samples have no rewards. Of the rollouts' columns, those that the modality does not have are left out.
     """
-    rated = {
-        row.pop("sample_id"): row
-        for part in advantages
-        for row in _read_rows(fetch(part) / ADVANTAGES_FILE, ("sample_id", *_RATED))
-    }
+    rated = _read_rated([fetch(part) / ADVANTAGES_FILE for part in advantages])
     scores: dict[str, dict[str, float | None]] = {}
     for label, part in rewards:
         values = _read_rows(fetch(part) / SCORES_FILE, ("sample_id", "value"))
@@ -100,14 +105,36 @@ def read_samples(
     for row in rows:
         if "width" in row:
             row["size"] = str(ImageSize(row["width"], row["height"]))
-        row |= rated.get(row["sample_id"], dict.fromkeys(_RATED))
+        row |= rated.get(row["sample_id"], _UNRATED)
         row["breakdown"] = {label: values.get(row["sample_id"]) for label, values in scores.items()}
     return Samples(rows, folders)
 
 
+def _read_rated(files: Sequence[Path]) -> dict[str, Row]:
+    """Read reward and advantages of each sample."""
+    table = read_advantages(files, ("sample_id", *_RATED)).to_dicts() if files else []
+    by_sample: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in table:
+        by_sample[row["sample_id"]][row[STREAM]] = row
+    found = {row[STREAM] for row in table}
+    streams = [stream for stream in STREAMS if stream in found]
+    rated: dict[str, Row] = {}
+    for sample_id, rows in by_sample.items():
+        own = [stream for stream in streams if stream in rows]
+        rated[sample_id] = {
+            **{name: rows[own[0]][name] for name in _RATED},
+            "leads": own[0] == streams[0],
+            "advantages": {
+                "advantage" if len(streams) == 1 else f"advantage, {stream}": rows[stream]["advantage"]
+                for stream in own
+            },
+        }
+    return rated
+
+
 def verified(store: ArtifactStore, fetched: Path) -> Fetch:
     """Verify artifacts when they are read; remote ones are copied below the folder `fetched`."""
-    return lambda reference: store.local_files(reference, fetched / reference.folder)
+    return lambda reference: store.local_files(reference, fetched / reference.folder, without=STATES)
 
 
 def _read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
@@ -124,8 +151,22 @@ def varying(parts: Iterable[Iterable[Row]]) -> list[str]:
 
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
-    """Sort the samples that have a reward, highest first; the order is kept where rewards are equal."""
-    return sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
+    """Sort the samples that have a reward, highest first; the order is kept where rewards are equal.
+
+    Those that have one only of a later stream are left out: it can be of other rewards.
+    """
+    return sorted((row for row in rows if row["leads"] and row["reward"] is not None), key=lambda row: -row["reward"])
+
+
+def _with_renderings(group: Sequence[Row]) -> list[Row]:
+    """Sort a group best first, each sample before the other renderings of its draft; those without a reward last."""
+    renderings: dict[int | None, list[Row]] = defaultdict(list)
+    for row in group:
+        if not row["leads"]:
+            renderings[row.get("draft")].append(row)
+    ordered = [each for row in best_first(group) for each in (row, *renderings.get(row.get("draft"), ()))]
+    shown = {row["sample_id"] for row in ordered}
+    return [*ordered, *(row for row in group if row["sample_id"] not in shown)]
 
 
 @dataclass(frozen=True)
@@ -133,10 +174,10 @@ class Group:
     """The siblings of one prompt occurrence.
 
     Attributes:
-        samples: highest reward first, those without one last; in the stored order where rewards are equal. Besides
-            the columns of :class:`Samples`, `logprob` is the sum over the trained tokens, in nats, recorded while
-            sampling, `length` is their number, and `output` is an RGB image, reduced where it was large, or the
-            complete text; None for an image that was pruned.
+        samples: highest reward first, each before the other renderings of its draft, those without a reward last; in
+            the stored order where rewards are equal. Besides the columns of :class:`Samples`, `actions` summarizes the
+            recorded log-probs of each stream, `length` is the number of trained tokens, and `output` is an RGB image,
+            reduced where it was large, or the complete text; None for an image that was pruned.
         target: target image; None where there is none, or it cannot be read.
     """
 
@@ -144,18 +185,23 @@ class Group:
     target: Image.Image | None
 
     @property
+    def ranked(self) -> list[Row]:
+        """The samples that have a reward of the first stream, highest first."""
+        return best_first(self.samples)
+
+    @property
     def _rewards(self) -> list[float]:
-        return [row["reward"] for row in self.samples if row["reward"] is not None]
+        return [row["reward"] for row in self.ranked]
 
     @property
     def best(self) -> Row | None:
         """The sample with the highest reward; None where no sample has one."""
-        return self.samples[0] if self._rewards else None
+        return next(iter(self.ranked), None)
 
     @property
     def worst(self) -> Row | None:
         """The sample with the lowest reward; None with fewer than two rewards."""
-        return self.samples[len(self._rewards) - 1] if len(self._rewards) > 1 else None
+        return self.ranked[-1] if len(self.ranked) > 1 else None
 
     @property
     def reward(self) -> float | None:
@@ -185,6 +231,11 @@ class Groups:
     rounds: int = 0
     dropped: int = 0
     varying: Sequence[str] = ()
+
+    @property
+    def rendered(self) -> bool:
+        """Whether a draft has more than one rendering among them."""
+        return any(not row["leads"] for group in self.shown for row in group.samples)
 
     def describe(self) -> str:
         """Describe how many groups were sampled in how many rounds, and how many were dropped."""
@@ -218,7 +269,7 @@ def read_groups(
         return Groups()
     table = read_stages(reader, stages, fetched)
     groups = table.groups
-    shown = [[*best_first(group), *(row for row in group if row["reward"] is None)] for group in groups[:limit]]
+    shown = [_with_renderings(group) for group in groups[:limit]]
     return Groups(
         shown=show_groups(table, shown, targets, side),
         total=len(groups),
@@ -237,8 +288,7 @@ def show_groups(
         sides = dict.fromkeys(sides, side)
     images = table.images(sides, sides)
     for row in (row for group in groups for row in group):
-        trained = [value for value, kept in zip(row["rollout_logprobs"], row["loss_mask"], strict=True) if kept]
-        row |= {"logprob": math.fsum(trained), "length": len(trained)}
+        row |= {"actions": summarize_actions(row), "length": sum(row.get("loss_mask") or ())}
         row["output"] = row["completion"] if table.is_text else images.get(row["sample_id"])
     return [Group(rows, targets.read(rows[0].get("target_uri"), rows[0].get("target_sha256"))) for rows in groups]
 
@@ -248,7 +298,7 @@ def _sides(groups: Iterable[Sequence[Row]]) -> dict[str, int]:
     sides: dict[str, int] = {}
     for group in groups:
         names = [row["sample_id"] for row in group]
-        known = sum(row["reward"] is not None for row in group)
-        large = (names[0], names[known - 1]) if known else names[:2]
+        ranked = [row["sample_id"] for row in best_first(group)]
+        large = (ranked[0], ranked[-1]) if ranked else names[:2]
         sides |= dict.fromkeys(names, SMALL) | dict.fromkeys(large, LARGE)
     return sides

@@ -62,8 +62,11 @@ def batches_of(source: Path, size: int, wanted: frozenset[str], *, with_tokens: 
 def _rows_of(source: Path, more: tuple[str, ...]) -> Iterator[Row]:
     for path in sorted(source.glob("*.parquet")):
         file = pq.ParquetFile(path)
-        own = _READ_OF_IMAGES if "image" in file.schema_arrow.names else _READ_OF_TEXTS
-        for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own, *more]):
+        known = file.schema_arrow.names
+        own = _READ_OF_IMAGES if "image" in known else _READ_OF_TEXTS
+        # Images can be made without tokens.
+        kept = [name for name in more if name in known]
+        for record in file.iter_batches(_READ_AT_ONCE, columns=[*_READ, *own, *kept]):
             yield from record.to_pylist()
 
 

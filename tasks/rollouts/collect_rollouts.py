@@ -8,26 +8,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.sections import ImageRolloutSection, PlacementSection, TextRolloutSection
+from configs.sections import PlacementSection, RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
 from grpo_core.policies.protocol import family_module
+from grpo_core.streams import Stream
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
 from tasks.execution.peak_memory import peak_memory, reset_peak_memory
 from tasks.execution.resources import resource
 from tasks.execution.stages import Arguments, Part, Sharding, shard_folder, unsharded
-from tasks.metrics.names import COMPLETION_LENGTH, TOKENS
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.rollouts.plan import RolloutPlan
-from tasks.rollouts.rows import SCHEMAS, rollout_columns
-from tasks.runs.layout import ROLLOUTS
+from tasks.rollouts.rows import rollout_columns
+from tasks.rollouts.states import StatesWriter
+from tasks.rollouts.tokens import token_metrics
+from tasks.runs.layout import ROLLOUTS, STATES
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.tables.parquet import TableWriter, joint_digest, part_digests
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.tables.schemas import SCHEMA_VERSION, rollout_schema
 
 STAGE = "collect rollouts"
+_FILE = "part-00000.parquet"
 
 
 def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,26 +78,36 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
     """Join the shards' files under one manifest, without reading their content."""
     started = time.perf_counter()
     store, plan = current_store(), arguments["plan"]
-    digests: list[str] = []
     with tempfile.TemporaryDirectory() as fetched, store.staging() as staged:
         for number, part in enumerate(parts):
-            for path in sorted(store.local_files(part, Path(fetched) / str(number)).glob("*.parquet")):
-                digests += part_digests(path)
-                _link_or_copy(path, staged / f"part-{number:05d}.parquet")
+            folder = store.local_files(part, Path(fetched) / str(number))
+            for path in sorted(folder.rglob("*.parquet")):
+                _link_or_copy(path, staged / path.relative_to(folder).with_name(f"part-{number:05d}.parquet"))
         return store.commit(
             staged,
             f"{plan.folder}/{ROLLOUTS}",
-            digest=joint_digest(digests),
+            digest=_digest(staged),
             schema_version=SCHEMA_VERSION,
             rows=sum(part.rows for part in parts),
             # Shards are sampled in parallel.
             seconds=max(part.seconds for part in parts) + time.perf_counter() - started,
-            metrics=_joint_metrics(parts),
+            metrics=token_metrics(_tables(staged)),
             peak_memory=max((part.peak_memory for part in parts if part.peak_memory is not None), default=None),
         )
 
 
+def _tables(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet"))
+
+
+def _digest(folder: Path) -> str:
+    """Return the digest of the rows and their states, the same however many files they are in."""
+    files = [*_tables(folder), *_tables(folder / STATES)]
+    return joint_digest([digest for path in files for digest in part_digests(path)])
+
+
 def _link_or_copy(path: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     try:
         os.link(path, target)
     except OSError:
@@ -102,17 +115,10 @@ def _link_or_copy(path: Path, target: Path) -> None:
         shutil.copyfile(path, target)
 
 
-def _joint_metrics(parts: Sequence[ArtifactRef]) -> dict[str, float]:
-    rows = sum(part.rows for part in parts)
-    clipped = sum(round(part.metrics["completions/clipped_ratio"] * part.rows) for part in parts)
-    completions = sum(round(part.metrics[COMPLETION_LENGTH] * part.rows) for part in parts)
-    return {
-        TOKENS: sum(part.metrics[TOKENS] for part in parts),
-        COMPLETION_LENGTH: completions / rows,
-        "completions/min_length": min(part.metrics["completions/min_length"] for part in parts),
-        "completions/max_length": max(part.metrics["completions/max_length"] for part in parts),
-        "completions/clipped_ratio": clipped / rows,
-    }
+def _recorded(plan: RolloutPlan, model: ModelSpec) -> tuple[Stream, ...]:
+    """Return the streams whose actions are kept: tokens always, and denoising steps where some are noisy."""
+    noisy = plan.window_start is not None
+    return tuple(stream for stream in model.family.streams if stream == "tokens" or noisy)
 
 
 @stage_task(STAGE, _describe, kind="rollouts", sharding=Sharding(_cut, _join), modules=_modules)
@@ -120,7 +126,7 @@ def collect_rollouts_task(
     policy: PolicyRef,
     plan: RolloutPlan,
     model: ModelSpec,
-    rollout: ImageRolloutSection | TextRolloutSection,
+    rollout: RolloutSection,
     with_reference: bool,
     placement: PlacementSection,
 ) -> ArtifactRef:
@@ -134,36 +140,27 @@ def collect_rollouts_task(
         sampler = resource(ResidentPolicy).at(policy, model, rollout, placement)
         requests = [plan.request(group) for group in plan.groups]
         groups = collect_rollouts(sampler, requests, prompts_per_batch=prompts_per_batch, with_reference=with_reference)
-        lengths: list[int] = []
-        prompt_tokens = cut = 0
+        schema = rollout_schema(model.family.modality, _recorded(plan, model))
         with store.staging() as staged:
-            writer = TableWriter(staged / "part-00000.parquet", SCHEMAS[model.family.modality])
+            table = TableWriter(staged / _FILE, schema)
+            states = StatesWriter(staged / STATES / _FILE) if plan.window_start is not None else None
             for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                writer.write(rollout_columns(group, planned, plan.iteration, policy, rollout))
-                lengths += group.tokens.loss_mask.sum(-1).tolist()
-                prompt_tokens += group.prompt_length * plan.group_size
-                cut += int((~group.finished).sum())
+                table.write(rollout_columns(group, planned, plan, policy, rollout))
+                if states is not None:
+                    states.write(group)
                 report_progress(done * plan.group_size)
-            digest = writer.close()
+            table.close()
+            if states is not None:
+                states.close()
             return store.commit(
                 staged,
                 f"{plan.folder}/{ROLLOUTS}",
-                digest=digest,
+                digest=_digest(staged),
                 schema_version=SCHEMA_VERSION,
-                rows=writer.rows,
+                rows=table.rows,
                 seconds=time.perf_counter() - started,
-                metrics=_metrics(lengths, prompt_tokens, cut),
+                metrics=token_metrics(_tables(staged)),
                 peak_memory=peak_memory(),
             )
 
     return halve_on_out_of_memory(title, store.run, "rollout.prompts_per_batch", rollout.prompts_per_batch, sample)
-
-
-def _metrics(lengths: Sequence[int], prompt_tokens: int, cut: int) -> dict[str, float]:
-    return {
-        TOKENS: float(prompt_tokens + sum(lengths)),
-        COMPLETION_LENGTH: sum(lengths) / len(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": cut / len(lengths),
-    }

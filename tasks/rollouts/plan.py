@@ -1,10 +1,11 @@
 """Plan what a sampling round or an evaluation samples: prompts, sample ids and seeds."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo_core.collect import GroupRequest
+from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from grpo_core.seeds import derive_seed
 from tasks.prompts.curriculum import DrawnPrompt
@@ -37,6 +38,13 @@ class GroupPlan(BaseModel):
     size: ImageSize | None = None
 
 
+class Place(NamedTuple):
+    """Place of a sample in its group: which draft it is made from, and which rendering of that draft it is."""
+
+    draft: int
+    rendering: int
+
+
 class RolloutPlan(BaseModel):
     """Everything that one sampling round, or one evaluation, samples.
 
@@ -46,8 +54,11 @@ class RolloutPlan(BaseModel):
         iteration: of the training; for an evaluation the version of the policy, which that iteration made.
         seed: every sample's seed is derived from it and from the group id and the sibling's index.
         group_size: samples per group.
-        shared_noise: whether siblings share the decoder's noise.
+        shared_noise: whether siblings share the decoder's first noise.
         groups: in the order in which they are sampled: those of one image size together, the largest first.
+        renderings: how many samples are made from each draft of a group; empty: one from each.
+        window_start: index of the first noisy denoising step, the same for all groups, since the steps of one window
+            are compared; None: no noisy steps.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -59,18 +70,42 @@ class RolloutPlan(BaseModel):
     group_size: int
     shared_noise: bool
     groups: tuple[GroupPlan, ...]
+    # Left out of JSON where they say nothing, so that digests of such plans do not depend on them.
+    renderings: tuple[int, ...] = Field((), exclude_if=lambda renderings: not renderings)
+    window_start: int | None = Field(None, exclude_if=lambda start: start is None)
+
+    @model_validator(mode="after")
+    def _require_every_sample(self) -> Self:
+        if self.renderings and sum(self.renderings) != self.group_size:
+            raise ValueError("the renderings of all drafts are the samples of a group")
+        return self
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The draft and the rendering of each sample of a group."""
+        counts = self.renderings or (1,) * self.group_size
+        return tuple(Place(draft, rendering) for draft, count in enumerate(counts) for rendering in range(count))
 
     def request(self, group: GroupPlan) -> GroupRequest:
-        """Return the ids and seeds of a group's samples."""
-        siblings = range(self.group_size)
-        noise = [0 if self.shared_noise else sibling for sibling in siblings]
+        """Return the ids and seeds of a group's samples; renderings of a draft have one token seed."""
+        places = self.places
+        samples = range(len(places))
+        noise = [0 if self.shared_noise else sample for sample in samples]
+        steps = samples if self.window_start is not None else ()
         return GroupRequest(
             prompt=group.prompt,
-            sample_ids=tuple(f"{group.group_id}.s{sibling:02d}" for sibling in siblings),
-            seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, sibling) for sibling in siblings),
+            sample_ids=tuple(f"{group.group_id}.{name}" for name in self._names()),
+            seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, place.draft) for place in places),
             noise_seeds=tuple(derive_seed(self.seed, "noise", group.group_id, index) for index in noise),
+            step_seeds=tuple(derive_seed(self.seed, "step", group.group_id, sample) for sample in steps),
             size=group.size,
+            window_start=self.window_start,
         )
+
+    def _names(self) -> list[str]:
+        if len(self.renderings) > 1:
+            return [f"s{place.draft:02d}.r{place.rendering:02d}" for place in self.places]
+        return [f"s{sample:02d}" for sample in range(self.group_size)]
 
 
 def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:
@@ -100,14 +135,17 @@ def plan_round(
     seed: int,
     iteration: int,
     sampling_round: int,
-    group_size: int,
+    renderings: Sequence[int],
     shared_noise: bool,
+    window_start: int | None,
 ) -> RolloutPlan:
     """Plan one sampling round of a training iteration; later rounds replace groups without spread.
 
     Args:
         prompts: one per group.
-        shared_noise: whether siblings share the decoder's noise.
+        renderings: how many samples are made from each draft of a group.
+        shared_noise: whether siblings share the decoder's first noise.
+        window_start: index of the first noisy denoising step; None without noisy steps.
     """
     first = sampling_round == 1
     name = f"i{iteration:06d}"
@@ -116,8 +154,10 @@ def plan_round(
         title=f"iteration {iteration}" if first else f"iteration {iteration}, round {sampling_round}",
         iteration=iteration,
         seed=seed,
-        group_size=group_size,
+        group_size=sum(renderings),
         shared_noise=shared_noise,
+        renderings=tuple(renderings) if set(renderings) != {1} else (),
+        window_start=window_start,
         groups=_groups(
             {
                 f"{name}.p{place:04d}" if first else f"{name}.d{sampling_round:02d}.p{place:04d}": prompt
@@ -130,7 +170,10 @@ def plan_round(
 def plan_evaluation(
     prompts: Sequence[DrawnPrompt], *, seed: int, version: int, samples_per_prompt: int, shared_noise: bool
 ) -> RolloutPlan:
-    """Plan the held-out groups: sample ids and seeds are the same for every policy version, so that samples pair up."""
+    """Plan the held-out groups, each sample from a draft of its own and without noisy denoising steps.
+
+    Sample ids and seeds are the same for every policy version, so that samples pair up.
+    """
     return RolloutPlan(
         folder=evaluation_folder(version),
         title=f"evaluation of policy {version}",

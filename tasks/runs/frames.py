@@ -16,6 +16,7 @@ from tasks.runs.lookup import find_run, spans
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.tables.advantages import STREAM, one_per_sample, select_advantages
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -90,13 +91,20 @@ class StoredRun:
         return self._table(self._iterations(iterations), REWARDS, None)
 
     def advantages(self, *, iterations: Iterable[int] | None = None) -> pl.DataFrame:
-        """Return a row per sample: combined reward, advantage, statistics of its group, breakdown by reward."""
+        """Return a row per sample and stream: combined reward, advantage, statistics, breakdown by reward.
+
+        `stream` says whose actions the advantage is for. Of tokens there is a row per draft, that of its first
+        rendering; of denoising steps one per rendering that is compared with others.
+        """
         return self._table(self._iterations(iterations), ADVANTAGES, None)
 
     def samples(
         self, *, prompt: str | None = None, iterations: Iterable[int] | None = None, images: bool = True
     ) -> pl.DataFrame:
         """Return what people look at: prompts with images or texts, reward, advantage, and each reward's value.
+
+        Where two streams are trained, reward and advantage are those of the sample's first stream, tokens before
+        denoising, and each stream's advantages are a column too: `advantages/tokens`, `advantages/denoising`.
 
         Args:
             prompt: text that the prompt contains, in upper or lower case; None for all prompts.
@@ -143,7 +151,10 @@ class StoredRun:
                     raise InputError("columns", name, f"The {stage} have no such column: {nearest_names(name, known)}.")
             return table.select(list(columns) if columns else pl.exclude(IMAGE))
 
-        return _joined([select(table).collect() for table in self._scan(folders, stage)])
+        scanned = self._scan(folders, stage)
+        if stage == ADVANTAGES:
+            return _joined([select_advantages(table, columns).collect() for table in scanned])
+        return _joined([select(table).collect() for table in scanned])
 
     def _samples(self, folders: Sequence[str], prompt: str | None, *, images: bool) -> pl.DataFrame:
         def select(table: pl.LazyFrame) -> pl.LazyFrame:
@@ -160,7 +171,7 @@ class StoredRun:
         values = self._table(folders, REWARDS, ("sample_id", "iteration", "reward", "value"))
         # The names of held-out samples are those of any other policy's too, and their iteration is its version.
         keys = ["sample_id", "iteration"]
-        for table in (advantages, _one_column_each(values, keys)):
+        for table in (*_rated(advantages, keys), _one_column_each(values, keys)):
             if not table.is_empty():
                 samples = samples.join(table, on=keys, how="left", maintain_order="left")
         return samples
@@ -192,6 +203,16 @@ def _artifacts(reader: RunReader, folder: str, stage: str) -> Iterator[str]:
             yield from (f"{each}/{REWARDS}/{label}" for label in reader.artifact_names(f"{each}/{REWARDS}"))
 
 
+def _rated(advantages: pl.DataFrame, keys: list[str]) -> Iterator[pl.DataFrame]:
+    """Yield reward and advantage of each sample, and of several streams the advantages by stream."""
+    if advantages.is_empty():
+        return
+    yield one_per_sample(advantages).drop(STREAM)
+    if advantages[STREAM].n_unique() > 1:
+        named = advantages.with_columns(pl.format("advantages/{}", STREAM).alias(STREAM))
+        yield named.pivot(STREAM, index=keys, values="advantage", maintain_order=True)
+
+
 def _one_column_each(values: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     """Return a column `rewards/<label>` per reward."""
     if values.is_empty():
@@ -201,7 +222,8 @@ def _one_column_each(values: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
 
 
 def _joined(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    return pl.concat(tables, how="vertical") if tables else pl.DataFrame()
+    # Tables of an earlier version lack columns.
+    return pl.concat(tables, how="diagonal") if tables else pl.DataFrame()
 
 
 def _chosen(chosen: Iterable[int] | None, stored: Sequence[int], what: str) -> list[int]:

@@ -20,6 +20,9 @@ ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "adva
 STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)
 """An iteration's stages in their order; the artifact of the update is a policy."""
 
+STATES = "states"
+"""Folder of an artifact of rollouts: the latents of their noisy denoising steps, which only an update reads."""
+
 SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
 STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
 POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"

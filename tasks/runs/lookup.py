@@ -12,7 +12,7 @@ from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import RUN_FILE, ArtifactStore
 from tasks.storage.filesystem.failures import translate_remote_errors
 from tasks.storage.filesystem.files import dump_checked, load_checked
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.tables.schemas import READABLE_VERSIONS
 
 CONFIG_FILE, CONFIG_SHA256 = "config.yaml", "config_sha256"
 _HINT = "Start the run again with its own command, which writes it again."
@@ -65,10 +65,10 @@ def require_schema(store: ArtifactStore) -> None:
     except InputError:
         # A damaged file has no known version; its readers report the damage.
         return
-    if isinstance(version, int) and version != SCHEMA_VERSION:
+    if isinstance(version, int) and version not in READABLE_VERSIONS:
         hint = (
-            f"This program reads version {SCHEMA_VERSION}, and nothing was changed. Start under a new run name, or use "
-            "the version that wrote it."
+            f"This program reads versions {spans(READABLE_VERSIONS)}, and nothing was changed. Start under a new run "
+            "name, or use the version that wrote it."
         )
         raise InputError(f"{store.run}/{RUN_FILE}", f"schema version {version}", hint)
 

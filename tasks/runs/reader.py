@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, is_later_round, parse_iteration
+from tasks.runs.layout import ADVANTAGES, EVALUATIONS, POLICIES, STATES, is_later_round, parse_iteration
 from tasks.storage.artifacts.reference import MANIFEST_ENDING, ArtifactRef, Manifest, read_manifest
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.filesystem.files import is_local
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.tables.schemas import READABLE_VERSIONS
 
 VERIFIED_BYTES = 512 * 2**20
 """How many bytes of artifacts that are not shown are verified: about a second of sha256."""
@@ -113,8 +113,9 @@ class RunReader:
         except (ValueError, TypeError) as error:
             self.report_damage(name, f"it is not a manifest, or was changed ({type(error).__name__})")
             return None
-        if reference.schema_version != SCHEMA_VERSION:
-            reason = f"schema version {reference.schema_version}; this program reads {SCHEMA_VERSION}"
+        if reference.schema_version not in READABLE_VERSIONS:
+            readable = " or ".join(map(str, READABLE_VERSIONS))
+            reason = f"schema version {reference.schema_version}; this program reads {readable}"
             self.report_damage(folder, reason)
             return None
         if manifest.pruned is not None:
@@ -126,9 +127,12 @@ class RunReader:
         return None if missing else StoredArtifact(reference, manifest)
 
     def verify(self, artifact: StoredArtifact, only: Iterable[str] | None = None) -> bool:
-        """Return whether the files, or `only` these of them, have the sha256 that the manifest states."""
+        """Return whether the files, or `only` these of them, have the sha256 that the manifest states.
+
+        The latents of denoising steps, which no report shows, are not read; a start of the run verifies them.
+        """
         folder, manifest, valid = artifact.reference.folder, artifact.manifest, True
-        for name in manifest.files if only is None else only:
+        for name in _shown(manifest.files) if only is None else only:
             try:
                 reason = self.store.files.damage_of(self.store.path(folder), manifest, name)
             except OSError as error:
@@ -145,7 +149,7 @@ class RunReader:
         folder = artifact.reference.folder
         if folder in self._verified:
             return True
-        paths = [self.store.path(f"{folder}/{name}") for name in artifact.manifest.files]
+        paths = [self.store.path(f"{folder}/{name}") for name in _shown(artifact.manifest.files)]
         size = sum(self.store.filesystem.size(path) or 0 for path in paths)
         if size > self._budget:
             self.unverified += 1
@@ -158,16 +162,24 @@ class RunReader:
         if is_local(self.store.filesystem):
             return Path(self.store.path(artifact.reference.folder)) if self.verify(artifact) else None
         target = fetched / artifact.reference.folder
-        reason = self.store.files.fetch(self.store.path(artifact.reference.folder), artifact.manifest, target)
+        place, names = self.store.path(artifact.reference.folder), _shown(artifact.manifest.files)
+        reason = self.store.files.fetch(place, artifact.manifest, target, names)
         if reason is not None:
             self.report_damage(artifact.reference.folder, reason)
         return None if reason is not None else target
 
     def local_folder(self, reference: ArtifactRef, fetched: Path) -> Path:
-        """Return the artifact's folder on this machine; a remote one is copied below `fetched` first."""
+        """Return the artifact's folder on this machine; a remote one is copied, without states."""
         if is_local(self.store.filesystem):
             return Path(self.store.path(reference.folder))
         target = fetched / reference.folder
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.store.filesystem.get(f"{self.store.path(reference.folder)}/", f"{target}/", recursive=True)
+        place = self.store.path(reference.folder)
+        for name in _shown(str(path).removeprefix(f"{place}/") for path in self.store.filesystem.find(place)):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            self.store.filesystem.get_file(f"{place}/{name}", str(target / name))
         return target
+
+
+def _shown(names: Iterable[str]) -> list[str]:
+    """Return the names of an artifact's files except those of states, which only an update reads."""
+    return [name for name in names if not name.startswith(f"{STATES}/")]

@@ -34,7 +34,7 @@ from tasks.runs.reader import RunReader
 from tasks.runs.records import SamplingRound, StoredEvaluation, StoredIteration
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.tables.schemas import SCHEMA_VERSION
+from tasks.storage.tables.schemas import READABLE_VERSIONS
 
 BEST = "best"
 """In place of a number: the policy version with the highest held-out reward."""
@@ -144,8 +144,8 @@ def _require(store: ArtifactStore, folder: str) -> ArtifactRef:
     found, place = store.find(folder), f"{store.run}/{folder}"
     if found is None:
         raise InputError(place, None, "It is missing, or one of its files was changed; choose other --iterations.")
-    if found.schema_version != SCHEMA_VERSION:
-        hint = f"This program reads version {SCHEMA_VERSION}; choose other --iterations."
+    if found.schema_version not in READABLE_VERSIONS:
+        hint = f"This program reads versions {spans(READABLE_VERSIONS)}; choose other --iterations."
         raise InputError(place, f"schema version {found.schema_version}", hint)
     return found
 

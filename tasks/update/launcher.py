@@ -45,7 +45,7 @@ def carry_out_together(
         LostStageError: a process was killed, or ended without saying why.
         RemoteStageError: a process raised an error of another class.
     """
-    refuse_unusable_placement(job.placement, job.update)
+    refuse_unusable_placement(job.placement, job.updates)
     _verify(job, store)
     if job.placement.device != "cpu" and torch.cuda.is_available():
         resource(ResidentPolicy).close()

@@ -1,4 +1,4 @@
-"""Stored rollouts joined with their advantages -> the rows that an update learns from."""
+"""Stored rollouts joined with their advantages -> the rows that the update of a stream's component learns from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.records import TrainingRows
-from tasks.rollouts.rows import padded, token_batch
+from grpo_core.streams import Stream
+from tasks.rollouts.rows import STORED_STREAMS
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
+
+_LEFT_ON_DISK = frozenset({"image", "completion", "support_ids"})
 
 
 @dataclass(frozen=True)
@@ -56,32 +55,32 @@ def read_training_rows(
     family: PolicyFamily,
     fetched: Path,
     *,
+    stream: Stream,
     max_staleness: int,
 ) -> StoredRows:
     """Read the rows of an update; rows without an advantage and rows of versions too far away are left out.
 
-    Text and images are not read. The tokens of all rows are in memory at once, about 13 bytes each. The ids that a
-    truncated sampler could choose, up to thousands for each token, stay on disk, and microbatches read their own.
+    Text and images are not read. What is large stays on disk, and microbatches read their own: states of denoising
+    steps, and the ids that a truncated sampler could choose.
 
     Args:
         fetched: folder for local files that the rows are read from; it can be deleted after the update.
+        stream: whose actions are trained; samples without an advantage in it are left out.
         max_staleness: maximum number of versions between a row's policy and this one; 0: only rows of this one.
 
     Raises:
         ValueError: the rollouts were sampled by other weights than the policy's and none may be stale, or no sample
-            has a reward, or all rows are too stale.
+            has a reward, or all rows are too stale, or states are missing.
     """
-    files = [
-        path
+    stored = STORED_STREAMS[stream]
+    folders = [
+        store.local_files(reference, fetched / f"{stream}-rollouts-{number}", without=stored.unread)
         for number, reference in enumerate(rollouts)
-        for path in sorted(store.local_files(reference, fetched / f"rollouts-{number}").glob("*.parquet"))
     ]
-    scored = store.local_files(advantages, fetched / "advantages")
-    scores = pl.read_parquet(sorted(scored.glob("*.parquet")), columns=["sample_id", "reward", "advantage"])
-    left_on_disk = ("image", "completion", "support_ids")
-    names = [[name for name in pl.read_parquet_schema(path) if name not in left_on_disk] for path in files]
-    table = pl.concat([pl.read_parquet(path, columns=columns) for path, columns in zip(files, names, strict=True)])
-    table = table.join(scores, on="sample_id", how="inner", validate="1:1", maintain_order="left")
+    scores = _read_scores(store.local_files(advantages, fetched / f"{stream}-advantages"), stream)
+    table = _read_samples(folders).join(scores, on="sample_id", how="inner", validate="1:1", maintain_order="left")
+    if table.is_empty():
+        raise ValueError(f"no sample has an advantage in its {stream}; compute advantages with rewards for this stream")
     if table["reward"].null_count() == table.height:
         raise ValueError(
             "every reward of every sample is null, so there is nothing to learn from; check the rewards' tables, "
@@ -103,15 +102,16 @@ def read_training_rows(
             "more staleness, or take rollouts of nearer versions"
         )
     first = table.row(0, named=True)
+    sampled = stored.read(kept, folders, fetched, first[stored.max_length])
     return StoredRows(
         rows=TrainingRows(
             sample_ids=tuple(kept["sample_id"]),
-            tokens=token_batch(kept, _mapped_support_ids(files, kept["sample_id"], fetched)),
-            rollout_logprobs=padded(kept["rollout_logprobs"]),
+            actions=sampled.actions,
+            rollout_logprobs=sampled.rollout_logprobs,
             advantages=kept["advantage"].cast(pl.Float32).to_torch(),
-            finished=kept["finished"].to_torch(),
+            finished=sampled.finished,
             on_policy=(kept["policy_digest"] == policy.digest).to_torch(),
-            max_length=first["max_length"],
+            max_length=sampled.max_length,
         ),
         settings=family.settings(first),
         staleness=tuple((kept["policy_version"] - policy.version).abs().to_list()),
@@ -119,13 +119,17 @@ def read_training_rows(
     )
 
 
-def _mapped_support_ids(files: Sequence[Path], kept: pl.Series, folder: Path) -> Tensor:
-    """Write the support ids of the kept rows to one file, in their order, and map it into memory."""
-    path = folder / "support_ids"
-    with path.open("wb") as output:
-        for file in files:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=16, columns=["sample_id", "support_ids"]):
-                rows = batch.filter(pc.is_in(batch["sample_id"], kept.to_arrow()))
-                output.write(rows["support_ids"].flatten().to_numpy(zero_copy_only=False).tobytes())
-    entries = path.stat().st_size // torch.int32.itemsize
-    return torch.from_file(str(path), size=entries, dtype=torch.int32) if entries else torch.zeros(0, dtype=torch.int32)
+def _read_samples(folders: Sequence[Path]) -> pl.DataFrame:
+    files = [path for folder in folders for path in sorted(folder.glob("*.parquet"))]
+    names = [[name for name in pl.read_parquet_schema(path) if name not in _LEFT_ON_DISK] for path in files]
+    tables = [pl.read_parquet(path, columns=columns) for path, columns in zip(files, names, strict=True)]
+    # Tables of an older schema version lack columns.
+    return pl.concat(tables, how="diagonal")
+
+
+def _read_scores(folder: Path, stream: Stream) -> pl.DataFrame:
+    """Return rewards and advantages of a stream; tables of schema version 5 have those of tokens only."""
+    scores = pl.scan_parquet(sorted(folder.glob("*.parquet")))
+    if "stream" not in scores.collect_schema().names():
+        scores = scores.with_columns(stream=pl.lit("tokens"))
+    return scores.filter(pl.col("stream") == stream).select("sample_id", "reward", "advantage").collect()

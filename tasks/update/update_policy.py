@@ -9,6 +9,7 @@ from configs.sections import PlacementSection
 from configs.training import UpdateSection
 from grpo_core.losses import custom_loss_digest
 from grpo_core.policies.protocol import family_module
+from grpo_core.streams import Stream
 from grpo_core.update import SINGLE_PROCESS
 from tasks.execution.caching import stage_task
 from tasks.execution.out_of_memory import halve_on_out_of_memory
@@ -41,10 +42,18 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         "rollouts": [rollouts.digest for rollouts in inputs["rollouts"]],
         "max_staleness": inputs["max_staleness"],
         "advantages": inputs["advantages"].digest,
-        "update": inputs["update"].result_settings(),
-        "custom_loss": custom_loss_digest(inputs["update"].loss),
+        **_described_updates(inputs["updates"]),
         "seed": inputs["seed"],
     }
+
+
+def _described_updates(updates: Mapping[Stream, UpdateSection]) -> Mapping[str, Any]:
+    """Return what the updates are: under one name for one component, by stream for several."""
+    described: dict[str, Mapping[str, Any]] = {
+        stream: {"update": update.result_settings(), "custom_loss": custom_loss_digest(update.loss)}
+        for stream, update in updates.items()
+    }
+    return described if len(described) > 1 else next(iter(described.values()))
 
 
 def _modules(inputs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -58,31 +67,34 @@ def update_policy_task(
     rollouts: tuple[ArtifactRef, ...],
     advantages: ArtifactRef,
     model: ModelSpec,
-    update: UpdateSection,
+    updates: Mapping[Stream, UpdateSection],
     seed: int,
     max_staleness: int,
     title: str,
     placement: PlacementSection,
 ) -> PolicyRef:
-    """Check parity, train on the stored rollouts, and commit the next version."""
+    """Check parity, train every component on its stored rollouts, and commit the next version."""
     job = UpdateJob(
         policy=policy,
         rollouts=rollouts,
         advantages=advantages,
         model=model,
-        update=update,
+        updates=updates,
         seed=seed,
         max_staleness=max_staleness,
         placement=placement,
     )
 
-    def run(size: int) -> PolicyRef:
-        sized = update.model_copy(update={"micro_batch_size": size})
-        return _update(job.model_copy(update={"update": sized}), title)
+    largest = max(update.micro_batch_size for update in updates.values())
 
-    return halve_on_out_of_memory(
-        f"{title}: {STAGE}", current_store().run, "update.micro_batch_size", update.micro_batch_size, run
-    )
+    def run(size: int) -> PolicyRef:
+        sized = {
+            stream: update.model_copy(update={"micro_batch_size": max(1, update.micro_batch_size * size // largest)})
+            for stream, update in updates.items()
+        }
+        return _update(job.model_copy(update={"updates": sized}), title)
+
+    return halve_on_out_of_memory(f"{title}: {STAGE}", current_store().run, "update.micro_batch_size", largest, run)
 
 
 def _update(job: UpdateJob, title: str) -> PolicyRef:

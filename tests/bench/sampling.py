@@ -43,7 +43,7 @@ def measure() -> Iterator[Row]:
 
 def _policy(side: int) -> GlmImagePolicy:
     settings = GlmImageSettings(side, side, num_inference_steps=4, guidance_scale=1.0)
-    return GlmImagePolicy.load(GLM_IMAGE, settings, TrainingChoice(lora=LoraSettings(16, 32.0)))
+    return GlmImagePolicy.load(GLM_IMAGE, settings, {"tokens": TrainingChoice(lora=LoraSettings(16, 32.0))})
 
 
 def _bare_pipeline() -> Any:
@@ -59,10 +59,10 @@ def _tokens(rows: int, side: int, rounds: int, goal: float | None) -> Row:
     policy, pipeline = _policy(side), _bare_pipeline()
     prompts = PROMPTS[: max(1, rows // 8)]
     repeated = [prompt for prompt in prompts for _ in range(rows // len(prompts))]
-    tokens = policy.grids.tokens
+    tokens = policy.tokens.grids.tokens
     ours, theirs = alternate(
         rounds,
-        lambda: policy.sample(prompts, group_size=rows // len(prompts), seeds=range(rows)),
+        lambda: policy.tokens.sample(prompts, rows // len(prompts), range(rows)),
         lambda: pipeline.generate_prior_tokens(repeated, side, side),
     )
     # Theirs samples the end slot too.
@@ -78,8 +78,8 @@ def _tokens(rows: int, side: int, rounds: int, goal: float | None) -> Row:
 
 def _images() -> Row:
     policy, pipeline = _policy(64), _bare_pipeline()
-    sampled = policy.sample(PROMPTS[:1], group_size=IMAGES, seeds=range(IMAGES)).tokens
-    grids = policy.grids
+    sampled = policy.tokens.sample(PROMPTS[:1], IMAGES, range(IMAGES)).actions
+    grids = policy.tokens.grids
     large = sampled.token_ids[:, grids.preview.tokens :].reshape(IMAGES, grids.large.rows, grids.large.columns)
     prior = large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 

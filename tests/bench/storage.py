@@ -196,4 +196,5 @@ def write_run(root: Path, iterations: int, rows: int) -> None:
             each.label: score_reward_task.fn(rollouts, each, f"{folder}/rewards", title, config.placement)
             for each in mix
         }
-        compute_advantages_task.fn((SamplingRound(rollouts, scored),), mix, config.advantages, folder, title)
+        rounds = (SamplingRound(rollouts, scored),)
+        compute_advantages_task.fn(rounds, config.streams, mix, config.advantages, folder, title)

@@ -63,8 +63,8 @@ def test_every_file_of_a_gpu_is_there() -> None:
 def estimate_of(config: RunConfig) -> MemoryEstimate:
     assert config.policy.model == RELEASED_MODEL
     policy = config.policy
-    choice = TrainingChoice(policy.lora, policy.frozen, config.reference_placement, policy.gradient_checkpointing)
-    return doctor.estimate_model(config, choice).memory
+    choice = TrainingChoice(policy.lora, policy.frozen, config.references["tokens"], policy.gradient_checkpointing)
+    return doctor.estimate_model(config, {"tokens": choice}).memory
 
 
 @pytest.mark.parametrize(("name", "memory"), GPUS.items())

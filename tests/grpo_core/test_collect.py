@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_core.collect import GroupRequest, RolloutGroup, collect_rollouts
+from grpo_core.collect import collect_rollouts
 from grpo_core.errors import NonFiniteError
+from grpo_core.groups import GroupRequest, RolloutGroup
+from grpo_core.records import TokenBatch
 from tests.grpo_core.toy_policy import TablePolicy
 
 
@@ -23,10 +26,18 @@ def collected(requests: list[GroupRequest], prompts_per_batch: int) -> list[Roll
     return list(collect_rollouts(TablePolicy(3), requests, prompts_per_batch=prompts_per_batch))
 
 
+def tokens_of(group: RolloutGroup) -> TokenBatch:
+    return group.streams["tokens"].actions
+
+
+def logprobs_of(group: RolloutGroup) -> Tensor:
+    return group.streams["tokens"].rollout_logprobs
+
+
 def same(first: RolloutGroup, second: RolloutGroup) -> bool:
     return (
-        torch.equal(first.tokens.token_ids, second.tokens.token_ids)
-        and torch.equal(first.rollout_logprobs, second.rollout_logprobs)
+        torch.equal(tokens_of(first).token_ids, tokens_of(second).token_ids)
+        and torch.equal(logprobs_of(first), logprobs_of(second))
         and [output.tobytes() for output in first.outputs] == [output.tobytes() for output in second.outputs]
     )
 
@@ -35,7 +46,7 @@ def same(first: RolloutGroup, second: RolloutGroup) -> bool:
 def test_groups_come_in_order_and_do_not_depend_on_the_batch(prompts_per_batch: int) -> None:
     groups = collected(REQUESTS, prompts_per_batch)
     assert [group.request for group in groups] == REQUESTS
-    assert [group.tokens.prompts for group in groups] == [(request.prompt,) * 3 for request in REQUESTS]
+    assert [tokens_of(group).prompts for group in groups] == [(request.prompt,) * 3 for request in REQUESTS]
     for group, request in zip(groups, REQUESTS, strict=True):
         assert same(group, collected([request], 1)[0])
 
@@ -44,7 +55,7 @@ def test_images_are_of_their_tokens_and_noise() -> None:
     """The table's image is one pixel: its first two ids, and its noise seed."""
     for group, request in zip(collected(REQUESTS, 2), REQUESTS, strict=True):
         expected = [
-            (*ids[:2], seed) for ids, seed in zip(group.tokens.token_ids.tolist(), request.noise_seeds, strict=True)
+            (*ids[:2], seed) for ids, seed in zip(tokens_of(group).token_ids.tolist(), request.noise_seeds, strict=True)
         ]
         assert [image.getpixel((0, 0)) for image in group.outputs] == expected
 
@@ -59,7 +70,7 @@ def test_occurrences_of_one_prompt_are_groups_of_their_own() -> None:
 def test_log_probs_are_those_of_the_tokens_beside_them() -> None:
     policy = TablePolicy(3)
     for group in collect_rollouts(policy, REQUESTS, prompts_per_batch=2):
-        torch.testing.assert_close(policy.logprobs(group.tokens).logprobs.detach(), group.rollout_logprobs)
+        torch.testing.assert_close(policy.logprobs(tokens_of(group)).logprobs.detach(), logprobs_of(group))
 
 
 def test_the_first_group_is_there_before_the_last_is_sampled() -> None:
@@ -86,9 +97,18 @@ def test_the_reference_is_asked_where_the_reward_needs_it() -> None:
     with torch.no_grad():
         policy.table.mul_(2)
     for group in collect_rollouts(policy, REQUESTS, prompts_per_batch=2, with_reference=True, rows_per_pass=2):
-        assert group.ref_logprobs is not None
-        torch.testing.assert_close(group.ref_logprobs, policy.reference_logprobs(group.tokens))
-        assert not torch.allclose(group.ref_logprobs, group.rollout_logprobs)
-        assert group.scored_logprobs is not None
-        torch.testing.assert_close(group.scored_logprobs, group.rollout_logprobs)
-    assert all(group.ref_logprobs is None for group in collected(REQUESTS, 2))
+        compared = group.compared["tokens"]
+        torch.testing.assert_close(compared.reference, policy.reference_logprobs(tokens_of(group)))
+        assert not torch.allclose(compared.reference, logprobs_of(group))
+        torch.testing.assert_close(compared.scored, logprobs_of(group))
+    assert not any(group.compared for group in collected(REQUESTS, 2))
+
+
+def test_a_draft_is_sampled_once_and_stands_beside_each_of_its_renderings() -> None:
+    policy = TablePolicy(3)
+    request = GroupRequest("2", ("a", "b", "c", "d"), seeds=(5, 5, 5, 6), noise_seeds=(1, 2, 3, 1))
+    (group,) = collect_rollouts(policy, [request], prompts_per_batch=1)
+    (alone,) = collected([request_for("2", 5, 2)], 1)
+    assert torch.equal(tokens_of(group).token_ids, tokens_of(alone).token_ids[[0, 0, 0, 1]])
+    assert [image.getpixel((0, 0))[2] for image in group.outputs] == [1, 2, 3, 1]
+    assert [len(prompts) for prompts, _ in policy.batches] == [1]

@@ -32,10 +32,10 @@ def test_selected_rows_stay_together_in_the_order_asked_for() -> None:
     known = replace(rows(), old_logprobs=IDS.float() * 2, old_entropy=IDS.float() * 3, ref_logprobs=IDS.float() * 4)
     chosen = known.select([2, 0, 2])
     assert chosen.sample_ids == ("s2", "s0", "s2")
-    assert chosen.tokens.prompts == ("c", "a", "c")
-    assert chosen.tokens.token_ids.tolist() == [[4, 5], [0, 1], [4, 5]]
-    assert chosen.tokens.loss_mask.tolist() == [[True, True]] * 3
-    assert chosen.tokens.temperature == 0.9
+    assert chosen.actions.prompts == ("c", "a", "c")
+    assert chosen.actions.token_ids.tolist() == [[4, 5], [0, 1], [4, 5]]
+    assert chosen.actions.loss_mask.tolist() == [[True, True]] * 3
+    assert chosen.actions.temperature == 0.9
     assert chosen.rollout_logprobs.tolist() == [[-4.0, -5.0], [0.0, -1.0], [-4.0, -5.0]]
     assert chosen.advantages.tolist() == [3.0, 1.0, 3.0]
     assert chosen.finished.tolist() == [True, True, True]

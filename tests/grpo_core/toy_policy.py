@@ -1,6 +1,6 @@
 """The smallest policy there is: a table of logits, whose log-probs and gradients can be worked out by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from grpo_core.groups import GroupRequest, RolloutGroup
 from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import entropy_of, gather_logprobs
-from grpo_core.records import Entropies, SampledTokens, TokenBatch, TokenLogprobs, TrainingRows
+from grpo_core.policies.drafts import sample_drafts
+from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch, TrainingRows
 from grpo_core.sampling import draw_tokens, uniform_numbers
+from grpo_core.streams import Stream
 
 
 class TablePolicy:
@@ -36,9 +39,18 @@ class TablePolicy:
     def _distributions(self, table: Tensor, prompts: Sequence[str], temperature: float) -> Tensor:
         return torch.log_softmax(table[[int(prompt) for prompt in prompts]] / temperature, -1)
 
+    @property
+    def components(self) -> Mapping[Stream, "TablePolicy"]:
+        return {"tokens": self}
+
+    def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
+        for request, drafts in sample_drafts(requests, self.sample_tokens):
+            images = self.render(drafts.actions, noise_seeds=request.noise_seeds)
+            yield RolloutGroup(request, {"tokens": drafts}, tuple(images))
+
     @torch.no_grad()
-    def sample(
-        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+    def sample_tokens(
+        self, prompts: Sequence[str], group_size: int, seeds: Sequence[int], size: ImageSize | None = None
     ) -> SampledTokens:
         self.batches.append((tuple(prompts), size))
         rows = tuple(prompt for prompt in prompts for _ in range(group_size))
@@ -49,7 +61,7 @@ class TablePolicy:
         mask = torch.ones_like(ids, dtype=torch.bool)
         finished = torch.ones(len(rows), dtype=torch.bool)
         logprobs, prompt_lengths = gather_logprobs(distributions, ids), torch.tensor([len(row) for row in rows])
-        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), logprobs, finished, prompt_lengths)
+        return SampledTokens(TokenBatch(rows, ids, mask, 1.0), logprobs, finished, self.max_length, prompt_lengths)
 
     def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[Image.Image]:
         assert len(noise_seeds) == len(tokens)
@@ -58,18 +70,19 @@ class TablePolicy:
             for ids, seed in zip(tokens.token_ids.tolist(), noise_seeds, strict=True)
         ]
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant") -> TokenLogprobs:
+    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant", kl: bool = False) -> ActionLogprobs:
         if torch.is_grad_enabled():
             self.seen.append(tokens.prompts)
         return self._score(self.table, tokens, entropy=entropy)
 
-    def _score(self, table: Tensor, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
+    def _score(self, table: Tensor, tokens: TokenBatch, *, entropy: Entropies) -> ActionLogprobs:
         time = tokens.token_ids.shape[1]
         distributions = self._distributions(table, tokens.prompts, tokens.temperature)[:, :time]
         scored = gather_logprobs(distributions, tokens.token_ids)
         entropies = torch.zeros_like(scored) if entropy == "none" else entropy_of(distributions)
         entropies = entropies if entropy == "differentiable" else entropies.detach()
-        return TokenLogprobs(torch.where(tokens.loss_mask, scored, 0.0), torch.where(tokens.loss_mask, entropies, 0.0))
+        masked = [torch.where(tokens.loss_mask, values, 0.0) for values in (scored, entropies)]
+        return ActionLogprobs(*masked, kl=torch.zeros_like(scored))
 
     @torch.no_grad()
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
@@ -95,13 +108,13 @@ class TablePolicy:
 def sampled_rows(policy: TablePolicy, advantages: Sequence[float], *, seed: int = 0) -> TrainingRows:
     """One row a prompt, sampled by the policy, with these advantages."""
     prompts = [str(row) for row in range(len(advantages))]
-    sampled = policy.sample(prompts, group_size=1, seeds=[seed + row for row in range(len(advantages))])
+    sampled = policy.sample_tokens(prompts, group_size=1, seeds=[seed + row for row in range(len(advantages))])
     return TrainingRows(
         sample_ids=tuple(f"s{row}" for row in range(len(advantages))),
-        tokens=sampled.tokens,
+        actions=sampled.actions,
         rollout_logprobs=sampled.rollout_logprobs,
         advantages=torch.tensor(advantages),
         finished=sampled.finished,
         on_policy=torch.ones(len(advantages), dtype=torch.bool),
-        max_length=policy.max_length,
+        max_length=sampled.max_length,
     )

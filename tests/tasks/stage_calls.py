@@ -6,10 +6,11 @@ from typing import Any
 import polars as pl
 
 from configs.scoring import RewardSection
-from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection
+from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection, UpdateSection
 from grpo_core.rewards.image_statistics.statistics import JpegReward
 from grpo_core.rewards.reward import Score, ScoringBatch
+from grpo_core.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
@@ -26,7 +27,7 @@ from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.update_policy import update_policy_task
 from tests.tiny_policy import MODEL
 
-ROLLOUT = ImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
+ROLLOUT = GlmImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0)
 PLACEMENT = PlacementSection(device="cpu")
 MIX = (RewardSection(reward="jpeg", settings={"direction": "compressible"}),)
 UPDATE = UpdateSection(learning_rate=1e-3, minibatch_size=2)
@@ -53,12 +54,18 @@ def plan(
         for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
     return plan_round(
-        prompts, seed=11, iteration=iteration, sampling_round=sampling_round, group_size=2, shared_noise=True
+        prompts,
+        seed=11,
+        iteration=iteration,
+        sampling_round=sampling_round,
+        renderings=(1, 1),
+        shared_noise=True,
+        window_start=None,
     )
 
 
 def collect(
-    policy: PolicyRef, planned: RolloutPlan, rollout: ImageRolloutSection = ROLLOUT, *, with_reference: bool = False
+    policy: PolicyRef, planned: RolloutPlan, rollout: GlmImageRolloutSection = ROLLOUT, *, with_reference: bool = False
 ) -> ArtifactRef:
     return collect_rollouts_task.fn(policy, planned, spec(), rollout, with_reference, PLACEMENT)
 
@@ -85,9 +92,10 @@ def compare_rounds(
     rounds: tuple[SamplingRound, ...],
     folder: str = "iteration_000001",
     mix: tuple[RewardSection, ...] = MIX,
+    streams: tuple[Stream, ...] = ("tokens",),
     **settings: Any,
 ) -> ArtifactRef:
-    return compute_advantages_task.fn(rounds, mix, AdvantagesSection(**settings), folder, "iteration 1")
+    return compute_advantages_task.fn(rounds, streams, mix, AdvantagesSection(**settings), folder, "iteration 1")
 
 
 def update(

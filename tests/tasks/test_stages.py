@@ -101,6 +101,6 @@ def test_the_parity_tolerance_follows_the_precision_unless_configured(
     policy: dict[str, Any], largest: float, mean: float
 ) -> None:
     section = PolicySection(model="m", **policy)
-    assert ParitySection().tolerance(in_fp32=section.in_fp32) == ParityTolerance(largest, mean)
+    assert ParitySection().tolerance("tokens", in_fp32=section.in_fp32) == ParityTolerance(largest, mean)
     configured = ParitySection(max_difference=0.5)
-    assert configured.tolerance(in_fp32=section.in_fp32) == ParityTolerance(0.5, mean)
+    assert configured.tolerance("tokens", in_fp32=section.in_fp32) == ParityTolerance(0.5, mean)

@@ -124,7 +124,7 @@ def _wrong_logprobs(model: Any) -> str | None:
     rule = SamplingRule(_IDS, temperature=1.0, truncation=Truncation(), ends=(), stops=None, max_tokens=_TOKENS)
     prompts = pad_left(_PROMPTS, model.device)
     sampled = sample_completions(model, prompts, names, rows, rule, range(len(rows)))
-    ids = sampled.tokens.token_ids.to(model.device)
+    ids = sampled.actions.token_ids.to(model.device)
     scored = score_completions(
         model,
         prompts.select(rows),

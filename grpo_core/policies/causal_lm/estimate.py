@@ -1,10 +1,13 @@
 """The GPU memory and disk space of a causal language model; no stage of a run computes it."""
 
+from collections.abc import Mapping
+
 from grpo_core.policies.causal_lm.adapters import build_on_meta
 from grpo_core.policies.causal_lm.loading import read_config
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.estimate import MemoryEstimate, MemoryPart, ModelEstimate, TransformerEstimate, Workload
 from grpo_core.policies.trained import TrainingChoice
+from grpo_core.streams import Stream
 
 PROMPT_TOKENS = 512
 """Assumed number of ids of the longest prompt of a batch."""
@@ -13,13 +16,18 @@ AFTER_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration fields that announce an operation after the output head."""
 
 
-def estimate(model: str, settings: CausalLMSettings, choice: TrainingChoice, workload: Workload) -> ModelEstimate:
+def estimate(
+    model: str,
+    settings: CausalLMSettings,
+    choices: Mapping[Stream, TrainingChoice],
+    workloads: Mapping[Stream, Workload],
+) -> ModelEstimate:
     """Estimate the GPU memory and disk space that the model needs; nothing is loaded.
 
     Raises:
         InputError: its configuration is not on this machine, or no parameter is trained.
     """
-    config = read_config(model)
+    config, choice, workload = read_config(model), choices["tokens"], workloads["tokens"]
     text = config.get_text_config()
     transformer = TransformerEstimate(build_on_meta(model, config, choice), choice, workload, text)
     # The last sampled token is never fed back.

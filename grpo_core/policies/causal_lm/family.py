@@ -10,6 +10,7 @@ from grpo_core.errors import InputError
 from grpo_core.modality import Modality
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, refuse_missing_folder
 from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,7 @@ class CausalLMFamily:
     """Causal language models as a PolicyFamily."""
 
     modality: Modality = "text"
+    streams: tuple[Stream, ...] = ("tokens",)
 
     def settings(self, values: Mapping[str, Any]) -> CausalLMSettings:
         """Return the sampling settings from a configuration section or a stored row."""
@@ -35,7 +37,7 @@ class CausalLMFamily:
         self,
         model: str,
         settings: CausalLMSettings,
-        choice: "TrainingChoice",
+        choices: Mapping[Stream, "TrainingChoice"],
         *,
         dtype: "torch.dtype",
         device: "torch.device",
@@ -48,7 +50,7 @@ class CausalLMFamily:
         return CausalLMPolicy.load(
             model,
             settings,
-            choice,
+            choices,
             dtype=dtype,
             device=device,
             autocast=autocast,
@@ -85,17 +87,17 @@ class CausalLMFamily:
         for prompt in dict.fromkeys(prompts):
             require_room(prompt, len(prompt_ids(tokenizer, settings, prompt)), settings, context)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
         """Write the model with trained weights, and its tokenizer's files as they are."""
         import torch
 
         from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
         from grpo_core.policies.trained import save_whole
 
-        save_whole(weights, folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
+        save_whole(weights["tokens"], folder, lambda: load_model(str(base), dtype=dtype, device=torch.device("cpu")))
         copy_tokenizer(base, folder)
 
-    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
+    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
         """Return what adapters leave out, and whether the model has yet to be tried; it is built on the meta device.
 
         Raises:
@@ -105,7 +107,7 @@ class CausalLMFamily:
         from grpo_core.policies.causal_lm.compatibility import refuse_incompatible
         from grpo_core.policies.causal_lm.loading import read_config
 
-        config = read_config(model)
+        config, choice = read_config(model), choices["tokens"]
         trained, notes = build_on_meta(model, config, choice), []
         if not refuse_incompatible(model, config):
             notes.append(

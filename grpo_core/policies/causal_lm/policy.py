@@ -1,12 +1,13 @@
 """Causal language models behind the Policy protocol. Templates and end tokens are known only in this package."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_core.groups import GroupRequest, RolloutGroup
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.causal_lm.adapters import train_causal_lm
 from grpo_core.policies.causal_lm.compatibility import refuse_incompatible, refuse_incompatible_model
@@ -22,21 +23,23 @@ from grpo_core.policies.causal_lm.prompts import EncodedPrompts, encode_prompts,
 from grpo_core.policies.causal_lm.sampling import SamplingRule, StopTexts, end_tokens, sample_completions
 from grpo_core.policies.causal_lm.scoring import head_gives_logits, score_completions
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.trained import (
+    TrainedComponent,
     TrainedModel,
-    TrainedPolicy,
     TrainingChoice,
     refuse_unscaled_float16,
     use_attention,
 )
 from grpo_core.policies.trained import autocast as autocast_to
-from grpo_core.records import Entropies, SampledTokens, TokenBatch, TokenLogprobs
+from grpo_core.records import ActionLogprobs, Entropies, SampledTokens, TokenBatch
+from grpo_core.streams import Stream
 
 CPU = torch.device("cpu")
 
 
-class CausalLMPolicy(TrainedPolicy):
-    """A text model that answers prompts."""
+class CausalLMPolicy(TrainedComponent[TokenBatch]):
+    """A text model that answers prompts; it is its only component."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class CausalLMPolicy(TrainedPolicy):
         cls,
         model: str,
         settings: CausalLMSettings,
-        choice: TrainingChoice,
+        choices: Mapping[Stream, TrainingChoice],
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
@@ -83,7 +86,8 @@ class CausalLMPolicy(TrainedPolicy):
         use_attention(base, attn_implementation)
         if not tried:
             refuse_incompatible_model(model, base)
-        trained = train_causal_lm(base, choice, base_name=model, initial_state=lambda: read_initial_state(model, dtype))
+        choice, initial_state = choices["tokens"], lambda: read_initial_state(model, dtype)
+        trained = train_causal_lm(base, choice, base_name=model, initial_state=initial_state)
         return cls(trained, tokenizer, settings, autocast=autocast)
 
     def sample_with(self, settings: CausalLMSettings) -> None:
@@ -118,8 +122,18 @@ class CausalLMPolicy(TrainedPolicy):
         rows = torch.tensor([places[prompt] for prompt in prompts], device=self._device)
         return self._encode(list(places)), rows
 
-    def sample(
-        self, prompts: Sequence[str], *, group_size: int, seeds: Sequence[int], size: ImageSize | None = None
+    @property
+    def components(self) -> Mapping[Stream, "CausalLMPolicy"]:
+        """The model itself, whose actions are tokens."""
+        return {"tokens": self}
+
+    def sample(self, requests: Sequence[GroupRequest]) -> Iterator[RolloutGroup]:
+        """Sample the completions of all groups at once."""
+        for request, drafts in sample_drafts(requests, self.sample_tokens):
+            yield RolloutGroup(request, {"tokens": drafts}, tuple(self.decode(drafts.actions)))
+
+    def sample_tokens(
+        self, prompts: Sequence[str], group_size: int, seeds: Sequence[int], size: ImageSize | None = None
     ) -> SampledTokens:
         """Sample `group_size` token sequences for each prompt, siblings next to each other."""
         assert size is None, "texts have no size"
@@ -137,11 +151,8 @@ class CausalLMPolicy(TrainedPolicy):
         with self._sampling(self._device):
             return sample_completions(self._model, encoded, requested, rows, rule, seeds)
 
-    def render(self, tokens: TokenBatch, *, noise_seeds: Sequence[int]) -> list[str]:
-        """Return the completions as texts, without special tokens, and cut before the first stop text.
-
-        Text generation has no noise besides its tokens; the seeds are ignored.
-        """
+    def decode(self, tokens: TokenBatch) -> list[str]:
+        """Return the completions as texts, without special tokens, and cut before the first stop text."""
         texts = []
         for ids, mask in zip(tokens.token_ids, tokens.loss_mask, strict=True):
             written = ids[mask].tolist()
@@ -150,18 +161,19 @@ class CausalLMPolicy(TrainedPolicy):
             texts.append(self.stops.cut(self.stops.decode(written)))
         return texts
 
-    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
+    def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
+        assert not kl, "the KL over a vocabulary is estimated from log-probs"
         device = self._device
-        encoded, rows = self._distinct(tokens.prompts)
+        encoded, rows = self._distinct(actions.prompts)
         with self._precision():
             return score_completions(
                 _unwrapped(model),
                 encoded.select(rows),
-                tokens.token_ids.to(device),
-                tokens.loss_mask.to(device),
+                actions.token_ids.to(device),
+                actions.loss_mask.to(device),
                 vocabulary=self.vocabulary,
-                temperature=tokens.temperature,
-                support=tokens.support,
+                temperature=actions.temperature,
+                support=actions.support,
                 entropy=entropy,
                 whole_logits=self.whole_logits,
             )

@@ -202,4 +202,5 @@ class _Written:
         support = None if self.recorder is None else self.recorder.support()
         ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
         tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support)
-        return SampledTokens(tokens, self.logprobs[:, :time].cpu(), self.finished.cpu(), prompt_lengths.cpu())
+        logprobs, finished = self.logprobs[:, :time].cpu(), self.finished.cpu()
+        return SampledTokens(tokens, logprobs, finished, self.rule.max_tokens, prompt_lengths.cpu())

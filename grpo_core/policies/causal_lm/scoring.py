@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_core.logprobs import score_hidden
 from grpo_core.policies.causal_lm.prompts import EncodedPrompts
-from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
+from grpo_core.records import ActionLogprobs, Entropies, TokenSupport
 
 _PROBE_LOGIT = 100.0
 
@@ -24,7 +24,7 @@ def score_completions(
     support: TokenSupport | None,
     entropy: Entropies,
     whole_logits: bool,
-) -> TokenLogprobs:
+) -> ActionLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
     Args:

@@ -19,7 +19,7 @@ from grpo_core.image_size import ImageSize
 from grpo_core.logprobs import Head, gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.policies.glm_image.decode_step import DecodeStep
 from grpo_core.policies.kv_cache import grow_in_place
-from grpo_core.records import Entropies, TokenLogprobs, TokenSupport
+from grpo_core.records import ActionLogprobs, Entropies, TokenSupport
 from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
 from grpo_core.sampling_settings import Truncation
 
@@ -193,7 +193,7 @@ def score_tokens(
     temperature: float,
     support: TokenSupport | None = None,
     entropy: Entropies = "constant",
-) -> TokenLogprobs:
+) -> ActionLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, ids and temperature of their sampling.
 
     Args:

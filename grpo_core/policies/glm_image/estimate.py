@@ -1,5 +1,7 @@
 """The GPU memory and disk space of GLM-Image; no stage of a run computes it."""
 
+from collections.abc import Mapping
+
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.estimate import (
     MemoryEstimate,
@@ -10,15 +12,21 @@ from grpo_core.policies.estimate import (
     count_parameters,
 )
 from grpo_core.policies.glm_image.loading import Components, build_on_meta, find_configs
-from grpo_core.policies.glm_image.policy import train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings, token_grids
+from grpo_core.policies.glm_image.token_model import train_token_model
 from grpo_core.policies.trained import TrainingChoice
+from grpo_core.streams import Stream
 
 PROMPT_TOKENS = 256
 """Assumed number of ids of the longest prompt of a batch, grid tags included."""
 
 
-def estimate(model: str, settings: GlmImageSettings, choice: TrainingChoice, workload: Workload) -> ModelEstimate:
+def estimate(
+    model: str,
+    settings: GlmImageSettings,
+    choices: Mapping[Stream, TrainingChoice],
+    workloads: Mapping[Stream, Workload],
+) -> ModelEstimate:
     """Estimate the GPU memory and disk space that the model needs; nothing is loaded.
 
     A batch has images of one size, and a microbatch may: each part of the memory is that of the size that needs most.
@@ -26,7 +34,7 @@ def estimate(model: str, settings: GlmImageSettings, choice: TrainingChoice, wor
     Raises:
         InputError: its configurations are not on this machine, or no parameter is trained.
     """
-    configs = find_configs(model)
+    configs, choice, workload = find_configs(model), choices["tokens"], workloads["tokens"]
     networks = build_on_meta(configs)
     trained = train_token_model(networks.autoregressive, choice, model, initial_state=dict)
     text = configs.autoregressive.text_config

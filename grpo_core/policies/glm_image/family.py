@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.modality import Modality
-from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, refuse_missing_folder, token_grids
+from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
+from grpo_core.policies.pipeline_files import refuse_missing_folder
 from grpo_core.policies.protocol import PolicyFamily
+from grpo_core.streams import Stream
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,7 @@ class GlmImageFamily:
     """GLM-Image as a PolicyFamily; the models' libraries are imported on first use, because that takes seconds."""
 
     modality: Modality = "image"
+    streams: tuple[Stream, ...] = ("tokens", "denoising")
 
     def settings(self, values: Mapping[str, Any]) -> GlmImageSettings:
         """Return the sampling settings from a configuration section or a stored row."""
@@ -30,7 +33,7 @@ class GlmImageFamily:
         self,
         model: str,
         settings: GlmImageSettings,
-        choice: "TrainingChoice",
+        choices: Mapping[Stream, "TrainingChoice"],
         *,
         dtype: "torch.dtype",
         device: "torch.device",
@@ -43,7 +46,7 @@ class GlmImageFamily:
         return GlmImagePolicy.load(
             model,
             settings,
-            choice,
+            choices,
             dtype=dtype,
             device=device,
             autocast=autocast,
@@ -66,18 +69,24 @@ class GlmImageFamily:
 
         refuse_unusable_prompts(model, prompts)
 
-    def save_whole(self, base: Path, weights: Path, folder: Path, *, dtype: "torch.dtype") -> None:
-        """Write the pipeline with trained weights in its token model, and its other parts as they are."""
-        from grpo_core.policies.glm_image.loading import save_pipeline
+    def save_whole(self, base: Path, weights: Mapping[Stream, Path], folder: Path, *, dtype: "torch.dtype") -> None:
+        """Write the pipeline with trained weights in its trained parts, and its other parts as they are."""
+        from grpo_core.policies.glm_image.loading import trained_parts
+        from grpo_core.policies.trained import save_pipeline
 
-        save_pipeline(base, weights, folder, dtype)
+        save_pipeline(base, folder, trained_parts(base, weights, dtype))
 
-    def check_choice(self, model: str, choice: "TrainingChoice") -> tuple[str, ...]:
-        """Raise InputError if the choice matches nothing in the model, which is built on the meta device."""
+    def check_choices(self, model: str, choices: Mapping[Stream, "TrainingChoice"]) -> tuple[str, ...]:
+        """Raise InputError if a choice matches nothing in the model, which is built on the meta device."""
+        from grpo_core.policies.glm_image.decoder import train_decoder
         from grpo_core.policies.glm_image.loading import build_on_meta, find_configs
-        from grpo_core.policies.glm_image.policy import train_token_model
+        from grpo_core.policies.glm_image.token_model import train_token_model
 
-        train_token_model(build_on_meta(find_configs(model)).autoregressive, choice, model, initial_state=dict)
+        networks = build_on_meta(find_configs(model))
+        if "tokens" in choices:
+            train_token_model(networks.autoregressive, choices["tokens"], model, initial_state=dict)
+        if "denoising" in choices:
+            train_decoder(networks.decoder, choices["denoising"], model, initial_state=dict)
         return ()
 
 

@@ -5,9 +5,7 @@ The glyph encoder's configuration is not published; it is the encoder of google/
 arXiv:2105.13626), whose width is the decoder's `text_embed_dim` and whose size in fp32 is that of the released file.
 """
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ from transformers import GlmImageConfig, GlmImageForConditionalGeneration, GlmIm
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.autoregressive import refuse_reserved_tokens
 from grpo_core.policies.glm_image.processor import UnitProcessor
-from grpo_core.policies.glm_image.settings import INDEX_FILE, refuse_missing_folder
-from grpo_core.policies.trained import save_whole
+from grpo_core.policies.pipeline_files import refuse_missing_folder
+from grpo_core.policies.trained import TrainedPart
+from grpo_core.streams import Stream
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
@@ -250,20 +249,29 @@ def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def save_pipeline(base: Path, weights: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write a pipeline whose token model has the trained weights of a stored policy; all other files are copied.
+def _load_decoder(model: str, dtype: torch.dtype) -> Any:
+    return GlmImageTransformer2DModel.from_pretrained(model, subfolder=DECODER, torch_dtype=dtype, use_safetensors=True)
+
+
+def read_initial_decoder(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the published weights of the decoder."""
+    state: dict[str, Tensor] = _load_decoder(model, dtype).state_dict()
+    return state
+
+
+def trained_parts(base: Path, weights: Mapping[Stream, Path], dtype: torch.dtype) -> dict[str, TrainedPart]:
+    """Return the trained parts of a pipeline by their name in it.
 
     Args:
         base: folder of the pipeline that was trained.
-        weights: folder with an adapter, or with full weights.
-        folder: empty.
-        dtype: of the merged weights.
+        weights: folders of the stored components by stream.
+        dtype: of the base's weights.
     """
-    index = json.loads(shutil.copyfile(base / INDEX_FILE, folder / INDEX_FILE).read_text())
-    for part in (name for name, place in index.items() if isinstance(place, list) and place[0] is not None):
-        if part != AUTOREGRESSIVE:
-            shutil.copytree(base / part, folder / part)
-    save_whole(weights, folder / AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype))
+    parts: Mapping[Stream, tuple[str, Callable[[], Any]]] = {
+        "tokens": (AUTOREGRESSIVE, lambda: _load_autoregressive(str(base), dtype)),
+        "denoising": (DECODER, lambda: _load_decoder(str(base), dtype)),
+    }
+    return {parts[stream][0]: TrainedPart(folder, parts[stream][1]) for stream, folder in weights.items()}
 
 
 def refuse_unusable_prompts(model: str, prompts: Sequence[str]) -> None:

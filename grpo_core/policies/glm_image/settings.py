@@ -6,40 +6,27 @@ The model writes a small preview grid first, then the large grid that the decode
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
-from grpo_core.image_size import MAX_PIXELS, ImageSize
-from grpo_core.sampling_settings import TokenSamplingSettings
+from grpo_core.image_size import ImageSize, nearest_multiple
+from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.pipeline_files import find_pipeline_file
+from grpo_core.sampling_settings import ImageSettings, TokenSamplingSettings
 
-INDEX_FILE = "model_index.json"
-"""In the folder of a saved pipeline: the class of each part."""
 
-
-@dataclass(frozen=True)
-class GlmImageSettings(TokenSamplingSettings):
-    """How images are sampled.
+@dataclass(frozen=True, kw_only=True)
+class GlmImageSettings(ImageSettings, TokenSamplingSettings, DenoisingSettings):
+    """How images are sampled; the settings of noisy steps count where the decoder is trained.
 
     Attributes:
-        height: pixels, a multiple of the model's unit.
-        width: pixels, a multiple of the model's unit.
         num_inference_steps: denoising steps of the decoder.
         guidance_scale: of the decoder; the token model has none.
-        decode_batch_size: maximum number of images decoded at once; siblings only.
     """
 
-    height: PositiveInt
-    width: PositiveInt
     num_inference_steps: PositiveInt = 50
     guidance_scale: NonNegativeFloat = 1.5
-    decode_batch_size: PositiveInt = 16
-
-    @property
-    def size(self) -> ImageSize:
-        """The size of images whose prompt gives no other."""
-        return ImageSize(self.width, self.height)
 
 
 @dataclass(frozen=True)
@@ -97,23 +84,9 @@ def nearest_size(size: ImageSize, unit: int) -> ImageSize:
     Sides are multiples of the unit, an image has at most MAX_PIXELS, as no more could be read for a reward, and the
     long side is at most (unit / 2)^2 times the short one, or else the preview would have no cell.
     """
-    sides = [max(unit, round(side / unit) * unit) for side in size]
-    if math.prod(sides) > MAX_PIXELS:
-        shrink = math.sqrt(MAX_PIXELS / math.prod(sides))
-        sides = [max(unit, math.floor(side * shrink / unit + 1e-9) * unit) for side in sides]
+    sides = nearest_multiple(size, unit)
     longest = min(sides) * (unit // 2) ** 2
     return ImageSize(*(min(side, longest) for side in sides))
-
-
-def refuse_missing_folder(model: str) -> None:
-    """Raise InputError for a path that is not a pipeline's folder; hub names pass."""
-    path = Path(model).expanduser()
-    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
-    if path.is_dir():
-        if not (path / INDEX_FILE).is_file():
-            raise InputError("policy.model", model, f"The folder has no {INDEX_FILE}; give a saved pipeline's.")
-    elif looks_local or path.parent.is_dir():
-        raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
 
 
 def read_pixel_unit(model: str) -> int | None:
@@ -125,7 +98,7 @@ def read_pixel_unit(model: str) -> int | None:
     Raises:
         InputError: a configuration file lacks it.
     """
-    decoder, autoencoder = _config_file(model, "transformer"), _config_file(model, "vae")
+    decoder, autoencoder = (find_pipeline_file(model, f"{part}/config.json") for part in ("transformer", "vae"))
     if decoder is None or autoencoder is None:
         return None
     try:
@@ -135,18 +108,3 @@ def read_pixel_unit(model: str) -> int | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = f"Its transformer/config.json or vae/config.json is damaged ({error!r}); save the pipeline again."
         raise InputError("policy.model", model, hint) from error
-
-
-def _config_file(model: str, part: str) -> Path | None:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        file = folder / part / "config.json"
-        return file if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, f"{part}/config.json")
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None

@@ -1,4 +1,4 @@
-"""The two kinds of trained model: every weight outside the frozen parts, or adapters over a frozen base."""
+"""What of a model is trained: every weight outside the frozen parts, adapters over a frozen base, or nothing."""
 
 import re
 import warnings
@@ -17,6 +17,7 @@ from grpo_core.policies.trained.choice import LoraSettings, TrainingChoice
 from grpo_core.policies.trained.merged import merged_adapters
 from grpo_core.policies.trained.model import TrainedModel, copied, differing_shapes, on_cpu
 from grpo_core.policies.trained.stored_adapter import ADAPTER_FILE
+from grpo_core.policies.trained.whole import FULL_WEIGHTS
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -36,7 +37,7 @@ def train_model(
     """Add adapters to a model, or unfreeze its weights.
 
     Args:
-        base: a transformers model on its device; changed in place.
+        base: a model of transformers or diffusers on its device; changed in place.
         choice: what is trained.
         base_name: folder or hub name, written into saved adapters for peft to find the base again.
         default_targets: regular expression, or peft's `all-linear`, if the choice names no targets.
@@ -49,6 +50,28 @@ def train_model(
     if choice.lora is not None:
         return LoraModel(base, choice, base_name, default_targets)
     return FullModel(base, choice, own_frozen, initial_state)
+
+
+class FrozenModel(TrainedModel):
+    """A model of which nothing is trained: a part of the environment that another component is trained in."""
+
+    has_reference = False
+
+    def __init__(self, model: nn.Module) -> None:
+        """Freeze the model."""
+        super().__init__(model.requires_grad_(False), TrainingChoice(lora=None))
+
+    def save(self, folder: Path) -> None:
+        """Refuse: there is nothing to write."""
+        raise ValueError("nothing of this model is trained")
+
+    def load(self, folder: Path | None) -> None:
+        """Refuse: there is nothing to load."""
+        raise ValueError("nothing of this model is trained")
+
+    def reference(self) -> AbstractContextManager[nn.Module]:
+        """Refuse: a model that never changes has no reference."""
+        raise ValueError("nothing of this model is trained")
 
 
 class FullModel(TrainedModel):
@@ -80,7 +103,7 @@ class FullModel(TrainedModel):
             self._reference = copied(self.trainable_parameters(), self._reference_device)
 
     def save(self, folder: Path) -> None:
-        """Write model.safetensors (or its shards) and config.json."""
+        """Write the weights, in one file or in shards as transformers or diffusers names them, and config.json."""
         self.model.save_pretrained(folder)  # type: ignore[operator]
 
     def load(self, folder: Path | None) -> None:
@@ -89,7 +112,7 @@ class FullModel(TrainedModel):
             state = self._initial_state()
         else:
             state = {}
-            for shard in sorted(folder.glob("model*.safetensors")):
+            for shard in sorted(path for pattern in FULL_WEIGHTS for path in folder.glob(pattern)):
                 state.update(load_file(shard))
         # Of tied weights only one is stored.
         tied = (getattr(self.model, "all_tied_weights_keys", None) or {}).keys() - state.keys()

@@ -27,6 +27,8 @@ class TrainedModel(ABC):
     _reference: dict[str, Tensor] | None = None
     # Their moving average, during an update that keeps one.
     _average: dict[str, Tensor] | None = None
+    # Their values before an update, while it goes on.
+    _old: dict[str, Tensor] | None = None
     # Where they are kept; None: on the device of each parameter.
     _reference_device: torch.device | None = None
 
@@ -142,6 +144,24 @@ class TrainedModel(ABC):
             self.save(folder)
         self._average = None
 
+    @property
+    def has_old(self) -> bool:
+        """Whether `old` can be entered."""
+        return self._old is not None
+
+    def keep_old(self) -> None:
+        """Keep a copy of the trained parameters, until `drop_old`."""
+        self._old = copied(self.trainable_parameters())
+
+    def drop_old(self) -> None:
+        """Free the memory of the copy, if there is one."""
+        self._old = None
+
+    def old(self) -> AbstractContextManager[nn.Module]:
+        """Return a context that gives the model as `keep_old` found it, for forward passes without gradients."""
+        assert self._old is not None, "keep_old comes first"
+        return self._with_values(self._old)
+
     def refresh_reference(self, mix: float) -> None:
         """Make the reference mix * policy + (1 - mix) * reference, parameter by parameter, in fp32.
 
@@ -233,6 +253,12 @@ def mix_into(values: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter
         values[name].copy_(mixed)
 
 
+def _diffusion_model(model: nn.Module) -> Any:
+    """Return the model of diffusers that this is or wraps; None for a model of transformers."""
+    # Only models of diffusers have this method, and importing diffusers takes seconds.
+    return next((part for part in model.modules() if hasattr(type(part), "enable_gradient_checkpointing")), None)
+
+
 def _layers(model: nn.Module) -> Iterator[Any]:
     # Importing transformers takes seconds, and most of what imports this package runs no model.
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -246,8 +272,12 @@ def enable_recomputation(model: nn.Module) -> None:
     Raises:
         InputError: the model has no layers that can.
     """
-    layers = list(_layers(model))
-    if not layers:
+    diffusion_model = _diffusion_model(model)
+    layers = [] if diffusion_model is not None else list(_layers(model))
+    if diffusion_model is not None and diffusion_model._supports_gradient_checkpointing:
+        # Its blocks are recomputed in any mode, but only where gradients are enabled, so sampling needs no switch.
+        diffusion_model.enable_gradient_checkpointing()
+    elif not layers:
         hint = f"{type(model).__name__} has no layers that recompute their activations; set it to false."
         raise InputError("policy.gradient_checkpointing", True, hint)
     for layer in layers:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -178,9 +178,10 @@ class ArtifactFiles:
         with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
             return self._download(path, Path(folder) / "file")
 
-    def damage(self, folder: str, manifest: Manifest) -> str | None:
-        """Return what is wrong with the files in `folder`; None if they match the manifest."""
-        found = ((name, self.damage_of(folder, manifest, name)) for name in manifest.files)
+    def damage(self, folder: str, manifest: Manifest, only: Iterable[str] | None = None) -> str | None:
+        """Return what is wrong with the files in `folder`, or with `only` these; None if they match the manifest."""
+        names = manifest.files if only is None else only
+        found = ((name, self.damage_of(folder, manifest, name)) for name in names)
         return next((f"{name} {reason}" for name, reason in found if reason is not None), None)
 
     def damage_of(self, folder: str, manifest: Manifest, name: str) -> str | None:
@@ -190,12 +191,12 @@ class ArtifactFiles:
         except FileNotFoundError:
             return "is missing"
 
-    def fetch(self, folder: str, manifest: Manifest, target: Path) -> str | None:
-        """Copy the files of a remote folder below `target`; return what is wrong with them, or None.
+    def fetch(self, folder: str, manifest: Manifest, target: Path, only: Iterable[str] | None = None) -> str | None:
+        """Copy the files of a remote folder, or `only` these, below `target`; return what is wrong with them, or None.
 
         Each is read from the root once, or not at all if the cache has it.
         """
-        for name in manifest.files:
+        for name in manifest.files if only is None else only:
             place = target / name
             place.parent.mkdir(parents=True, exist_ok=True)
             try:

@@ -32,12 +32,13 @@ _READING = threading.Lock()
 class ArtifactStore(ArtifactWriter):
     """Artifacts of one run under a storage root that may be any fsspec URL."""
 
-    def local_files(self, reference: ArtifactRef, folder: Path | None = None) -> Path:
+    def local_files(self, reference: ArtifactRef, folder: Path | None = None, *, without: str | None = None) -> Path:
         """Return the artifact's folder on this machine, every file verified.
 
         Args:
             reference: an artifact of this root.
             folder: where to put the files of a remote artifact; not used for a local root.
+            without: a folder of the artifact whose files are not needed: they are neither verified nor copied.
 
         Raises:
             StaleReferenceError: it is missing or changed; its files are moved to `quarantine/` first.
@@ -48,7 +49,7 @@ class ArtifactStore(ArtifactWriter):
         # one open file.
         with _READING, translate_remote_errors(self.filesystem, self.root):
             place = f"{self.root}/{reference.uri}"
-            damage = self._read_files(place, reference, folder)
+            damage = self._read_files(place, reference, folder, without)
             if damage is None:
                 return Path(place) if folder is None or is_local(self.filesystem) else folder
             if reference.run == self.run:
@@ -58,7 +59,7 @@ class ArtifactStore(ArtifactWriter):
                         self.clear_place(reference.folder, reason=damage)
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage runs again")
 
-    def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None) -> str | None:
+    def _read_files(self, place: str, reference: ArtifactRef, folder: Path | None, without: str | None) -> str | None:
         manifest = self.matching_manifest(place, reference)
         if isinstance(manifest, str):
             manifest = restored_tombstone(self, reference) or manifest
@@ -66,10 +67,11 @@ class ArtifactStore(ArtifactWriter):
             return manifest
         if manifest.pruned is not None and not manifest.files:
             raise pruned_error(self, reference, manifest)
+        needed = [name for name in manifest.files if without is None or not name.startswith(f"{without}/")]
         if is_local(self.filesystem):
-            return self.files.damage(place, manifest)
+            return self.files.damage(place, manifest, needed)
         assert folder is not None, "a remote artifact needs a local folder"
-        return self.files.fetch(place, manifest, folder)
+        return self.files.fetch(place, manifest, folder, needed)
 
     def restore_artifact(self, reference: ArtifactRef) -> ArtifactRef:
         """Return the same artifact in its place in this run, copied from another run or from `previous/` if need be.

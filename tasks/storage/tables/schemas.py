@@ -1,11 +1,22 @@
 """The columns of every table. A change of a column is a new schema version; a test pins them."""
 
 import json
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 5
+from grpo_core.modality import Modality
+from grpo_core.streams import STREAMS, Stream
+
+SCHEMA_VERSION = 6
+READABLE_VERSIONS = range(5, SCHEMA_VERSION + 1)
+"""Versions of stored tables that this program reads.
+
+Version 5 has no `draft`, `rendering` and `stream`: every sample has a draft of its own, and its advantage is that of
+its tokens.
+"""
 
 _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -74,41 +85,81 @@ _ORIGIN = [
     ("policy_digest", pa.string()),
 ]
 
-IMAGE_ROLLOUTS = _described(
-    [
-        *_SAMPLE,
-        ("target_uri", pa.string()),
-        ("target_sha256", pa.string()),
-        *_TOKENS,
-        ("height", pa.int32()),
-        ("width", pa.int32()),
-        ("num_inference_steps", pa.int32()),
-        ("guidance_scale", pa.float64()),
-        ("noise_seed", pa.int64()),
-        *_ORIGIN,
-        ("defect", pa.string()),  # why the image is unusable, such as NaN pixels; null: it is usable
-        ("image", _IMAGE),
-    ]
+_DENOISING = [
+    ("denoising_logprobs", pa.list_(pa.float32())),  # one per noisy step
+    ("window_start", pa.int32()),  # index of the first noisy step
+    ("step_seed", pa.int64()),  # of the noise of the noisy steps
+    ("sde_type", pa.string()),
+    ("noise_level", pa.float64()),
+    ("sde_window", pa.string()),
+    ("sde_window_size", pa.int32()),
+    ("sde_window_range", pa.list_(pa.int32())),
+    ("sde_window_every", pa.int32()),
+    ("logprob_reduction", pa.string()),
+]
+_OF_STREAM: Mapping[Stream, list[tuple[str, pa.DataType]]] = MappingProxyType(
+    {"tokens": _TOKENS, "denoising": _DENOISING}
 )
+_TARGET = [
+    ("target_uri", pa.string()),
+    ("target_sha256", pa.string()),
+]
+_RENDERING = [
+    ("draft", pa.int32()),  # samples of a group with one draft have the same tokens
+    ("rendering", pa.int32()),  # which image of the draft
+    ("height", pa.int32()),
+    ("width", pa.int32()),
+    ("num_inference_steps", pa.int32()),
+    ("guidance_scale", pa.float64()),
+    ("noise_seed", pa.int64()),
+]
+_WITHOUT_TOKENS = [
+    ("max_sequence_length", pa.int32()),  # of prompts in ids; null: the pipeline's own
+    ("negative_prompt", pa.string()),
+]
+_IMAGES = [
+    ("defect", pa.string()),  # why the image is unusable, such as NaN pixels; null: it is usable
+    ("image", _IMAGE),
+]
+_TEXTS = [
+    ("max_completion_length", pa.int32()),
+    ("stop", pa.string()),  # JSON list
+    ("system_prompt", pa.string()),
+    ("chat_template", pa.bool_()),  # null: as the tokenizer has it
+]
 
-TEXT_ROLLOUTS = _described(
+
+def rollout_schema(modality: Modality, streams: Collection[Stream]) -> pa.Schema:
+    """Return the schema of rollouts.
+
+    Args:
+        modality: of the policy.
+        streams: the recorded ones; none for images that were made without tokens and without noisy steps.
+    """
+    of_streams = [field for stream in STREAMS if stream in streams for field in _OF_STREAM[stream]]
+    if modality == "text":
+        return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, ("completion", pa.string())])
+    prompted = [] if "tokens" in streams else _WITHOUT_TOKENS
+    return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *_ORIGIN, *_IMAGES])
+
+
+IMAGE_ROLLOUTS = rollout_schema("image", ["tokens"])
+TEXT_ROLLOUTS = rollout_schema("text", ["tokens"])
+
+STATES = _described(
     [
-        *_SAMPLE,
-        *_TOKENS,
-        ("max_completion_length", pa.int32()),
-        ("stop", pa.string()),  # JSON list
-        ("system_prompt", pa.string()),
-        ("chat_template", pa.bool_()),  # null: as the tokenizer has it
-        *_ORIGIN,
-        ("completion", pa.string()),
+        ("sample_id", pa.string()),
+        # Latents before the first noisy step and after each of them, little-endian and row-major.
+        ("states", pa.list_(pa.binary())),
+        ("dtype", pa.string()),  # torch's name, such as float16
+        ("shape", pa.list_(pa.int32())),  # of one state
     ]
 )
 
 BASELINES = _described(
     [
         *(field for field in _SAMPLE if field[0] != "sibling"),
-        ("target_uri", pa.string()),
-        ("target_sha256", pa.string()),
+        *_TARGET,
         ("token_ids", pa.list_(pa.int32())),  # empty: nothing was sampled
         ("defect", pa.string()),
         ("image", _IMAGE),
@@ -134,7 +185,8 @@ ADVANTAGES = _described(
         ("group_id", pa.string()),
         ("prompt_id", pa.string()),
         ("dataset", pa.string()),
-        ("reward", pa.float64()),
+        ("stream", pa.string()),  # whose actions the advantage is for; of tokens, a row per draft: its first rendering
+        ("reward", pa.float64()),  # of tokens: the mean over the draft's renderings
         ("kl_penalty", pa.float64()),  # what the KL to the reference took from the reward; null: none was taken
         ("advantage", pa.float64()),  # null: the sample has no reward, or its group was dropped
         ("group_mean", pa.float64()),

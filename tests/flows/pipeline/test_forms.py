@@ -13,7 +13,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ParameterTypeError
 
 from configs.loader import read_config
-from configs.schema import ImageRunConfig, TextRunConfig
+from configs.schema import GlmImageRunConfig, TextRunConfig
 from flows.evaluation.evaluate import evaluate
 from flows.pipeline.forms import form_schema
 from flows.rescoring.rescore import rescore
@@ -94,7 +94,7 @@ class TestForm:
         assert right is None
         assert "polcy" in str(unknown)
 
-    @pytest.mark.parametrize(("file", "kind"), [(TINY, ImageRunConfig), (TINY_TEXT, TextRunConfig)])
+    @pytest.mark.parametrize(("file", "kind"), [(TINY, GlmImageRunConfig), (TINY_TEXT, TextRunConfig)])
     def test_the_flow_reads_what_the_server_keeps(self, file: Path, kind: type) -> None:
         config = read_config(file)
         read = train.validate_parameters({"config": json.loads(config.model_dump_json())})["config"]
@@ -135,8 +135,8 @@ def test_a_run_that_cannot_begin_says_why_in_its_state(empty: Runs) -> None:
 
 
 def test_the_form_begins_with_what_is_required_and_folds_the_rest() -> None:
-    definitions = form_schema("config", ImageRunConfig)["definitions"]
-    sections = definitions["ImageRunConfig"]["properties"]
+    definitions = form_schema("config", GlmImageRunConfig)["definitions"]
+    sections = definitions["GlmImageRunConfig"]["properties"]
     assert list(sections)[:5] == ["run", "policy", "data", "rollout", "rewards"]
     assert list(definitions["RunSection"]["properties"])[:2] == ["name", "iterations"]
     # The UI shows what is behind `$ref` field by field, and behind `oneOf` as JSON.

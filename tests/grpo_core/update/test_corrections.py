@@ -35,9 +35,9 @@ def stale_rows() -> tuple[TablePolicy, TrainingRows]:
     after = sampled_rows(policy, ADVANTAGES)
     own = torch.tensor([False] * 3 + [True] * 4)
     logprobs = torch.where(own.unsqueeze(-1), after.rollout_logprobs, before.rollout_logprobs)
-    ids = torch.where(own.unsqueeze(-1), after.tokens.token_ids, before.tokens.token_ids)
-    tokens = replace(after.tokens, token_ids=ids)
-    return policy, replace(after, tokens=tokens, rollout_logprobs=logprobs, on_policy=own)
+    ids = torch.where(own.unsqueeze(-1), after.actions.token_ids, before.actions.token_ids)
+    tokens = replace(after.actions, token_ids=ids)
+    return policy, replace(after, actions=tokens, rollout_logprobs=logprobs, on_policy=own)
 
 
 def test_rows_of_other_weights_need_a_correction() -> None:
@@ -51,10 +51,10 @@ def test_rows_of_other_weights_pass_no_gate_and_are_weighted() -> None:
     policy, rows = stale_rows()
     corrected, result = gradient(policy, rows, replace(SETTINGS, mismatch=MismatchSettings("truncate", cap=1.5)))
     with torch.no_grad():
-        old = policy.logprobs(rows.tokens).logprobs
+        old = policy.logprobs(rows.actions).logprobs
     weights = (old - rows.rollout_logprobs).exp().clamp(max=1.5)
     policy.table.grad = None
-    logprobs = policy.logprobs(rows.tokens).logprobs
+    logprobs = policy.logprobs(rows.actions).logprobs
     by_hand = -(weights * rows.advantages.unsqueeze(-1) * logprobs).mean(-1).mean()
     (expected,) = torch.autograd.grad(by_hand, policy.table)
     torch.testing.assert_close(corrected, expected, rtol=1e-5, atol=1e-7)
@@ -102,7 +102,7 @@ def test_tokens_of_low_entropy_are_left_alone_whatever_the_microbatch(micro_batc
     settings = replace(SETTINGS, entropy_quantile=0.2, micro_batch_size=micro_batch_size)
     trained, _ = gradient(policy, rows, settings)
     with torch.no_grad():
-        entropy = policy.logprobs(rows.tokens).entropy
+        entropy = policy.logprobs(rows.actions).entropy
     highest = entropy >= entropy.flatten().sort(descending=True).values[6]
     assert torch.equal(trained.abs().sum(-1) > 0, highest)
 
@@ -118,7 +118,7 @@ def test_every_loss_trains_and_its_gradient_does_not_depend_on_the_microbatch(lo
         result = update_policy(policy, optimizer, rows, replace(settings, micro_batch_size=size), parity=PARITY, seed=0)
         tables.append(policy.table.detach())
         with torch.no_grad():
-            gained = (policy.logprobs(rows.tokens).logprobs - rows.rollout_logprobs).sum(-1)
+            gained = (policy.logprobs(rows.actions).logprobs - rows.rollout_logprobs).sum(-1)
         assert torch.equal(gained.sign(), rows.advantages.sign())
         assert all(math.isfinite(value) for value in result.metrics().values())
     for table in tables[1:]:
@@ -129,5 +129,5 @@ def ragged(rows: TrainingRows) -> TrainingRows:
     """The same rows, of lengths 5, 4, 3, 2, 1, 5, 4."""
     lengths = torch.tensor([5, 4, 3, 2, 1, 5, 4])
     mask = torch.arange(5) < lengths.unsqueeze(-1)
-    tokens = replace(rows.tokens, loss_mask=mask, token_ids=torch.where(mask, rows.tokens.token_ids, 0))
-    return replace(rows, tokens=tokens, rollout_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
+    tokens = replace(rows.actions, loss_mask=mask, token_ids=torch.where(mask, rows.actions.token_ids, 0))
+    return replace(rows, actions=tokens, rollout_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))

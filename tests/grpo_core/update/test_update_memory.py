@@ -20,15 +20,15 @@ SETTINGS = UpdateSettings(minibatch_size=64, micro_batch_size=4, kl_coef=0.1, en
 
 
 def group_rows(policy: GlmImagePolicy, group_size: int) -> TrainingRows:
-    sampled = policy.sample(PROMPTS[:1], group_size=group_size, seeds=range(group_size))
+    sampled = policy.tokens.sample(PROMPTS[:1], group_size=group_size, seeds=range(group_size))
     return TrainingRows(
         sample_ids=tuple(str(row) for row in range(group_size)),
-        tokens=sampled.tokens,
+        actions=sampled.actions,
         rollout_logprobs=sampled.rollout_logprobs,
         advantages=torch.linspace(-1, 1, group_size),
         finished=sampled.finished,
         on_policy=torch.ones(group_size, dtype=torch.bool),
-        max_length=policy.max_length,
+        max_length=sampled.max_length,
     )
 
 
@@ -38,14 +38,14 @@ def peak_of_update(pipeline: GlmImagePipeline, group_size: int, micro_batch_size
         pipeline, width=64, truncation=Truncation(top_p=0.9), gradient_checkpointing=checkpointed, disturbed=0.02
     )
     rows = group_rows(policy, group_size)
-    support = rows.tokens.support
+    support = rows.actions.support
     assert support is not None
-    stored = [rows.tokens.token_ids, rows.tokens.loss_mask, support.ids, support.counts, rows.rollout_logprobs]
-    weights = [*policy.trained.model.parameters(), *policy.trained.model.buffers()]
-    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(1e-4))
+    stored = [rows.actions.token_ids, rows.actions.loss_mask, support.ids, support.counts, rows.rollout_logprobs]
+    weights = [*policy.tokens.trained.model.parameters(), *policy.tokens.trained.model.buffers()]
+    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(1e-4))
     settings = replace(SETTINGS, micro_batch_size=micro_batch_size)
     with PeakBytes([*weights, *stored, rows.advantages]) as watched:
-        update_policy(policy, optimizer, rows, settings, parity=PARITY, seed=0)
+        update_policy(policy.tokens, optimizer, rows, settings, parity=PARITY, seed=0)
     return watched.peak - 2 * rows.rollout_logprobs.nbytes
 
 

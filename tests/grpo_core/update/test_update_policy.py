@@ -87,7 +87,7 @@ def test_first_gradient_by_hand() -> None:
     rows = sampled_rows(policy, [2.0])
     result = train(policy, rows)
     expected = torch.full((4,), 0.5)
-    expected[rows.tokens.token_ids[0, 0]] -= 2.0
+    expected[rows.actions.token_ids[0, 0]] -= 2.0
     assert policy.table.grad is not None
     torch.testing.assert_close(policy.table.grad.flatten(), expected)
     (step,) = result.steps
@@ -145,9 +145,9 @@ def test_zero_advantages_change_nothing_and_every_metric_is_finite() -> None:
 def test_a_row_without_tokens_teaches_nothing() -> None:
     policy = TablePolicy(7)
     rows = sampled_rows(policy, ADVANTAGES)
-    mask = rows.tokens.loss_mask.clone()
+    mask = rows.actions.loss_mask.clone()
     mask[2] = False
-    rows = replace(rows, tokens=replace(rows.tokens, loss_mask=mask))
+    rows = replace(rows, actions=replace(rows.actions, loss_mask=mask))
     before = policy.table.detach().clone()
     result = train(policy, rows, micro_batch_size=1)
     assert torch.equal(policy.table.detach()[2], before[2])
@@ -181,19 +181,19 @@ def updated_with_recomputed_log_probs(rows: TrainingRows, settings: UpdateSettin
     policy = TablePolicy(7)
     optimizer = torch.optim.AdamW([policy.table], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0)
     with torch.no_grad():
-        old = policy.logprobs(rows.tokens).logprobs
+        old = policy.logprobs(rows.actions).logprobs
     for indices in minibatches(7, settings.minibatch_size or 7, settings.epochs, seed=0):
         optimizer.zero_grad()
-        mask = rows.tokens.loss_mask[indices]
-        counts = replace(Denominators.of(mask), rollout_rows=7, rollout_tokens=int(rows.tokens.loss_mask.sum()))
+        mask = rows.actions.loss_mask[indices]
+        counts = replace(Denominators.of(mask), rollout_rows=7, rollout_tokens=int(rows.actions.loss_mask.sum()))
         for places in microbatches(mask.sum(-1).tolist(), settings.micro_batch_size):
             part = [indices[place] for place in places]
             inputs = LossInputs(
-                logprobs=policy.logprobs(rows.tokens.select(part)).logprobs,
+                logprobs=policy.logprobs(rows.actions.select(part)).logprobs,
                 old_logprobs=old[part],
                 rollout_logprobs=rows.rollout_logprobs[part],
                 advantages=rows.advantages[part],
-                loss_mask=rows.tokens.loss_mask[part],
+                loss_mask=rows.actions.loss_mask[part],
             )
             compute_microbatch_loss(inputs, settings, counts)[0].backward()
         nn.utils.clip_grad_norm_([policy.table], settings.max_grad_norm)
@@ -290,15 +290,15 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
 
 
 def glm_rows(policy: GlmImagePolicy) -> TrainingRows:
-    sampled = policy.sample(PROMPTS[:2], group_size=2, seeds=range(4))
+    sampled = policy.tokens.sample(PROMPTS[:2], group_size=2, seeds=range(4))
     return TrainingRows(
         sample_ids=("s0", "s1", "s2", "s3"),
-        tokens=sampled.tokens,
+        actions=sampled.actions,
         rollout_logprobs=sampled.rollout_logprobs,
         advantages=torch.tensor([1.0, -1.0, 0.7, -0.7]),
         finished=sampled.finished,
         on_policy=torch.ones(4, dtype=torch.bool),
-        max_length=policy.max_length,
+        max_length=sampled.max_length,
     )
 
 
@@ -306,9 +306,9 @@ def glm_weights_after(
     pipeline: GlmImagePipeline, *, checkpointing: bool = False, lr: float = 1e-3
 ) -> dict[str, Tensor]:
     policy = build_policy(pipeline, gradient_checkpointing=checkpointing, disturbed=0.02)
-    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(lr))
+    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(lr))
     settings = changed(epochs=2, minibatch_size=2, kl_coef=0.05)
-    update_policy(policy, optimizer, glm_rows(policy), settings, parity=PARITY, seed=0)
+    update_policy(policy.tokens, optimizer, glm_rows(policy), settings, parity=PARITY, seed=0)
     return weights_of(policy)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.scoring import RewardSection
-from configs.sections import ImageRolloutSection as Rollout
+from configs.sections import GlmImageRolloutSection as Rollout
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from configs.training import AdvantagesSection
 from configs.training import UpdateSection as Update
@@ -33,8 +33,8 @@ def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
 
 
 def plan(**changes: Any) -> object:
-    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "group_size": 2, "shared_noise": True}
-    return plan_round(PROMPTS, **{**values, **changes})
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "renderings": (1, 1)}
+    return plan_round(PROMPTS, **{**values, "shared_noise": True, "window_start": None, **changes})
 
 
 def model(**changes: Any) -> ModelSpec:
@@ -68,6 +68,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "advantages": {
         "rounds": (draw("r", "s"),),
+        "streams": ("tokens",),
         "mix": (RewardSection(reward="ssim"), RewardSection(reward="psnr")),
         "advantages": AdvantagesSection(),
         "folder": "iteration_000001",
@@ -106,7 +107,9 @@ DETERMINING = [
     ("rollouts", {"model": model(digest="other")}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="bfloat16"))}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(alpha=2.0)))}),
-    ("rollouts", {"plan": plan(group_size=3)}),
+    ("rollouts", {"plan": plan(renderings=(1, 1, 1))}),
+    ("rollouts", {"plan": plan(renderings=(2,))}),
+    ("rollouts", {"plan": plan(window_start=0)}),
     ("rollouts", {"plan": plan(seed=1)}),
     ("rollouts", {"plan": plan(iteration=2)}),
     ("rollouts", {"plan": plan(shared_noise=False)}),
@@ -121,6 +124,9 @@ DETERMINING = [
     ("rollouts", {"rollout": Rollout(height=64, width=32)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, temperature=0.9)}),
     ("rollouts", {"rollout": Rollout(height=64, width=64, num_inference_steps=4)}),
+    ("advantages", {"streams": ("denoising",)}),
+    ("advantages", {"streams": ("tokens", "denoising")}),
+    ("advantages", {"mix": (RewardSection(reward="ssim", streams=("tokens",)), RewardSection(reward="psnr"))}),
     ("rewards", {"rollouts": artifact("other")}),
     ("rewards", {"section": RewardSection(reward="ssim")}),
     ("rewards", {"section": RewardSection(reward="psnr", datasets=("a",))}),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from configs.sections import LoraSection, PlacementSection, PolicySection
 from grpo_core.errors import InputError
 from grpo_core.policies.trained import ADAPTER_FILE, LoraSettings, TrainingChoice
-from tasks.models.initial import initial_digest, training_choice
+from tasks.models.initial import initial_digest, training_choices
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -30,10 +30,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
     choice = TrainingChoice(LoraSettings(4, 6.0, use_rslora=True, modules_to_save=("norm",)))
     policy = TEXTS.spec().family.load(
-        str(MODEL), TEXTS.rollout, choice, dtype=torch.float32, device=torch.device("cpu"), autocast=None
+        str(MODEL), TEXTS.rollout, {"tokens": choice}, dtype=torch.float32, device=torch.device("cpu"), autocast=None
     )
-    disturb(policy.trainable_parameters(), 0.05)
-    policy.save_weights(folder)
+    component = policy.components["tokens"]
+    disturb(component.trainable_parameters(), 0.05)
+    component.save_weights(folder)
     return folder
 
 
@@ -43,8 +44,8 @@ def section(adapter: Path, **changes: Any) -> PolicySection:
 
 
 def choice_of(policy: PolicySection, store: ArtifactStore) -> TrainingChoice:
-    with training_choice(policy, store, None) as choice:
-        return choice
+    with training_choices(policy, store, None) as choices:
+        return choices["tokens"]
 
 
 def test_training_starts_from_it_and_so_does_the_reference(stored: Path, store: ArtifactStore) -> None:
@@ -52,9 +53,12 @@ def test_training_starts_from_it_and_so_does_the_reference(stored: Path, store: 
     # Not mentioned, the settings are the adapter's, also when the configuration is written out and read again.
     assert policy.lora is None
     assert section(stored, **policy.model_dump(exclude={"adapter", "kind", "model", "dtype"})) == policy
-    spec = ModelSpec(section=policy, digest=initial_digest(policy, store, None), adapter_seed=3, reference="device")
-    loaded = ResidentPolicy().at(
-        PolicyRef(version=0, digest=spec.digest), spec, TEXTS.rollout, PlacementSection(device="cpu")
+    digest = initial_digest(policy, store, None)
+    spec = ModelSpec(section=policy, digest=digest, adapter_seed=3, references={"tokens": "device"})
+    loaded = (
+        ResidentPolicy()
+        .at(PolicyRef(version=0, digest=digest), spec, TEXTS.rollout, PlacementSection(device="cpu"))
+        .components["tokens"]
     )
     saved = stored.parent / "saved"
     saved.mkdir()
@@ -145,4 +149,4 @@ def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(
     name = next(iter(state))
     save_file({**state, name: state[name][:-1].clone()}, folder / ADAPTER_FILE)
     with pytest.raises(InputError, match="do not fit the model"):
-        TEXTS.spec().family.check_choice(str(MODEL), choice_of(section(folder), store))
+        TEXTS.spec().family.check_choices(str(MODEL), {"tokens": choice_of(section(folder), store)})

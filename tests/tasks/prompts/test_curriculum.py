@@ -270,6 +270,7 @@ def keep(store: ArtifactStore, folder: str, groups: Sequence[Group]) -> Artifact
     columns: dict[str, Sequence[object]] = {name: [None] * len(rows) for name in ADVANTAGES.names}
     for index, name in enumerate(("dataset", "prompt_id", "group_id", "group_mean")):
         columns[name] = [row[index] for row in rows]
+    columns["stream"] = ["tokens"] * len(rows)
     with store.staging() as staged:
         digest = write_table(staged / "advantages.parquet", ADVANTAGES, columns)
         return store.commit(

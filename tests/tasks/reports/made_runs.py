@@ -218,6 +218,7 @@ class RunMaker:
                 "group_id": [name.rsplit(".", 1)[0] for *_, name in samples],
                 "prompt_id": [f"prompt{group}" for group, *_ in samples],
                 "dataset": [self.dataset(group) for group, *_ in samples],
+                "stream": ["tokens"] * len(samples),
                 "reward": values,
                 "kl_penalty": [None] * len(samples),
                 "advantage": [

@@ -34,7 +34,10 @@ def test_best_and_worst_with_their_rewards(tmp_path: Path) -> None:
     assert group.samples[-1]["breakdown"] == {"ssim": None, "psnr": None}
     assert group.spread == pytest.approx(0.8)
     assert group.reward == pytest.approx((0.5 + 0.2 + 1.0) / 3)
-    assert (group.best["logprob"], group.best["length"]) == (-0.75, 2)  # the masked token's -8 does not count
+    assert group.best["length"] == 2
+    # The masked token's -8 does not count.
+    assert [each[:2] for each in group.best["actions"]] == [("log-prob", "-0.8 over 2 tokens")]
+    assert group.best["advantages"] == {"advantage": pytest.approx(1.0)}
     assert group.best["output"].getpixel((0, 0)) == colour(0, 2)
     assert same.spread == 0
 

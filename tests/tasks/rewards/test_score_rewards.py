@@ -240,7 +240,7 @@ def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_pat
     rollouts = maker.store.find(f"{PLACE}/rollouts")
     assert rollouts is not None
     draw = SamplingRound(rollouts, {"mine": score(maker, mine)})
-    advantages = compute_advantages_task.fn((draw,), (mine,), AdvantagesSection(), PLACE, "iteration 1")
+    advantages = compute_advantages_task.fn((draw,), ("tokens",), (mine,), AdvantagesSection(), PLACE, "iteration 1")
     table = pl.read_parquet(maker.store.local_files(advantages) / "advantages.parquet")
     # A failed sample whose only reward is missing has none; with another reward beside it the mean stands in.
     assert table["reward"].to_list() == [0.0, 1.0, None, 3.0, 0.0, 1.0, 2.0, 3.0]
@@ -248,7 +248,9 @@ def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_pat
     other = function(tmp_path / "other", requested, "return 1.0")
     beside = RewardSection(reward="function", name="beside", settings=other)
     draw = SamplingRound(rollouts, {"mine": draw.rewards["mine"], "beside": score(maker, beside)})
-    advantages = compute_advantages_task.fn((draw,), (mine, beside), AdvantagesSection(), PLACE, "iteration 1")
+    advantages = compute_advantages_task.fn(
+        (draw,), ("tokens",), (mine, beside), AdvantagesSection(), PLACE, "iteration 1"
+    )
     table = pl.read_parquet(maker.store.local_files(advantages) / "advantages.parquet")
     assert table["reward"].to_list() == pytest.approx([1.0, 2.0, 1.0 + 4 / 3, 4.0, 1.0, 2.0, 3.0, 4.0])
     assert table["imputed"].to_list() == [0, 0, 1, 0, 0, 0, 0, 0]

@@ -88,7 +88,7 @@ def test_another_attention_passes_the_gate(modality: Modality, store: ArtifactSt
     )
     assert {
         module.config._attn_implementation
-        for name, module in policy.trained.model.named_modules()
+        for name, module in policy.components["tokens"].trained.model.named_modules()
         if name.endswith("self_attn")
     } == {"eager"}
 
@@ -108,6 +108,6 @@ def test_a_moving_average_is_kept_with_the_version_and_can_be_its_weights(store:
     placement = PlacementSection(device="cpu")
     averaged = resource(ResidentPolicy).at(policy.averaged, TEXTS.spec(), TEXTS.rollout, placement)
     first = load_file(Path(store.path("policies/000001")) / EMA_FOLDER / "model.safetensors")
-    parameters = averaged.trainable_parameters()
+    parameters = averaged.components["tokens"].trainable_parameters()
     assert all(torch.equal(first[name], parameters[name].detach()) for name in first.keys() & parameters.keys())
     assert policy.averaged.digest == policy.ema_digest != policy.digest

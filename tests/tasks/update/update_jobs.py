@@ -9,8 +9,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from configs.sections import ImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
+from configs.sections import GlmImageRolloutSection, LoraSection, PlacementSection, PolicySection, TextRolloutSection
 from configs.training import MismatchSection, UpdateSection
+from grpo_core.policies.trained import Reference
 from grpo_core.update import SINGLE_PROCESS
 from tasks.models.files import model_digest
 from tasks.models.resident import ModelSpec
@@ -65,13 +66,16 @@ class Modality:
     """A tiny model and how it is sampled."""
 
     policy: PolicySection
-    rollout: ImageRolloutSection | TextRolloutSection
+    rollout: GlmImageRolloutSection | TextRolloutSection
     prompts: tuple[str, str]
 
     def spec(self) -> ModelSpec:
-        reference = "none" if self.policy.lora else "device"
+        reference: Reference = "none" if self.policy.lora else "device"
         return ModelSpec(
-            section=self.policy, digest=model_digest(self.policy.model), adapter_seed=3, reference=reference
+            section=self.policy,
+            digest=model_digest(self.policy.model),
+            adapter_seed=3,
+            references=dict.fromkeys(self.policy.streams, reference),
         )
 
     def collect(self, policy: PolicyRef | None = None) -> ArtifactRef:
@@ -91,7 +95,7 @@ class Modality:
 
 IMAGES = Modality(
     PolicySection(model=str(IMAGE_MODEL), dtype="float32", lora=LoraSection(rank=2, alpha=4.0)),
-    ImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
+    GlmImageRolloutSection(height=32, width=32, num_inference_steps=1, guidance_scale=1.0),
     ("a red circle", "a blue cross on a green background"),
 )
 TEXTS = Modality(
@@ -113,6 +117,7 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
     names = [f"g{index // 4}.s{index % 4:02d}" for index in range(rows)]
     columns: dict[str, Any] = {
         "sample_id": names,
+        "stream": ["tokens"] * rows,
         "iteration": [1] * rows,
         "group_id": [name[:2] for name in names],
         "prompt_id": ["p"] * rows,
@@ -150,7 +155,7 @@ def job_of(
         rollouts=(rollouts,),
         advantages=advantages,
         model=spec,
-        update=update,
+        updates=dict.fromkeys(modality.policy.streams, update),
         seed=11,
         max_staleness=5,
         placement=PlacementSection(device="cpu", **placement),

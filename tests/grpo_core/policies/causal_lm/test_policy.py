@@ -61,13 +61,13 @@ END = 268
 
 
 def drawn(policy: CausalLMPolicy, group_size: int = 8) -> SampledTokens:
-    return policy.sample(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+    return policy.sample_tokens(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
 
 
 def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
     policy = build_text_policy(CausalLMSettings(max_completion_length=6))
     sampled = drawn(policy)
-    tokens = sampled.tokens
+    tokens = sampled.actions
     lengths = tokens.loss_mask.sum(-1).tolist()
     assert len(set(lengths)) > 2
     read = [len(prompt_ids(policy.tokenizer, policy.settings, prompt)) for prompt in tokens.prompts]
@@ -85,7 +85,7 @@ def test_a_row_ends_with_its_end_token_or_is_cut() -> None:
 
 def test_the_loop_ends_when_every_row_has() -> None:
     policy = build_text_policy(CausalLMSettings(max_completion_length=200))
-    tokens = policy.sample(PROMPTS[:1], group_size=4, seeds=range(4)).tokens
+    tokens = policy.sample_tokens(PROMPTS[:1], group_size=4, seeds=range(4)).actions
     assert tokens.token_ids.shape[1] == int(tokens.loss_mask.sum(-1).max()) < 30
 
 
@@ -94,7 +94,9 @@ def test_an_end_token_of_the_generation_configuration_ends_a_row_too() -> None:
     model.generation_config.eos_token_id = [END, *range(60, 80)]
     policy = build_text_policy(CausalLMSettings(max_completion_length=24), model=model, tokenizer=tokenizer)
     sampled = drawn(policy)
-    last = [row[mask][-1].item() for row, mask in zip(sampled.tokens.token_ids, sampled.tokens.loss_mask, strict=True)]
+    last = [
+        row[mask][-1].item() for row, mask in zip(sampled.actions.token_ids, sampled.actions.loss_mask, strict=True)
+    ]
     assert any(60 <= token < 80 for token in last)
     assert all(done == (token == END or 60 <= token < 80) for done, token in zip(sampled.finished, last, strict=True))
 
@@ -103,13 +105,13 @@ def test_a_stop_text_ends_a_row_and_is_not_rendered() -> None:
     policy = build_text_policy(CausalLMSettings(max_completion_length=12, stop=("n", "t")))
     free = build_text_policy(CausalLMSettings(max_completion_length=12))
     stopped, whole = drawn(policy), drawn(free)
-    texts = free.render(whole.tokens, noise_seeds=range(32))
-    assert policy.render(stopped.tokens, noise_seeds=range(32)) == [
+    texts = free.decode(whole.actions)
+    assert policy.decode(stopped.actions) == [
         text[: min((text + "nt").index("n"), (text + "nt").index("t"))] for text in texts
     ]
     for row, text in enumerate(texts):
         if "n" in text or "t" in text:
-            ids = stopped.tokens.token_ids[row, stopped.tokens.loss_mask[row]]
+            ids = stopped.actions.token_ids[row, stopped.actions.loss_mask[row]]
             assert policy.tokenizer.decode(ids)[-1] in "nt"
             assert stopped.finished[row]
     assert any("n" in text or "t" in text for text in texts)
@@ -119,16 +121,16 @@ def test_rendered_text_has_no_special_tokens_and_keeps_all_else() -> None:
     policy = build_text_policy()
     tokenizer = policy.tokenizer
     ids = tokenizer(" a  b<|user|>é .")["input_ids"] + [END]
-    sampled = drawn(policy, group_size=1).tokens.select([0])
+    sampled = drawn(policy, group_size=1).actions.select([0])
     row = replace(sampled, token_ids=torch.tensor([ids]), loss_mask=torch.ones(1, len(ids), dtype=torch.bool))
-    assert policy.render(row, noise_seeds=[0]) == [" a  bé ."]
+    assert policy.decode(row) == [" a  bé ."]
 
 
 def test_16_bit_arithmetic_over_32_bit_weights_changes_little_and_is_the_same_on_both_sides() -> None:
     exact, rounded = build_text_policy(), build_text_policy(autocast=torch.bfloat16)
     sampled = drawn(rounded)
     with torch.no_grad():
-        again, reference = rounded.logprobs(sampled.tokens).logprobs, exact.logprobs(sampled.tokens).logprobs
+        again, reference = rounded.logprobs(sampled.actions).logprobs, exact.logprobs(sampled.actions).logprobs
     off = float((reference - sampled.rollout_logprobs).abs().max())
     assert 1e-4 < off < 0.5
     assert float((again - sampled.rollout_logprobs).abs().mean()) < 0.02
@@ -154,8 +156,8 @@ def test_loaded_by_folder_it_answers() -> None:
         device=torch.device("cpu"),
         autocast=None,
     )
-    sampled = policy.sample(["sort the letters of goga"], group_size=1, seeds=[0])
-    assert policy.render(sampled.tokens, noise_seeds=[0]) == ["aggo"]
+    sampled = policy.sample_tokens(["sort the letters of goga"], group_size=1, seeds=[0])
+    assert policy.decode(sampled.actions) == ["aggo"]
 
 
 def test_prompts_are_refused_by_the_tokenizer_alone() -> None:

@@ -37,13 +37,13 @@ def made_policy(kind: str, settings: CausalLMSettings, **arguments: Any) -> Caus
 
 
 def drawn(policy: CausalLMPolicy, group_size: int = 3) -> SampledTokens:
-    return policy.sample(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+    return policy.sample_tokens(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
 
 
 @torch.no_grad()
 def difference(policy: CausalLMPolicy, sampled: SampledTokens) -> float:
-    scored = policy.logprobs(sampled.tokens).logprobs
-    assert not scored[~sampled.tokens.loss_mask].any()
+    scored = policy.logprobs(sampled.actions).logprobs
+    assert not scored[~sampled.actions.loss_mask].any()
     return float((scored - sampled.rollout_logprobs).abs().max())
 
 
@@ -61,7 +61,7 @@ def test_stored_and_recomputed_log_probs_agree(kind: str, sampler: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_row_is_scored_as_alone(kind: str) -> None:
     policy = made_policy(kind, SAMPLERS["top_p"])
-    tokens = drawn(policy).tokens
+    tokens = drawn(policy).actions
     with torch.no_grad():
         together = policy.logprobs(tokens)
         for row in range(len(tokens)):
@@ -74,9 +74,9 @@ def test_a_row_is_scored_as_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_sample_depends_on_its_prompt_and_seed_alone(kind: str) -> None:
     policy = made_policy(kind, SAMPLERS["whole distribution"])
-    together = drawn(policy).tokens
+    together = drawn(policy).actions
     for row in (0, 4, 8, 11):
-        alone = policy.sample([together.prompts[row]], group_size=1, seeds=[row]).tokens
+        alone = policy.sample_tokens([together.prompts[row]], group_size=1, seeds=[row]).actions
         assert (
             alone.token_ids[0, alone.loss_mask[0]].tolist() == together.token_ids[row, together.loss_mask[row]].tolist()
         )
@@ -87,19 +87,19 @@ def test_rows_that_have_ended_leave_the_batch() -> None:
     policy = made_policy("llama", CausalLMSettings(max_completion_length=24, stop=tuple(string.ascii_lowercase)))
     fed: list[int] = []
     _hooked(policy, lambda given: fed.append(len(given["input_ids"])))
-    tokens = drawn(policy).tokens
+    tokens = drawn(policy).actions
     assert fed[0] == len(PROMPTS)
     assert fed[1:] == sorted(fed[1:], reverse=True)
     assert len(set(fed[1:])) > 2
     for row in range(len(tokens)):
-        alone = policy.sample([tokens.prompts[row]], group_size=1, seeds=[row]).tokens
+        alone = policy.sample_tokens([tokens.prompts[row]], group_size=1, seeds=[row]).actions
         assert alone.token_ids[0, alone.loss_mask[0]].tolist() == tokens.token_ids[row, tokens.loss_mask[row]].tolist()
 
 
 def test_a_prompt_that_comes_twice_is_sampled_twice() -> None:
     policy = build_text_policy()
     requested = (PROMPTS[0], PROMPTS[1], PROMPTS[0])
-    sampled = policy.sample(requested, group_size=2, seeds=[5, 6, 7, 8, 5, 6]).tokens
+    sampled = policy.sample_tokens(requested, group_size=2, seeds=[5, 6, 7, 8, 5, 6]).actions
     assert sampled.prompts == (requested[0], requested[0], requested[1], requested[1], requested[0], requested[0])
     assert torch.equal(sampled.token_ids[:2], sampled.token_ids[4:])
 
@@ -121,7 +121,7 @@ def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
             pad_token_id=0,
             suppress_tokens=list(range(policy.vocabulary, model.config.vocab_size)),
         )[0, encoded.length :].tolist()
-        sampled = policy.sample([prompt], group_size=1, seeds=[0]).tokens
+        sampled = policy.sample_tokens([prompt], group_size=1, seeds=[0]).actions
         assert sampled.token_ids[0, sampled.loss_mask[0]].tolist() == likeliest
 
 
@@ -130,7 +130,7 @@ def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
 def test_log_probs_are_those_of_an_unpadded_forward_pass(kind: str) -> None:
     policy = made_policy(kind, SAMPLERS["warm"])
     sampled = drawn(policy, group_size=1)
-    tokens = sampled.tokens
+    tokens = sampled.actions
     for row, prompt in enumerate(tokens.prompts):
         ids = tokens.token_ids[row, tokens.loss_mask[row]]
         requested = policy._encode([prompt]).input_ids
@@ -159,7 +159,7 @@ def test_head_and_whole_logits_give_the_same_gradients(kind: str) -> None:
     gradients = []
     for whole in (False, True):
         policy = made_policy(kind, SAMPLERS["top_k"], choice=TrainingChoice(lora=None))
-        tokens = drawn(policy).tokens
+        tokens = drawn(policy).actions
         policy.whole_logits = whole
         scored = policy.logprobs(tokens, entropy="differentiable")
         (scored.logprobs.sum() + 0.1 * scored.entropy.sum()).backward()
@@ -198,9 +198,9 @@ def test_the_gate_sees_each_known_mistake(mistake: str) -> None:
     sampled = drawn(policy)
     _hooked(policy, change)
     with torch.no_grad():
-        wrong = policy.logprobs(sampled.tokens).logprobs
-    names = [str(row) for row in range(len(sampled.tokens))]
-    report = measure_parity(names, sampled.rollout_logprobs, wrong, sampled.tokens.loss_mask)
+        wrong = policy.logprobs(sampled.actions).logprobs
+    names = [str(row) for row in range(len(sampled.actions))]
+    report = measure_parity(names, sampled.rollout_logprobs, wrong, sampled.actions.loss_mask)
     assert report.max_difference > 0.5
     with pytest.raises(ParityError):
         require_parity(report, ParityTolerance(1e-3, 1e-4))
@@ -213,7 +213,7 @@ def test_ids_without_text_are_never_drawn_and_have_no_mass() -> None:
         model.lm_head.weight[269:] = model.lm_head.weight[:19] * 3
     policy = build_text_policy(SAMPLERS["whole distribution"], model=model.double(), tokenizer=make_tokenizer())
     sampled = drawn(policy, group_size=16)
-    assert int(sampled.tokens.token_ids.max()) < 269
+    assert int(sampled.actions.token_ids.max()) < 269
     assert difference(policy, sampled) < PARITY
 
 

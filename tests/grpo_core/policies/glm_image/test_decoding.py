@@ -9,11 +9,12 @@ from diffusers import GlmImagePipeline
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.image_size import ImageSize
-from grpo_core.policies.glm_image.decoding import decode_group, large_grid_ids
-from grpo_core.policies.glm_image.settings import Grid, TokenGrids
+from grpo_core.groups import GroupRequest
+from grpo_core.policies.glm_image.decoder import GlmImageDecoder, large_grid_ids
+from grpo_core.policies.glm_image.settings import GlmImageSettings, Grid, TokenGrids, token_grids
+from grpo_core.policies.trained import FrozenModel
 from grpo_core.records import BrokenImage, TokenBatch
-from tests.tiny_policy import PROMPTS, build_policy
+from tests.tiny_policy import PROMPTS, build_policy, render
 
 GRIDS = TokenGrids(preview=Grid(1, 2), large=Grid(2, 2))
 TOKENS = torch.randint(73, (6, 64), generator=torch.Generator().manual_seed(2))
@@ -31,16 +32,14 @@ def farthest(first: Image.Image, second: Image.Image) -> int:
 def decode(
     pipeline: GlmImagePipeline, ids: Tensor, seeds: list[int], prompt: str = PROMPTS[0], guidance_scale: float = 1.5
 ) -> list[Image.Image]:
-    prior = ids.view(-1, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-    return decode_group(
-        pipeline,
-        prompt,
-        prior,
-        size=ImageSize(64, 64),
-        noise_seeds=seeds,
-        num_inference_steps=2,
-        guidance_scale=guidance_scale,
-    )
+    settings = GlmImageSettings(height=64, width=64, num_inference_steps=2, guidance_scale=guidance_scale)
+    decoder = GlmImageDecoder(pipeline, settings, FrozenModel(pipeline.transformer))
+    preview = torch.zeros(len(ids), token_grids(settings.size, 8).preview.tokens, dtype=torch.long)
+    drafts = batch_of([prompt] * len(ids), torch.cat([preview, ids], 1))
+    rows = tuple(range(len(ids)))
+    request = GroupRequest(prompt, tuple(map(str, rows)), rows, tuple(seeds))
+    (painted,) = decoder.sample([request], drafts, size=settings.size, rows_per_call=16)
+    return list(painted.images)
 
 
 # --- the decoder's conditioning
@@ -129,10 +128,10 @@ def test_rows_of_mixed_prompts_come_back_in_order(shipped_pipeline: GlmImagePipe
     """Glyph rows of other prompts and duplicates of a prompt, interleaved: each as if it were alone."""
     policy = build_policy(shipped_pipeline)
     prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[0]]
-    ids = TOKENS[:4, : policy.grids.tokens]
-    together = policy.render(batch_of(prompts, ids), noise_seeds=[1, 2, 3, 4])
+    ids = TOKENS[:4, : policy.tokens.grids.tokens]
+    together = render(policy, batch_of(prompts, ids), [1, 2, 3, 4])
     for row, prompt in enumerate(prompts):
-        (alone,) = policy.render(batch_of([prompt], ids[row : row + 1]), noise_seeds=[row + 1])
+        (alone,) = render(policy, batch_of([prompt], ids[row : row + 1]), [row + 1])
         assert farthest(alone, together[row]) <= 1
     assert farthest(together[0], together[2]) > 20
 
@@ -142,9 +141,9 @@ def test_decode_batch_size_does_not_change_the_images(
     shipped_pipeline: GlmImagePipeline, decode_batch_size: int
 ) -> None:
     batch = batch_of([PROMPTS[0]] * 5, TOKENS[:5, :32])
-    expected = build_policy(shipped_pipeline).render(batch, noise_seeds=[1, 1, 1, 2, 2])
+    expected = render(build_policy(shipped_pipeline), batch, [1, 1, 1, 2, 2])
     policy = build_policy(shipped_pipeline, decode_batch_size=decode_batch_size)
-    for image, other in zip(policy.render(batch, noise_seeds=[1, 1, 1, 2, 2]), expected, strict=True):
+    for image, other in zip(render(policy, batch, [1, 1, 1, 2, 2]), expected, strict=True):
         assert farthest(image, other) <= 1
 
 
@@ -154,7 +153,7 @@ def test_only_the_large_grid_reaches_the_image(shipped_pipeline: GlmImagePipelin
     preview, large = ids.clone(), ids.clone()
     preview[0, :16] = (preview[0, :16] + 1) % 73
     large[0, 16:] = (large[0, 16:] + 20) % 73
-    images = [policy.render(batch_of([PROMPTS[0]], tokens), noise_seeds=[1])[0] for tokens in (ids, preview, large)]
+    images = [render(policy, batch_of([PROMPTS[0]], tokens), [1])[0] for tokens in (ids, preview, large)]
     assert images[0].tobytes() == images[1].tobytes()
     assert farthest(images[0], images[2]) > 20
 
@@ -165,12 +164,12 @@ def test_a_image_that_is_not_square_has_its_cells_in_place(
 ) -> None:
     """One cell's token is changed: the image changes there most."""
     policy = build_policy(shipped_pipeline, height=height, width=width)
-    grids = policy.grids
+    grids = policy.tokens.grids
     ids = torch.zeros(1, grids.tokens, dtype=torch.long)
     marked = ids.clone()
     row, column = 1, grids.large.columns - 1
     marked[0, grids.preview.tokens + row * grids.large.columns + column] = 40
-    first, second = (policy.render(batch_of([PROMPTS[0]], tokens), noise_seeds=[1])[0] for tokens in (ids, marked))
+    first, second = (render(policy, batch_of([PROMPTS[0]], tokens), [1])[0] for tokens in (ids, marked))
     assert first.size == (width, height)
     change = (levels(first) - levels(second)).abs().sum(-1).float()
     cells = change.view(height // 8, 8, width // 8, 8).mean((1, 3))

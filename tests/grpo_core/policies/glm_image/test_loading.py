@@ -25,8 +25,8 @@ from grpo_core.policies.glm_image.loading import (
     read_initial_state,
     released_configs,
 )
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.glm_image.processor import UnitProcessor
+from grpo_core.policies.glm_image.token_model import LANGUAGE_MODEL_LINEARS
 from grpo_core.policies.trained import LoraSettings, TrainingChoice, train_model
 from tests.tiny_policy import MODEL
 

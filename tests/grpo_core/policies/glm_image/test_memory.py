@@ -15,8 +15,8 @@ from grpo_core.policies.estimate import MemoryEstimate, TransformerEstimate, Wor
 from grpo_core.policies.glm_image.autoregressive import EncodedPrompts, score_tokens
 from grpo_core.policies.glm_image.estimate import decoding_part, estimate
 from grpo_core.policies.glm_image.loading import ComponentConfigs, build_on_meta, load_pipeline, released_configs
-from grpo_core.policies.glm_image.policy import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.token_model import LANGUAGE_MODEL_LINEARS, train_token_model
 from grpo_core.policies.trained import LoraSettings, TrainedModel, TrainingChoice
 from tests.grpo_core.policies.causal_lm.made_models import CONFIGS, make_model
 from tests.grpo_core.policies.glm_image.live_bytes import PeakBytes
@@ -25,7 +25,7 @@ RANK, ROWS, PROMPT, TOKENS = 8, 3, 20, 100
 LENGTH = PROMPT + TOKENS - 1
 DTYPES = ["float32", "bfloat16"]
 WORKLOAD = Workload("float32", group_size=4, prompts_per_batch=2, micro_batch_size=ROWS, eight_bit_optimizer=False)
-SETTINGS = GlmImageSettings(64, 64)
+SETTINGS = GlmImageSettings(height=64, width=64)
 
 
 def choice_of(lora: bool, **options: Any) -> TrainingChoice:

@@ -10,28 +10,29 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.image_size import ImageSize
 from grpo_core.policies.glm_image.autoregressive import score_tokens
-from grpo_core.policies.glm_image.policy import FROZEN_PARTS, GlmImagePolicy
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.glm_image.token_model import FROZEN_PARTS
 from grpo_core.policies.trained import LoraSettings, TrainingChoice
 from grpo_core.records import SampledTokens, TokenBatch
-from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy
+from tests.tiny_policy import LORA, MODEL, PROMPTS, build_policy, render
 
 CPU = torch.device("cpu")
 
 
 def loaded(choice: TrainingChoice) -> GlmImagePolicy:
-    settings = GlmImageSettings(32, 32, num_inference_steps=2, guidance_scale=1.0)
-    return GlmImagePolicy.load(str(MODEL), settings, choice, dtype=torch.float32, device=CPU)
+    settings = GlmImageSettings(height=32, width=32, num_inference_steps=2, guidance_scale=1.0)
+    return GlmImagePolicy.load(str(MODEL), settings, {"tokens": choice}, dtype=torch.float32, device=CPU)
 
 
 def drawn(policy: GlmImagePolicy) -> SampledTokens:
-    return policy.sample(PROMPTS, group_size=2, seeds=range(8))
+    return policy.tokens.sample(PROMPTS, group_size=2, seeds=range(8))
 
 
 def gradients(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Tensor]:
     """Of the sum of log-probs, by every trained parameter."""
-    parameters = policy.trainable_parameters()
-    found = torch.autograd.grad(policy.logprobs(tokens).logprobs.sum(), list(parameters.values()))
+    parameters = policy.tokens.trainable_parameters()
+    found = torch.autograd.grad(policy.tokens.logprobs(tokens).logprobs.sum(), list(parameters.values()))
     return dict(zip(parameters, found, strict=True))
 
 
@@ -40,32 +41,32 @@ def gradients(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Tensor]:
 
 def test_adapters_are_on_the_language_model_and_change_nothing_yet(shipped_pipeline: GlmImagePipeline) -> None:
     policy = loaded(TrainingChoice(LORA, seed=3))
-    parameters = policy.trainable_parameters()
+    parameters = policy.tokens.trainable_parameters()
     layers = shipped_pipeline.vision_language_encoder.config.text_config.num_hidden_layers
     assert len(parameters) == 2 * 6 * layers
     assert all("language_model.layers" in name and "lora_" in name for name in parameters)
     sampled = drawn(policy)
-    rows = zip(sampled.tokens.prompts, sampled.tokens.sizes, strict=True)
-    assert sampled.prompt_lengths.tolist() == [policy._encode([prompt], size).length for prompt, size in rows]
+    rows = zip(sampled.actions.prompts, sampled.actions.sizes, strict=True)
+    assert sampled.prompt_lengths.tolist() == [policy.tokens._encode([prompt], size).length for prompt, size in rows]
     untouched = score_tokens(
         shipped_pipeline.vision_language_encoder,
-        policy._encode_rows(sampled.tokens),
-        sampled.tokens.token_ids,
-        sampled.tokens.loss_mask,
-        vocabulary=policy.vocabulary,
+        policy.tokens._encode_rows(sampled.actions),
+        sampled.actions.token_ids,
+        sampled.actions.loss_mask,
+        vocabulary=policy.tokens.vocabulary,
         temperature=1.0,
     )
     torch.testing.assert_close(untouched.logprobs, sampled.rollout_logprobs, rtol=0, atol=1e-4)
-    assert policy.vocabulary == shipped_pipeline.vision_language_encoder.config.vq_config.num_embeddings
+    assert policy.tokens.vocabulary == shipped_pipeline.vision_language_encoder.config.vq_config.num_embeddings
 
 
 def test_all_of_the_language_model_is_trained_and_nothing_else(shipped_pipeline: GlmImagePipeline) -> None:
     policy = loaded(TrainingChoice(lora=None))
     names = {name for name, _ in shipped_pipeline.vision_language_encoder.named_parameters()}
-    trained = policy.trainable_parameters().keys()
+    trained = policy.tokens.trainable_parameters().keys()
     assert trained == {name for name in names if name.startswith(("model.language_model.", "lm_head."))}
     assert all(name.startswith(FROZEN_PARTS) for name in names - trained)
-    assert all(gradient.abs().sum() > 0 for gradient in gradients(policy, drawn(policy).tokens).values())
+    assert all(gradient.abs().sum() > 0 for gradient in gradients(policy, drawn(policy).actions).values())
 
 
 def test_a_size_the_model_cannot_draw_is_refused(shipped_pipeline: GlmImagePipeline) -> None:
@@ -84,13 +85,13 @@ def test_scoring_by_the_reference_leaves_the_gradients_alone(
 ) -> None:
     """The adapters are switched off and on between the forward and the backward pass."""
     policy = build_policy(shipped_pipeline, disturbed=0.02, gradient_checkpointing=checkpointing)
-    tokens = drawn(policy).tokens
-    policy.prepare_for_update()
+    tokens = drawn(policy).actions
+    policy.tokens.prepare_for_update()
     expected = gradients(policy, tokens)
-    scored = policy.logprobs(tokens).logprobs.sum()
-    assert not policy.reference_logprobs(tokens).requires_grad
+    scored = policy.tokens.logprobs(tokens).logprobs.sum()
+    assert not policy.tokens.reference_logprobs(tokens).requires_grad
     scored.backward()
-    for name, parameter in policy.trainable_parameters().items():
+    for name, parameter in policy.tokens.trainable_parameters().items():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name])
 
@@ -105,17 +106,19 @@ def test_no_dropout_is_on_in_the_update(
 ) -> None:
     """Neither as a module nor inside attention, where it is a number."""
     policy = build_policy(shipped_pipeline, lora=lora, gradient_checkpointing=checkpointing, disturbed=0.02)
-    policy._base.model.language_model.norm = nn.Sequential(policy._base.model.language_model.norm, nn.Dropout(0.5))
-    for module in policy._base.modules():
+    policy.tokens._base.model.language_model.norm = nn.Sequential(
+        policy.tokens._base.model.language_model.norm, nn.Dropout(0.5)
+    )
+    for module in policy.tokens._base.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
     sampled = drawn(policy)
-    policy.prepare_for_update()
+    policy.tokens.prepare_for_update()
     for _ in range(2):
-        difference = policy.logprobs(sampled.tokens).logprobs - sampled.rollout_logprobs
+        difference = policy.tokens.logprobs(sampled.actions).logprobs - sampled.rollout_logprobs
         assert float(difference.detach().abs().max()) < 1e-4
-    policy._base.train()
-    difference = policy.logprobs(sampled.tokens).logprobs - sampled.rollout_logprobs
+    policy.tokens._base.train()
+    difference = policy.tokens.logprobs(sampled.actions).logprobs - sampled.rollout_logprobs
     assert float(difference.detach().abs().max()) > 0.1
 
 
@@ -123,8 +126,8 @@ def test_sampling_in_the_update_mode_keeps_its_cache(shipped_pipeline: GlmImageP
     """A checkpointed layer drops the cache it is given; the sampler would see one token at a time."""
     policy = build_policy(shipped_pipeline, gradient_checkpointing=True, disturbed=0.02)
     expected = drawn(policy)
-    policy.prepare_for_update()
-    assert torch.equal(drawn(policy).tokens.token_ids, expected.tokens.token_ids)
+    policy.tokens.prepare_for_update()
+    assert torch.equal(drawn(policy).actions.token_ids, expected.actions.token_ids)
 
 
 # --- grids that ended early
@@ -135,7 +138,7 @@ SHORT = 7
 
 def shortened(sampled: SampledTokens, garbage: int) -> TokenBatch:
     """The last tokens of every other row were never written; these ids stand in their place."""
-    tokens = sampled.tokens
+    tokens = sampled.actions
     mask = tokens.loss_mask.clone()
     mask[::2, -SHORT:] = False
     return replace(tokens, token_ids=torch.where(mask, tokens.token_ids, garbage), loss_mask=mask)
@@ -146,7 +149,7 @@ def test_what_stands_after_the_end_does_not_matter(shipped_pipeline: GlmImagePip
     policy = build_policy(shipped_pipeline, disturbed=0.02)
     sampled = drawn(policy)
     tokens = shortened(sampled, garbage)
-    scored = policy.logprobs(tokens)
+    scored = policy.tokens.logprobs(tokens)
     expected = torch.where(tokens.loss_mask, sampled.rollout_logprobs, 0.0)
     torch.testing.assert_close(scored.logprobs.detach(), expected, rtol=0, atol=1e-4)
     assert (scored.logprobs[~tokens.loss_mask] == 0).all()
@@ -154,14 +157,14 @@ def test_what_stands_after_the_end_does_not_matter(shipped_pipeline: GlmImagePip
     clean = gradients(policy, shortened(sampled, 0))
     for name, gradient in gradients(policy, tokens).items():
         assert torch.equal(gradient, clean[name])
-    assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
+    assert len(render(policy, tokens, [1] * 8)) == 8
 
 
 def test_a_batch_cut_to_its_longest_row_is_drawn_as_the_full_one(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
     tokens = shortened(drawn(policy), 0).select([0, 2])
     cut = replace(tokens, token_ids=tokens.token_ids[:, :-SHORT], loss_mask=tokens.loss_mask[:, :-SHORT])
-    images = [policy.render(batch, noise_seeds=[1, 2]) for batch in (tokens, cut)]
+    images = [render(policy, batch, [1, 2]) for batch in (tokens, cut)]
     assert [image.tobytes() for image in images[0]] == [image.tobytes() for image in images[1]]
 
 
@@ -169,19 +172,19 @@ def test_a_batch_cut_to_its_longest_row_is_drawn_as_the_full_one(shipped_pipelin
 def test_rows_with_no_or_one_token_are_scored_and_drawn(shipped_pipeline: GlmImagePipeline, mask: str) -> None:
     policy = build_policy(shipped_pipeline)
     sampled = drawn(policy)
-    loss_mask = torch.zeros_like(sampled.tokens.loss_mask)
+    loss_mask = torch.zeros_like(sampled.actions.loss_mask)
     loss_mask[:, 0] = mask == "first"
-    tokens = replace(sampled.tokens, token_ids=sampled.tokens.token_ids.clone(), loss_mask=loss_mask)
-    scored = policy.logprobs(tokens).logprobs.detach()
+    tokens = replace(sampled.actions, token_ids=sampled.actions.token_ids.clone(), loss_mask=loss_mask)
+    scored = policy.tokens.logprobs(tokens).logprobs.detach()
     expected = torch.where(loss_mask, sampled.rollout_logprobs, 0.0)
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4)
-    assert len(policy.render(tokens, noise_seeds=[1] * 8)) == 8
+    assert len(render(policy, tokens, [1] * 8)) == 8
 
 
 def test_more_tokens_than_a_image_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
-    tokens = policy.sample(PROMPTS, group_size=2, seeds=range(8), size=ImageSize(64, 64)).tokens
+    tokens = policy.tokens.sample(PROMPTS, group_size=2, seeds=range(8), size=ImageSize(64, 64)).actions
     tokens = replace(tokens, sizes=(*tokens.sizes[1:], ImageSize(32, 32)))
-    for use in (policy.logprobs, lambda batch: policy.render(batch, noise_seeds=[1] * 8)):
+    for use in (policy.tokens.logprobs, lambda batch: render(policy, batch, [1] * 8)):
         with pytest.raises(InputError, match="A 32x32 image has 32 tokens"):
             use(tokens)

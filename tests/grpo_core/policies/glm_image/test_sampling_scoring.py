@@ -9,7 +9,8 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 
-from grpo_core.collect import GroupRequest, collect_rollouts
+from grpo_core.collect import collect_rollouts
+from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.glm_image.autoregressive import sample_tokens, score_tokens
@@ -18,19 +19,19 @@ from grpo_core.policies.trained import LoraSettings
 from grpo_core.records import SampledTokens, TokenBatch, pad_to_longest
 from grpo_core.sampling_settings import Truncation
 from tests.grpo_core.policies.glm_image.test_decoding import farthest
-from tests.tiny_policy import LORA, PROMPTS, build_policy
+from tests.tiny_policy import LORA, PROMPTS, build_policy, render
 
 SIZES = [(32, 32), (32, 64), (64, 40)]
 CODES = 73
 
 
 def drawn(policy: GlmImagePolicy, group_size: int = 2) -> SampledTokens:
-    return policy.sample(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
+    return policy.tokens.sample(PROMPTS, group_size=group_size, seeds=range(len(PROMPTS) * group_size))
 
 
 @torch.no_grad()
 def difference(policy: GlmImagePolicy, sampled: SampledTokens) -> Tensor:
-    return (policy.logprobs(sampled.tokens).logprobs - sampled.rollout_logprobs).abs()
+    return (policy.tokens.logprobs(sampled.actions).logprobs - sampled.rollout_logprobs).abs()
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +57,16 @@ def test_stored_and_recomputed_log_probs_agree(
     )
     sampled = drawn(policy)
     assert float(difference(policy, sampled).max()) < 1e-4
-    policy.prepare_for_update()
+    policy.tokens.prepare_for_update()
     assert float(difference(policy, sampled).max()) < 1e-4
 
 
 def test_a_padded_row_is_scored_as_alone(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, sampled = warm
     with torch.no_grad():
-        together = policy.logprobs(sampled.tokens)
-        for row in range(len(sampled.tokens)):
-            alone = policy.logprobs(sampled.tokens.select([row]))
+        together = policy.tokens.logprobs(sampled.actions)
+        for row in range(len(sampled.actions)):
+            alone = policy.tokens.logprobs(sampled.actions.select([row]))
             torch.testing.assert_close(alone.logprobs[0], together.logprobs[row], rtol=0, atol=1e-5)
             torch.testing.assert_close(alone.entropy[0], together.entropy[row], rtol=0, atol=1e-5)
 
@@ -89,10 +90,10 @@ def test_log_probs_over_the_stored_ids_agree(
     policy = build_policy(shipped_pipeline, width=64, temperature=temperature, truncation=truncation, disturbed=0.05)
     sampled = drawn(policy)
     assert float(difference(policy, sampled).max()) < 1e-5
-    policy.prepare_for_update()
+    policy.tokens.prepare_for_update()
     assert float(difference(policy, sampled).max()) < 1e-5
     with torch.no_grad():
-        alone = policy.logprobs(sampled.tokens.select([5])).logprobs
+        alone = policy.tokens.logprobs(sampled.actions.select([5])).logprobs
     torch.testing.assert_close(alone, sampled.rollout_logprobs[[5]], rtol=0, atol=1e-5)
 
 
@@ -100,12 +101,12 @@ def test_log_probs_over_the_stored_ids_agree(
 def test_the_gate_catches_log_probs_over_other_ids(shipped_pipeline: GlmImagePipeline, truncation: Truncation) -> None:
     policy = build_policy(shipped_pipeline, width=64, temperature=0.9, truncation=truncation, disturbed=0.05)
     sampled = drawn(policy)
-    everything = replace(sampled, tokens=replace(sampled.tokens, support=None))
+    everything = replace(sampled, actions=replace(sampled.actions, support=None))
     assert float(difference(policy, everything).max()) > 0.01
-    names = [str(row) for row in range(len(sampled.tokens))]
+    names = [str(row) for row in range(len(sampled.actions))]
     with torch.no_grad():
-        old = policy.logprobs(everything.tokens).logprobs
-    report = measure_parity(names, sampled.rollout_logprobs, old, sampled.tokens.loss_mask)
+        old = policy.tokens.logprobs(everything.actions).logprobs
+    report = measure_parity(names, sampled.rollout_logprobs, old, sampled.actions.loss_mask)
     with pytest.raises(ParityError, match="top-k and top-p"):
         require_parity(report, ParityTolerance(0.1, 0.01))
 
@@ -128,25 +129,25 @@ class Wrapped(nn.Module):
 
 def test_a_wrapper_sees_the_forward_pass(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, sampled = warm
-    wrapped = Wrapped(policy.trained.model)
-    encoded = policy._encode_rows(sampled.tokens)
+    wrapped = Wrapped(policy.tokens.trained.model)
+    encoded = policy.tokens._encode_rows(sampled.actions)
     with torch.no_grad():
         scored_through = score_tokens(
-            wrapped, encoded, sampled.tokens.token_ids, sampled.tokens.loss_mask, vocabulary=CODES, temperature=0.9
+            wrapped, encoded, sampled.actions.token_ids, sampled.actions.loss_mask, vocabulary=CODES, temperature=0.9
         )
-        assert torch.equal(scored_through.logprobs, policy.logprobs(sampled.tokens).logprobs)
+        assert torch.equal(scored_through.logprobs, policy.tokens.logprobs(sampled.actions).logprobs)
     assert wrapped.passes == 1
 
 
 def test_adapters_on_the_output_head_are_sampled_scored_and_trained(shipped_pipeline: GlmImagePipeline) -> None:
     lora = LoraSettings(4, 8.0, r"lm_head|.*layers\.0\.mlp\.down_proj")
     policy = build_policy(shipped_pipeline, lora=lora, disturbed=0.1)
-    policy.trained.model.double()
+    policy.tokens.trained.model.double()
     sampled = drawn(policy)
     assert float(difference(policy, sampled).max()) < 1e-5
-    assert float((policy.reference_logprobs(sampled.tokens) - sampled.rollout_logprobs).abs().max()) > 0.01
-    parameters = policy.trainable_parameters()
-    found = torch.autograd.grad(policy.logprobs(sampled.tokens).logprobs.sum(), list(parameters.values()))
+    assert float((policy.tokens.reference_logprobs(sampled.actions) - sampled.rollout_logprobs).abs().max()) > 0.01
+    parameters = policy.tokens.trainable_parameters()
+    found = torch.autograd.grad(policy.tokens.logprobs(sampled.actions).logprobs.sum(), list(parameters.values()))
     heads = [gradient for name, gradient in zip(parameters, found, strict=True) if "lm_head" in name]
     assert len(heads) == 2
     assert all(gradient.abs().sum() > 0 for gradient in heads)
@@ -164,11 +165,11 @@ def test_half_precision_over_fp32_weights_agrees_in_half_precision(
     assert float(difference(policy, sampled).max()) < 0.1
     off = float(difference(exact, sampled).max())
     assert 1e-3 < off < 0.3
-    policy.prepare_for_update()
+    policy.tokens.prepare_for_update()
 
     def gradient(of: GlmImagePolicy) -> Tensor:
-        parameters = list(of.trainable_parameters().values())
-        parts = torch.autograd.grad(of.logprobs(sampled.tokens).logprobs.sum(), parameters)
+        parameters = list(of.tokens.trainable_parameters().values())
+        parts = torch.autograd.grad(of.tokens.logprobs(sampled.actions).logprobs.sum(), parameters)
         return torch.cat([part.flatten() for part in parts])
 
     assert float(torch.cosine_similarity(gradient(policy), gradient(exact), 0)) > 0.99
@@ -179,7 +180,7 @@ def test_half_precision_over_fp32_weights_agrees_in_half_precision(
 
 def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
     """Arguments of one forward pass over prompt and tokens, as they should be."""
-    encoded = policy._encode_rows(tokens)
+    encoded = policy.tokens._encode_rows(tokens)
     ids = torch.cat([encoded.input_ids, tokens.token_ids[:, :-1]], 1)
     sampled = torch.ones_like(tokens.token_ids[:, :-1])
     return {
@@ -194,7 +195,7 @@ def by_hand(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Any]:
 @torch.no_grad()
 def scored(policy: GlmImagePolicy, tokens: TokenBatch, arguments: dict[str, Any]) -> Tensor:
     temperature, codes = arguments.pop("temperature"), arguments.pop("vocabulary")
-    logits = policy._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :codes]
+    logits = policy.tokens._base(**arguments, use_cache=False).logits[:, -tokens.token_ids.shape[1] :, :codes]
     return torch.log_softmax(logits / temperature, -1).gather(-1, tokens.token_ids.unsqueeze(-1)).squeeze(-1)
 
 
@@ -221,19 +222,19 @@ def test_each_known_mistake_is_far_beyond_the_tolerance(
     warm: tuple[GlmImagePolicy, SampledTokens], mistake: str
 ) -> None:
     policy, sampled = warm
-    arguments = by_hand(policy, sampled.tokens)
+    arguments = by_hand(policy, sampled.actions)
     make, at_least = MISTAKES[mistake]
     make(arguments)
-    off = float((scored(policy, sampled.tokens, arguments) - sampled.rollout_logprobs).abs().max())
+    off = float((scored(policy, sampled.actions, arguments) - sampled.rollout_logprobs).abs().max())
     assert off > at_least if at_least else off < 1e-4
 
 
 def test_state_of_another_caller_changes_nothing(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline, width=64)
     sampled = drawn(policy)
-    policy._base.model.rope_deltas, policy._base.model._prefill_len = torch.full((1, 1), 5), 3
-    policy._base.model._cached_decode_position_ids = torch.full((1, 3, 43), 5)
-    assert torch.equal(drawn(policy).tokens.token_ids, sampled.tokens.token_ids)
+    policy.tokens._base.model.rope_deltas, policy.tokens._base.model._prefill_len = torch.full((1, 1), 5), 3
+    policy.tokens._base.model._cached_decode_position_ids = torch.full((1, 3, 43), 5)
+    assert torch.equal(drawn(policy).actions.token_ids, sampled.actions.token_ids)
     assert float(difference(policy, sampled).max()) < 1e-4
 
 
@@ -241,7 +242,7 @@ def test_state_of_another_caller_changes_nothing(shipped_pipeline: GlmImagePipel
 
 
 def stock_inputs(policy: GlmImagePolicy, prompt: str) -> Any:
-    return policy.pipeline.processor.apply_chat_template(
+    return policy.tokens.pipeline.processor.apply_chat_template(
         [[{"role": "user", "content": [{"type": "text", "text": prompt}]}]],
         tokenize=True,
         return_dict=True,
@@ -260,12 +261,12 @@ def test_greedy_tokens_are_those_of_generate(
 ) -> None:
     """At a temperature of nearly zero the sampler takes the likeliest id, as generate() does of one prompt."""
     policy = build_policy(shipped_pipeline, height=height, width=width, temperature=1e-6)
-    time = policy.grids.tokens
+    time = policy.tokens.grids.tokens
     inputs = stock_inputs(policy, prompt)
-    generated = policy._base.generate(
+    generated = policy.tokens._base.generate(
         **inputs, do_sample=False, top_p=None, temperature=None, max_new_tokens=time, min_new_tokens=time
     )
-    sampled = policy.sample([prompt], group_size=1, seeds=[0]).tokens.token_ids
+    sampled = policy.tokens.sample([prompt], group_size=1, seeds=[0]).actions.token_ids
     assert torch.equal(sampled, generated[:, inputs["input_ids"].shape[1] :])
 
 
@@ -273,22 +274,24 @@ def test_greedy_tokens_are_those_of_generate(
 def test_log_probs_are_those_of_the_models_own_prefill_and_decode(shipped_pipeline: GlmImagePipeline) -> None:
     """Token by token, with the positions that the model keeps for itself after its prefill."""
     policy = build_policy(shipped_pipeline, width=64, disturbed=0.05)
-    sampled = policy.sample(PROMPTS[1:2], group_size=1, seeds=[4])
+    sampled = policy.tokens.sample(PROMPTS[1:2], group_size=1, seeds=[4])
     inputs = stock_inputs(policy, PROMPTS[1])
     attention = inputs.pop("attention_mask")
-    output = policy._base(**inputs, attention_mask=attention, use_cache=True)
+    output = policy.tokens._base(**inputs, attention_mask=attention, use_cache=True)
     expected = []
-    for token in sampled.tokens.token_ids[0]:
+    for token in sampled.actions.token_ids[0]:
         expected.append(torch.log_softmax(output.logits[0, -1, :CODES], -1)[token])
         attention = torch.cat([attention, attention.new_ones(1, 1)], 1)
-        output = policy._base(
+        output = policy.tokens._base(
             input_ids=token.reshape(1, 1),
             attention_mask=attention,
             past_key_values=output.past_key_values,
             use_cache=True,
         )
     torch.testing.assert_close(torch.stack(expected), sampled.rollout_logprobs[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.stack(expected), policy.logprobs(sampled.tokens).logprobs[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.stack(expected), policy.tokens.logprobs(sampled.actions).logprobs[0], rtol=0, atol=1e-4
+    )
 
 
 # --- images of several sizes
@@ -302,29 +305,31 @@ def test_rows_of_several_sizes_are_scored_trained_and_drawn_as_each_alone(
 ) -> None:
     """Whatever the size in the policy's settings is, and with prompts of different lengths, in any order."""
     policy = build_policy(shipped_pipeline, truncation=truncation, temperature=0.9, disturbed=0.05)
+    # Batches of other shapes round differently; in fp64 that is far below what a mistake would change.
+    policy.tokens.trained.model.double()
     parts = [
-        policy.sample(PROMPTS[first : first + 2], group_size=2, seeds=range(4), size=size)
+        policy.tokens.sample(PROMPTS[first : first + 2], group_size=2, seeds=range(4), size=size)
         for first, size in enumerate((SMALL, TALL, WIDE))
     ]
     order = [5, 0, 11, 3, 8, 7, 2, 10, 1, 4, 9, 6]
-    tokens = TokenBatch.join([part.tokens for part in parts]).select(order)
+    tokens = TokenBatch.join([part.actions for part in parts]).select(order)
     stored = pad_to_longest([part.rollout_logprobs for part in parts])[order]
     policy.sample_with(replace(policy.settings, width=96))
-    policy.prepare_for_update()
-    parameters = list(policy.trainable_parameters().values())
-    together = policy.logprobs(tokens)
+    policy.tokens.prepare_for_update()
+    parameters = list(policy.tokens.trainable_parameters().values())
+    together = policy.tokens.logprobs(tokens)
     gradient = torch.autograd.grad(together.logprobs.sum(), parameters)
     torch.testing.assert_close(together.logprobs.detach(), stored, rtol=0, atol=1e-5)
-    scored = [policy.logprobs(part.tokens) for part in parts]
+    scored = [policy.tokens.logprobs(part.actions) for part in parts]
     expected = torch.autograd.grad(sum(part.logprobs.sum() for part in scored), parameters)
     for found, wanted in zip(gradient, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     entropies = pad_to_longest([part.entropy for part in scored])[order]
     torch.testing.assert_close(together.entropy, entropies, rtol=0, atol=1e-5)
-    images = policy.render(tokens, noise_seeds=[1] * 12)
+    images = render(policy, tokens, [1] * 12)
     assert [image.size for image in images] == list(tokens.sizes or ())
     for index, row in enumerate(order):
-        (alone,) = policy.render(tokens.select([index]).trimmed(), noise_seeds=[1])
+        (alone,) = render(policy, tokens.select([index]).trimmed(), [1])
         assert farthest(alone, images[index]) <= 1, row
 
 
@@ -332,16 +337,16 @@ def test_a_group_is_sampled_alike_whatever_sizes_the_others_have(shipped_pipelin
     policy = build_policy(shipped_pipeline, disturbed=0.05)
     sizes = [WIDE, WIDE, TALL, WIDE, None]
     requests = [
-        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size)
+        GroupRequest(PROMPTS[place % 4], (f"{place}a", f"{place}b"), (2 * place, 2 * place + 1), (7, 7), size=size)
         for place, size in enumerate(sizes)
     ]
     for request, group in zip(requests, collect_rollouts(policy, requests, prompts_per_batch=4), strict=True):
         (alone,) = collect_rollouts(policy, [request], prompts_per_batch=1)
         assert group.request == request
-        assert torch.equal(group.tokens.token_ids, alone.tokens.token_ids)
-        assert group.tokens.sizes == (request.size or SMALL,) * 2
-        assert [image.size for image in group.outputs] == list(group.tokens.sizes)
-        assert group.max_length == policy.grids.tokens
+        assert torch.equal(group.streams["tokens"].actions.token_ids, alone.streams["tokens"].actions.token_ids)
+        assert group.streams["tokens"].actions.sizes == (request.size or SMALL,) * 2
+        assert [image.size for image in group.outputs] == list(group.streams["tokens"].actions.sizes)
+        assert group.streams["tokens"].max_length == policy.tokens.grids.tokens
 
 
 # --- groups, seeds, ids
@@ -351,44 +356,44 @@ def test_a_prompt_is_sampled_alike_alone_and_beside_others(warm: tuple[GlmImageP
     policy, together = warm
     for index, prompt in enumerate(PROMPTS):
         rows = [2 * index, 2 * index + 1]
-        alone = policy.sample([prompt], group_size=2, seeds=rows)
-        assert torch.equal(alone.tokens.token_ids, together.tokens.token_ids[rows])
+        alone = policy.tokens.sample([prompt], group_size=2, seeds=rows)
+        assert torch.equal(alone.actions.token_ids, together.actions.token_ids[rows])
         torch.testing.assert_close(alone.rollout_logprobs, together.rollout_logprobs[rows], rtol=0, atol=1e-5)
 
 
 def test_a_shared_prefill_equals_one_a_sibling(warm: tuple[GlmImagePolicy, SampledTokens]) -> None:
     policy, shared = warm
     ids, logprobs, support = sample_tokens(
-        policy.trained.model,
-        policy._encode(PROMPTS, policy.settings.size).repeat(2),
+        policy.tokens.trained.model,
+        policy.tokens._encode(PROMPTS, policy.settings.size).repeat(2),
         group_size=1,
-        tokens=policy.grids.tokens,
+        tokens=policy.tokens.grids.tokens,
         seeds=range(8),
         vocabulary=CODES,
         temperature=0.9,
         truncation=Truncation(),
     )
     assert support is None
-    assert torch.equal(ids, shared.tokens.token_ids)
+    assert torch.equal(ids, shared.actions.token_ids)
     torch.testing.assert_close(logprobs, shared.rollout_logprobs, rtol=0, atol=1e-5)
 
 
 def test_siblings_differ_by_seed_alone(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
-    ids = policy.sample(PROMPTS[:1], group_size=3, seeds=[5, 6, 5]).tokens.token_ids
+    ids = policy.tokens.sample(PROMPTS[:1], group_size=3, seeds=[5, 6, 5]).actions.token_ids
     assert torch.equal(ids[0], ids[2])
     assert not torch.equal(ids[0], ids[1])
     torch.manual_seed(0)
-    assert torch.equal(policy.sample(PROMPTS[:1], group_size=1, seeds=[6]).tokens.token_ids[0], ids[1])
+    assert torch.equal(policy.tokens.sample(PROMPTS[:1], group_size=1, seeds=[6]).actions.token_ids[0], ids[1])
 
 
 def test_only_codes_are_sampled_however_likely_the_end_token_is(shipped_pipeline: GlmImagePipeline) -> None:
     """The head is turned so that end and text ids win everywhere; the log-probs are those over the codes."""
     policy = build_policy(shipped_pipeline)
     with torch.no_grad():
-        policy._base.lm_head.weight[CODES:] = policy._base.lm_head.weight[:15] * 20
+        policy.tokens._base.lm_head.weight[CODES:] = policy.tokens._base.lm_head.weight[:15] * 20
     sampled = drawn(policy)
-    assert int(sampled.tokens.token_ids.max()) < CODES
-    assert int(sampled.tokens.token_ids.min()) >= 0
+    assert int(sampled.actions.token_ids.max()) < CODES
+    assert int(sampled.actions.token_ids.min()) >= 0
     assert float(difference(policy, sampled).max()) < 1e-4
     assert float(sampled.rollout_logprobs.mean()) > -8

@@ -42,7 +42,7 @@ def test_saved_weights_come_back_to_the_bit(
     assert not same(weights_of(first), start)
     second.load_weights(tmp_path)
     assert same(weights_of(first), weights_of(second))
-    assert torch.equal(logits_of(first.trained.model), logits_of(second.trained.model))
+    assert torch.equal(logits_of(first.tokens.trained.model), logits_of(second.tokens.trained.model))
     second.load_weights(None)
     assert same(weights_of(second), start)
 
@@ -80,7 +80,7 @@ def test_peft_loads_the_adapter_as_it_is(
     base = copy.deepcopy(shipped_pipeline.vision_language_encoder)
     plain = logits_of(base)
     loaded = PeftModel.from_pretrained(base, str(tmp_path))
-    assert torch.equal(logits_of(loaded), logits_of(policy.trained.model))
+    assert torch.equal(logits_of(loaded), logits_of(policy.tokens.trained.model))
     assert not torch.allclose(logits_of(loaded), plain, atol=0.1)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, str(MODEL))
@@ -98,7 +98,7 @@ def test_transformers_loads_the_full_weights_as_they_are(shipped_pipeline: GlmIm
     policy = build_policy(shipped_pipeline, lora=None, disturbed=0.05)
     policy.save_weights(tmp_path)
     loaded = GlmImageForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert torch.equal(logits_of(loaded), logits_of(policy.trained.model))
+    assert torch.equal(logits_of(loaded), logits_of(policy.tokens.trained.model))
     assert not torch.allclose(logits_of(loaded), logits_of(shipped_pipeline.vision_language_encoder), atol=0.1)
 
 

@@ -1,11 +1,11 @@
-"""The half of the Policy protocol that the trained model implements, and 16-bit arithmetic."""
+"""The half of a policy's component that its trained model implements, and 16-bit arithmetic."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.records import Entropies, TokenBatch, TokenLogprobs
+from grpo_core.records import ActionLogprobs, Entropies
+
+A = TypeVar("A")
 
 
-class TrainedPolicy(ABC):
-    """The half of the Policy protocol that does not depend on what is sampled.
+class TrainedComponent(ABC, Generic[A]):
+    """The half of a PolicyComponent that does not depend on what is sampled; A is the type of its actions.
 
     Attributes:
         trained: the trained parameters and the reference.
@@ -28,17 +30,17 @@ class TrainedPolicy(ABC):
     autocast: torch.dtype | None
 
     @abstractmethod
-    def _score(self, model: nn.Module, tokens: TokenBatch, *, entropy: Entropies) -> TokenLogprobs:
-        """Compute the log-probs of the tokens under this model, the policy's or the reference."""
+    def _score(self, model: nn.Module, actions: A, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
+        """Compute the log-probs of the actions under this model, the policy's or the reference."""
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant") -> TokenLogprobs:
-        """Compute the log-probs of the tokens under the current weights."""
-        return self._score(self.trained.model, tokens, entropy=entropy)
+    def logprobs(self, actions: A, *, entropy: Entropies = "constant", kl: bool = False) -> ActionLogprobs:
+        """Compute the log-probs of the actions under the current weights."""
+        return self._score(self.trained.model, actions, entropy=entropy, kl=kl)
 
-    def reference_logprobs(self, tokens: TokenBatch) -> Float[Tensor, "batch time"]:
-        """Compute the log-probs of the tokens under the reference, without gradients."""
+    def reference_logprobs(self, actions: A) -> Float[Tensor, "batch time"]:
+        """Compute the log-probs of the actions under the reference, without gradients."""
         with torch.no_grad(), self.trained.reference() as reference:
-            return self._score(reference, tokens, entropy="none").logprobs
+            return self._score(reference, actions, entropy="none").logprobs
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an update changes, by name."""

@@ -1,0 +1,133 @@
+"""Refuse settings that the streams which a run trains have no use for, or that contradict each other there."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+
+from configs.schema import RunConfig
+from configs.sections import PARTS, GlmImageRolloutSection, ImageRolloutSection
+from configs.training import UpdateSection
+from grpo_core.errors import InputError
+from grpo_core.losses.settings import LOSS_TRAITS
+from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.protocol import policy_family
+from grpo_core.streams import Stream
+
+MAX_MEAN_RATIO_DISTANCE = 1e-2
+"""Largest distance from 1 that a bound of a ratio of mean log-probs may have."""
+
+Check = Callable[[RunConfig, str, UpdateSection], Iterator[InputError]]
+
+
+def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
+    """Yield every refused combination of what is trained with how it is sampled and updated."""
+    untrainable = list(_parts(config))
+    yield from untrainable
+    if untrainable:
+        return
+    yield from _noise(config)
+    yield from _renderings(config)
+    yield from _evaluation(config)
+    for stream, update in config.updates.items():
+        yield from _UPDATE_CHECKS[stream](config, config.update_places[stream], update)
+
+
+def _parts(config: RunConfig) -> Iterator[InputError]:
+    policy = config.policy
+    known = [PARTS[stream] for stream in policy_family(policy.kind).streams]
+    if len(set(policy.train)) < len(policy.train) or not set(policy.train) <= set(known):
+        hint = f"A policy of kind {policy.kind} trains {' or '.join(known)}, each named once; or leave it out."
+        yield InputError("policy.train", list(policy.train), hint)
+
+
+def _noise(config: RunConfig) -> Iterator[InputError]:
+    rollout = config.rollout
+    if not isinstance(rollout, DenoisingSettings):
+        return
+    if "denoising" in config.streams:
+        try:
+            rollout.check_window()
+        except InputError as error:
+            yield error
+        return
+    for field in fields(DenoisingSettings):
+        value = getattr(rollout, field.name)
+        if field.name in rollout.noise_settings and value != field.default:
+            hint = "Only a trained decoder has noisy steps; add decoder to policy.train, or leave it out."
+            yield InputError(f"rollout.{field.name}", value, hint)
+
+
+def _renderings(config: RunConfig) -> Iterator[InputError]:
+    rollout = config.rollout
+    if not isinstance(rollout, GlmImageRolloutSection):
+        return
+    if len(config.streams) == 1:
+        for name in ("rendered_drafts", "renderings"):
+            if (value := getattr(rollout, name)) != 1:
+                hint = (
+                    "With one part trained rollout.group_size says everything: the drafts that are compared, or the "
+                    "renderings of one draft; leave it out."
+                )
+                yield InputError(f"rollout.{name}", value, hint)
+        return
+    if rollout.renderings == 1:
+        hint = "The decoder is trained by comparing renderings of one draft; give at least 2, such as 5."
+        yield InputError("rollout.renderings", 1, hint)
+    if rollout.rendered_drafts > rollout.group_size:
+        hint = f"A prompt has {rollout.group_size} drafts (rollout.group_size); give at most that, such as 1."
+        yield InputError("rollout.rendered_drafts", rollout.rendered_drafts, hint)
+
+
+def _evaluation(config: RunConfig) -> Iterator[InputError]:
+    if isinstance(config.rollout, ImageRolloutSection):
+        return
+    for name in ("num_inference_steps", "guidance_scale"):
+        if (value := getattr(config.evaluate, name)) is not None:
+            yield InputError(f"evaluate.{name}", value, "Texts are not denoised; leave it out.")
+
+
+def _check_tokens(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:
+    if update.mask_truncated and isinstance(config.rollout, ImageRolloutSection):
+        yield InputError(f"{place}.mask_truncated", True, "Images are never truncated; leave it out.")
+    if update.kl_estimator == "exact":
+        hint = "The KL in closed form is one of Gaussian denoising steps; of tokens use k1, k2 or k3."
+        yield InputError(f"{place}.kl_estimator", "exact", hint)
+
+
+def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:
+    same = "All steps of the window have the same noise level, and their entropy has no gradient; leave it out."
+    if update.entropy_coef > 0:
+        yield InputError(f"{place}.entropy_coef", update.entropy_coef, same)
+    if update.entropy_quantile < 1:
+        yield InputError(f"{place}.entropy_quantile", update.entropy_quantile, same)
+    if update.mask_truncated:
+        yield InputError(f"{place}.mask_truncated", True, "Denoising is never truncated; leave it out.")
+    rollout = config.rollout
+    if isinstance(rollout, DenoisingSettings) and rollout.logprob_reduction == "mean":
+        yield from _bounds_that_never_bind(place, update)
+
+
+def _bounds_that_never_bind(place: str, update: UpdateSection) -> Iterator[InputError]:
+    """Yield every bound of a ratio that is farther from 1 than a ratio of mean log-probs ever is."""
+    traits = LOSS_TRAITS.get(update.loss)
+    clips = traits is None or traits.clips
+    weighted = update.mismatch.mode != "none"
+    bounds = {
+        "clip_range": (update.clip_range if clips else None, 0.0),
+        "clip_range_high": (update.clip_range_high if clips else None, 0.0),
+        "delta": (update.delta, 1.0),
+        "ratio_cap": (update.ratio_cap if update.loss == "cispo" else None, 1.0),
+        "mismatch.cap": (update.mismatch.cap if weighted else None, 1.0),
+    }
+    for name, (bound, center) in bounds.items():
+        if bound is None or bound - center <= MAX_MEAN_RATIO_DISTANCE:
+            continue
+        hint = (
+            "The log-prob of a step is the mean over its latents, so that the ratio is the D-th root of the ratio of "
+            f"densities, within about 1e-4 of 1 for D latents; it would never reach this. Give {center + 1e-4:g}, or "
+            "set rollout.logprob_reduction to sum."
+        )
+        yield InputError(f"{place}.{name}", bound, hint)
+
+
+_UPDATE_CHECKS: Mapping[Stream, Check] = MappingProxyType({"tokens": _check_tokens, "denoising": _check_denoising})

@@ -1,0 +1,244 @@
+"""The denoising model as a component: it draws images with noisy steps, and scores steps that were stored."""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor, nn
+
+from grpo_core.groups import GroupRequest
+from grpo_core.image_size import ImageSize
+from grpo_core.policies.denoising.images import image_of
+from grpo_core.policies.denoising.kernels import Transition, step_entropy, step_kl, step_logprob
+from grpo_core.policies.denoising.sample_rows import DenoisedGroup, SampleRows, by_group
+from grpo_core.policies.denoising.scheduler import (
+    NoisyScheduler,
+    ReplayScheduler,
+    StartScheduler,
+    exchanged_scheduler,
+)
+from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.trained import TrainedComponent, TrainedModel, autocast
+from grpo_core.records import (
+    ActionLogprobs,
+    BrokenImage,
+    DenoisingBatch,
+    Entropies,
+    SampledActions,
+    StepGaussians,
+    TokenBatch,
+)
+from grpo_core.seeds import make_generator
+
+
+class DenoisingComponent(TrainedComponent[DenoisingBatch]):
+    """The denoising model of a diffusers pipeline.
+
+    The pipeline's own `__call__` denoises, with another scheduler in place of its own: noisy while sampling, and the
+    stored steps while scoring. `trained.model` has to be the pipeline's denoising model, or peft's wrapper of it.
+
+    Attributes:
+        pipeline: its other parts are frozen.
+        settings: steps, guidance, noise and window, of sampling and of scoring.
+        one_prompt_per_call: whether rows of other prompts in a call would change a row.
+    """
+
+    one_prompt_per_call: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        pipeline: Any,
+        settings: DenoisingSettings,
+        trained: TrainedModel,
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        """Combine the parts."""
+        self.pipeline = pipeline
+        self.settings = settings
+        self.trained = trained
+        self.autocast = autocast
+        pipeline.set_progress_bar_config(disable=True)
+
+    @abstractmethod
+    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+        """Return the arguments of the pipeline's call for these rows, guidance included.
+
+        It runs without gradients. Prompts have to be given as embeddings, or the text encoders run in every pass.
+        `num_inference_steps`, `generator`, `latents` and `output_type` are added by the caller.
+
+        Args:
+            prompts: one per row.
+            drafts: one per row; None for a pipeline without tokens.
+            size: of all rows' images.
+        """
+
+    def sample(
+        self, requests: Sequence[GroupRequest], drafts: TokenBatch | None, *, size: ImageSize, rows_per_call: int
+    ) -> list[DenoisedGroup]:
+        """Draw the images of groups of one size and one window; a row depends on its own seeds alone.
+
+        Args:
+            drafts: one per sample, group after group; None for a pipeline without tokens.
+            size: of the images.
+            rows_per_call: maximum number of images that are denoised and decoded at once.
+
+        Raises:
+            NonFiniteError: latents are not finite while noisy steps are recorded; names samples and step.
+        """
+        rows = SampleRows.of(requests, drafts)
+        images: list[Image.Image | BrokenImage] = []
+        sampled: list[SampledActions] = []
+        self.prepare_for_sampling()
+        for part in self._calls(rows.prompts, rows_per_call):
+            levels, steps = self._denoise(rows.select(part), size)
+            images += [image_of(each) for each in levels]
+            sampled += [] if steps is None else [steps]
+        return list(by_group(requests, images, sampled))
+
+    def _calls(self, prompts: Sequence[str], rows_per_call: int) -> Iterator[range]:
+        """Yield the rows of each call, in order."""
+        start = 0
+        for _, run in itertools.groupby(prompts, lambda prompt: prompt if self.one_prompt_per_call else None):
+            stop = start + len(list(run))
+            yield from (range(first, min(first + rows_per_call, stop)) for first in range(start, stop, rows_per_call))
+            start = stop
+
+    @torch.no_grad()
+    def _denoise(self, rows: SampleRows, size: ImageSize) -> tuple[Any, SampledActions | None]:
+        """Run the pipeline once; return levels in [0, 1] and the noisy steps."""
+        generators = [make_generator(seed) for seed in rows.noise_seeds]
+        arguments = {**self._arguments(rows.prompts, rows.drafts, size), "generator": generators}
+        # Adapters are not merged: the update scores with unmerged ones, and their products round differently.
+        with autocast(self._device, self.autocast):
+            if rows.window_start is None:
+                return self.pipeline(**arguments, output_type="np").images, None
+            scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
+            scheduler.begin(rows.window_start, rows.step_seeds, rows.sample_ids)
+            if rows.window_start == 0:
+                arguments["latents"] = self._rounded_start(arguments)
+            with exchanged_scheduler(self.pipeline, scheduler):
+                levels = self.pipeline(**arguments, output_type="np").images
+        return levels, self._sampled(rows, size, scheduler)
+
+    def _rounded_start(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the latents that the pipeline would start from, as they are stored before the first noisy step."""
+        with exchanged_scheduler(self.pipeline, StartScheduler.like(self.pipeline.scheduler, self.settings)):
+            latents: Tensor = self.pipeline(**arguments, output_type="latent").images
+        # Some pipelines start in 16 bits and go on in 32, whose latents are stored as fp16.
+        return latents if latents.dtype == torch.float64 else latents.to(torch.float16).to(latents.dtype)
+
+    def _sampled(self, rows: SampleRows, size: ImageSize, scheduler: NoisyScheduler) -> SampledActions:
+        count = len(rows.prompts)
+        return SampledActions(
+            actions=DenoisingBatch(
+                prompts=rows.prompts,
+                states=tuple(torch.stack(scheduler.states, 1).cpu()),
+                first_steps=(scheduler.window.start,) * count,
+                sizes=(size,) * count,
+                drafts=rows.drafts,
+            ),
+            rollout_logprobs=torch.stack(scheduler.logprobs, 1).cpu(),
+            finished=torch.ones(count, dtype=torch.bool),
+            max_length=len(scheduler.window),
+        )
+
+    def _score(
+        self, model: nn.Module, actions: DenoisingBatch, *, entropy: Entropies, kl: bool = False
+    ) -> ActionLogprobs:
+        # `model` is the pipeline's own, whose adapters or values the caller has exchanged.
+        calls = [self._call(actions, rows) for rows in self._alike(actions)]
+        # Before any graph is built: exchanging values would break it.
+        references = self._under(self.trained.reference(), calls) if kl else [[] for _ in calls]
+        before = self._under(self.trained.old(), calls) if self.trained.has_old else [[] for _ in calls]
+        scored = [
+            self._scored(call, self._transitions(call), reference, old, entropy)
+            for call, reference, old in zip(calls, references, before, strict=True)
+        ]
+        order = torch.tensor([row for call in calls for row in call.rows], device=self._device).argsort()
+        logprobs, entropies, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
+        return ActionLogprobs(logprobs, entropies, kls, StepGaussians(*gaussians))
+
+    def _scored(
+        self,
+        call: "_Call",
+        steps: Sequence[Transition],
+        references: Sequence[Transition],
+        old: Sequence[Transition],
+        entropy: Entropies,
+    ) -> list[Tensor]:
+        """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where not asked."""
+        reduction, zeros = self.settings.logprob_reduction, torch.zeros(len(call.rows), device=self._device)
+        by_step = [
+            [step_logprob(call.states[index + 1], step, reduction) for index, step in enumerate(steps)],
+            [step_entropy(step, reduction) for step in steps if entropy != "none"],
+            [step_kl(step.mean, other, reduction) for step, other in zip(steps, references, strict=False)],
+            [step_kl(step.mean, other, reduction) for step, other in zip(steps, old, strict=False)],
+            [step.std.expand_as(zeros) for step in steps],
+            [step.dt.expand_as(zeros) for step in steps],
+        ]
+        return [torch.stack(values or [zeros] * len(steps), 1) for values in by_step]
+
+    def _call(self, actions: DenoisingBatch, rows: list[int]) -> "_Call":
+        part = actions.select(rows)
+        arguments = self._arguments(part.prompts, part.drafts, part.sizes[0])
+        # States first: each is contiguous, as while sampling. Some products in 16 bits round differently over strides.
+        return _Call(rows, arguments, part.first_steps[0], torch.stack(part.states, 1).to(self._device))
+
+    def _alike(self, actions: DenoisingBatch) -> list[list[int]]:
+        """Group rows that one call can score: of one size and window, and of one prompt where the pipeline needs it."""
+        found: dict[Hashable, list[int]] = {}
+        for row, (prompt, size, first) in enumerate(
+            zip(actions.prompts, actions.sizes, actions.first_steps, strict=True)
+        ):
+            found.setdefault((size, first, prompt if self.one_prompt_per_call else None), []).append(row)
+        return list(found.values())
+
+    @torch.no_grad()
+    def _under(self, weights: AbstractContextManager[Any], calls: Sequence["_Call"]) -> list[list[Transition]]:
+        with weights:
+            return [self._transitions(call) for call in calls]
+
+    def _transitions(self, call: "_Call") -> list[Transition]:
+        """Run the pipeline over the stored steps; with gradients where they are enabled."""
+        scheduler = ReplayScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step, call.states)
+        # Pipelines that go on in fp32 have states in fp16, and do not all cast what they are given.
+        before = call.states[0]
+        latents = before.float() if before.dtype == torch.float16 else before
+        # Pipelines are called under no_grad; this is the function below the decorator.
+        run: Any = vars(type(self.pipeline))["__call__"].__wrapped__
+        with exchanged_scheduler(self.pipeline, scheduler), autocast(self._device, self.autocast):
+            run(self.pipeline, **call.arguments, latents=latents, output_type="latent")
+        return scheduler.transitions
+
+    @torch.no_grad()
+    def _arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> dict[str, Any]:
+        steps = {"num_inference_steps": self.settings.num_inference_steps}
+        return {**self.call_arguments(prompts, drafts, size), **steps}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.trained.model.parameters()).device
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Rows that the pipeline scores at once.
+
+    Attributes:
+        rows: their places in the batch.
+        arguments: of the pipeline.
+        first_step: index of their first noisy step.
+        states: on the model's device.
+    """
+
+    rows: list[int]
+    arguments: Mapping[str, Any]
+    first_step: int
+    states: Float[Tensor, "states rows ..."]

@@ -1,0 +1,101 @@
+"""From groups to the rows of the pipeline's calls, and back."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+
+from grpo_core.groups import GroupRequest
+from grpo_core.records import BrokenImage, DenoisingBatch, SampledActions, TokenBatch
+
+
+@dataclass(frozen=True)
+class DenoisedGroup:
+    """The images of one group.
+
+    Attributes:
+        images: one per sample.
+        sampled: the noisy steps; None where the group was denoised by the ODE.
+    """
+
+    images: tuple[Image.Image | BrokenImage, ...]
+    sampled: SampledActions | None
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The samples of several groups, one after another.
+
+    Attributes:
+        prompts: one per row, like all that follow.
+        sample_ids: names of the rows.
+        noise_seeds: of the first latents.
+        step_seeds: of the noisy steps; empty without them.
+        window_start: index of the first noisy step; None: every step is deterministic.
+        drafts: the tokens that the images are made of; None for a pipeline without tokens.
+    """
+
+    prompts: tuple[str, ...]
+    sample_ids: tuple[str, ...]
+    noise_seeds: tuple[int, ...]
+    step_seeds: tuple[int, ...]
+    window_start: int | None
+    drafts: TokenBatch | None
+
+    @classmethod
+    def of(cls, requests: Sequence[GroupRequest], drafts: TokenBatch | None) -> "SampleRows":
+        """Return the samples of these groups, which share one window."""
+        (window_start,) = {request.window_start for request in requests}
+        return cls(
+            prompts=tuple(request.prompt for request in requests for _ in request.sample_ids),
+            sample_ids=tuple(itertools.chain(*(request.sample_ids for request in requests))),
+            noise_seeds=tuple(itertools.chain(*(request.noise_seeds for request in requests))),
+            step_seeds=tuple(itertools.chain(*(request.step_seeds for request in requests))),
+            window_start=window_start,
+            drafts=drafts,
+        )
+
+    def select(self, rows: range) -> "SampleRows":
+        """Return consecutive rows."""
+        part = slice(rows.start, rows.stop)
+        return SampleRows(
+            prompts=self.prompts[part],
+            sample_ids=self.sample_ids[part],
+            noise_seeds=self.noise_seeds[part],
+            step_seeds=self.step_seeds[part],
+            window_start=self.window_start,
+            drafts=None if self.drafts is None else self.drafts.select(rows),
+        )
+
+
+def by_group(
+    requests: Sequence[GroupRequest], images: Sequence[Image.Image | BrokenImage], sampled: Sequence[SampledActions]
+) -> Iterator[DenoisedGroup]:
+    """Cut the rows of all calls into groups again."""
+    joined = _joined(sampled) if sampled else None
+    start = 0
+    for request in requests:
+        rows = range(start, start + len(request.sample_ids))
+        own = None if joined is None else _selected(joined, rows)
+        yield DenoisedGroup(tuple(images[row] for row in rows), own)
+        start = rows.stop
+
+
+def _joined(sampled: Sequence[SampledActions]) -> SampledActions:
+    return SampledActions(
+        actions=DenoisingBatch.join([each.actions for each in sampled if isinstance(each.actions, DenoisingBatch)]),
+        rollout_logprobs=torch.cat([each.rollout_logprobs for each in sampled]),
+        finished=torch.cat([each.finished for each in sampled]),
+        max_length=sampled[0].max_length,
+    )
+
+
+def _selected(sampled: SampledActions, rows: range) -> SampledActions:
+    return SampledActions(
+        actions=sampled.actions.select(rows),
+        rollout_logprobs=sampled.rollout_logprobs[rows.start : rows.stop],
+        finished=sampled.finished[rows.start : rows.stop],
+        max_length=sampled.max_length,
+    )

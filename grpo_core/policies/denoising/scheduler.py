@@ -1,0 +1,206 @@
+"""Schedulers that take the place of a pipeline's own while it samples, and while its steps are scored again.
+
+A pipeline keeps its own loop: guidance, packing, clocks and dtypes are the same on both sides, so on unchanged weights
+the importance ratio is one for any pipeline that calls FlowMatchEulerDiscreteScheduler.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchEulerDiscreteSchedulerOutput,
+)
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_core.errors import NonFiniteError
+from grpo_core.policies.denoising.kernels import NoiseSchedule, Transition, step_logprob, transition
+from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.seeds import make_generator
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that states of a pipeline are stored in: fp32 as fp16, any other unchanged.
+
+    fp16 rounds latents, which are below 10, eight times finer than bf16. Sampling goes on from the rounded value, so
+    that what is scored is what was stored.
+    """
+    return torch.float16 if dtype == torch.float32 else dtype
+
+
+S = TypeVar("S", bound="_WindowScheduler")
+
+
+class _WindowScheduler(FlowMatchEulerDiscreteScheduler):
+    """The schedule of a pipeline's own scheduler, with the transitions of noisy steps."""
+
+    settings: DenoisingSettings
+    timesteps: Tensor
+
+    @classmethod
+    def like(cls: type[S], own: FlowMatchEulerDiscreteScheduler, settings: DenoisingSettings) -> S:
+        """Return a scheduler with the configuration of a pipeline's own."""
+        made: S = cls.from_config(own.config)
+        made.set_shift(own.shift)
+        made.settings = settings
+        return made
+
+    def _transition(self, index: int, latents: Tensor, velocity: Tensor) -> Transition:
+        settings, wide = self.settings, torch.promote_types(velocity.dtype, torch.float32)
+        sigmas = (self.sigmas[index], self.sigmas[index + 1], self.sigmas[1])
+        noise = NoiseSchedule(*(sigma.to(velocity.device, wide) for sigma in sigmas))
+        return transition(settings.sde_type, settings.noise_level, noise, latents.to(wide), velocity.to(wide))
+
+
+class NoisyScheduler(_WindowScheduler):
+    """Steps of the ODE outside the window and noisy ones inside it, whose latents and log-probs are recorded.
+
+    Attributes:
+        states: latents before and after the window's steps, in the dtype they are stored in.
+        logprobs: of each noisy step, one per row.
+    """
+
+    def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> "NoisyScheduler":
+        """Prepare for one call of the pipeline.
+
+        Args:
+            start: index of the window's first step.
+            step_seeds: of the window's noise, one per row.
+            sample_ids: names of the rows, for errors.
+        """
+        self.window = range(start, start + self.settings.sde_window_size)
+        self.sample_ids = tuple(sample_ids)
+        # One generator per row: a row's noise does not depend on the rows that are sampled with it.
+        self.generators = [make_generator(seed) for seed in step_seeds]
+        self.states: list[Tensor] = []
+        self.logprobs: list[Float[Tensor, " rows"]] = []
+        return self
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Tensor,
+        sample: Tensor,
+        *args: Any,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Make one step; as FlowMatchEulerDiscreteScheduler."""
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        index: int = self.step_index
+        if index in self.window:
+            following = self._noisy_step(index, model_output, sample)
+            self._step_index += 1
+        else:
+            following = super().step(model_output, timestep, sample, *args, return_dict=False, **kwargs)[0]
+            self._require_finite(following, index)
+            if index == self.window.start - 1:
+                following = following.to(stored_dtype(following.dtype)).to(following.dtype)
+        return _answer(following, return_dict)
+
+    def _noisy_step(self, index: int, velocity: Tensor, latents: Tensor) -> Tensor:
+        stored = stored_dtype(velocity.dtype)
+        if not self.states:
+            self.states.append(latents.to(stored))
+            if not torch.equal(self.states[0].to(latents.dtype), latents):
+                raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
+        moved = self._transition(index, latents, velocity)
+        drawn = [torch.randn(moved.mean.shape[1:], generator=generator) for generator in self.generators]
+        # The pipeline goes on from the rounded latents, and it is these that are scored.
+        following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
+        self._require_finite(following, index)
+        self.states.append(following)
+        self.logprobs.append(step_logprob(following.to(moved.mean.dtype), moved, self.settings.logprob_reduction))
+        return following.to(velocity.dtype)
+
+    def _require_finite(self, latents: Tensor, index: int) -> None:
+        finite = torch.isfinite(latents).flatten(1).all(1).tolist()
+        broken = [sample for sample, good in zip(self.sample_ids, finite, strict=True) if not good]
+        if broken:
+            hint = (
+                f"Step {index + 1} of {self.num_inference_steps} gave them. The weights are damaged, or the arithmetic "
+                "overflows: use float32 or bfloat16."
+            )
+            raise NonFiniteError("latents", broken, hint)
+
+
+class ReplayScheduler(_WindowScheduler):
+    """The window's steps alone, each answered with the stored latents, so that each step's graph is its own.
+
+    Attributes:
+        transitions: of the window's steps under the model that runs; with gradients where they are enabled.
+    """
+
+    def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> "ReplayScheduler":
+        """Prepare for one call of the pipeline.
+
+        Args:
+            start: index of the window's first step.
+            states: latents before and after the window's steps.
+        """
+        self.window = range(start, start + len(states) - 1)
+        self.states = states
+        self.transitions: list[Transition] = []
+        return self
+
+    # Pipelines look for the names of arguments in this signature.
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | None = None,
+        mu: float | None = None,
+        timesteps: list[float] | None = None,
+    ) -> None:
+        """Make the whole schedule, and give the pipeline the timesteps of the window."""
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        self.timesteps = self.timesteps[self.window.start : self.window.stop]
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Tensor,
+        sample: Tensor,
+        *args: Any,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Record the transition of one step and answer with the latents that were stored after it."""
+        place = len(self.transitions)
+        self.transitions.append(self._transition(self.window[place], self.states[place], model_output))
+        return _answer(self.states[place + 1].to(model_output.dtype), return_dict)
+
+
+class StartScheduler(_WindowScheduler):
+    """No step at all: the pipeline returns the latents that it would have started from, in its own form."""
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | None = None,
+        mu: float | None = None,
+        timesteps: list[float] | None = None,
+    ) -> None:
+        """Make the schedule, and give the pipeline none of its timesteps."""
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        self.timesteps = self.timesteps[:0]
+
+
+@contextmanager
+def exchanged_scheduler(pipeline: Any, scheduler: _WindowScheduler) -> Iterator[None]:
+    """Let the pipeline use another scheduler inside the context."""
+    own = pipeline.scheduler
+    pipeline.scheduler = scheduler
+    try:
+        yield
+    finally:
+        pipeline.scheduler = own
+
+
+def _answer(latents: Tensor, return_dict: bool) -> Any:
+    return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=latents) if return_dict else (latents,)

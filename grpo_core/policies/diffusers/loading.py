@@ -1,0 +1,159 @@
+"""A pipeline by folder or hub name, its networks on the meta device, and the pipeline with trained weights."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from grpo_core.errors import InputError
+from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
+from grpo_core.policies.pipeline_files import find_pipeline_file, refuse_missing_folder
+from grpo_core.policies.trained import (
+    TrainedModel,
+    TrainingChoice,
+    refuse_unavailable_attention,
+    train_model,
+)
+
+TRANSFORMER = "transformer"
+_IN_BLOCKS = re.compile(
+    r".+\.\d+\.(?:(?:attn\d?|\w*attention|ff\w*|feed_forward|\w*mlp)\..+|(?:gate|up|down)_proj|proj_mlp|proj_out)"
+)
+"""Attention and feed-forward layers of a block, by the names that models of diffusers give them; no modulation."""
+
+_BACKENDS = {"sdpa": "native", "flash_attention_2": "flash", "flex_attention": "flex"}
+
+
+def require_saved_pipeline(model: str) -> SavedPipeline:
+    """Read the configuration files of a pipeline that has to be on this machine.
+
+    Raises:
+        InputError: no such files, or a pipeline that cannot be trained.
+    """
+    refuse_missing_folder(model)
+    saved = read_saved_pipeline(model)
+    if saved is None:
+        raise InputError("policy.model", model, f"Its files are not on this machine; run `hf download {model}`.")
+    return saved
+
+
+def load_pipeline(model: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load all parts of a pipeline, frozen, in evaluation mode.
+
+    Args:
+        model: a folder written by `save_pretrained`, or a hub name such as stabilityai/stable-diffusion-3.5-medium.
+
+    Raises:
+        InputError: the folder does not exist, files are missing, or it is not a pipeline that can be trained.
+    """
+    refuse_missing_folder(model)
+    # Their progress bars would break ours.
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        DiffusionPipeline.load_config(model)
+        # Read before the weights: what cannot be trained is refused first.
+        require_saved_pipeline(model)
+        pipeline = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except InputError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        hint = f"Give a folder with complete files, or a hub name whose files are cached or reachable ({first_line})."
+        raise InputError("policy.model", model, hint) from error
+    pipeline.set_progress_bar_config(disable=True)
+    # Its tensors are the largest of all; with one image at a time their size does not depend on the batch.
+    if hasattr(getattr(pipeline, "vae", None), "enable_slicing"):
+        pipeline.vae.enable_slicing()
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False)
+            part.eval()
+    return pipeline.to(device)
+
+
+def use_attention(transformer: Any, name: str | None) -> None:
+    """Let a model of diffusers compute attention with this implementation; None leaves the default.
+
+    Args:
+        name: as transformers calls it.
+
+    Raises:
+        InputError: its package is missing, or models of diffusers do not have it.
+    """
+    refuse_unavailable_attention(name)
+    if name is None:
+        return
+    if name not in _BACKENDS:
+        hint = f"Models of diffusers do not have it; use one of {', '.join(_BACKENDS)}, or leave it out."
+        raise InputError("policy.attn_implementation", name, hint)
+    try:
+        transformer.set_attention_backend(_BACKENDS[name])
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise InputError("policy.attn_implementation", name, f"It is not available here ({error}).") from error
+
+
+def train_transformer(transformer: Any, choice: TrainingChoice, model: str, **options: Any) -> TrainedModel:
+    """Make the chosen part of a pipeline's transformer trainable; other arguments and errors as in `train_model`.
+
+    Args:
+        model: folder or hub name, written into saved adapters.
+    """
+    targets = default_targets(transformer) if choice.lora is not None and choice.lora.targets is None else None
+    return train_model(transformer, choice, base_name=model, default_targets=targets, **options)
+
+
+def default_targets(transformer: nn.Module) -> str:
+    """Return a regular expression for the attention and feed-forward layers of all blocks.
+
+    Raises:
+        InputError: the transformer has no layers by their usual names.
+    """
+    linear = (name for name, each in transformer.named_modules() if isinstance(each, nn.Linear))
+    found = dict.fromkeys(re.sub(r"\.\d+\.", "|", name, count=1) for name in linear if _IN_BLOCKS.fullmatch(name))
+    if not found:
+        hint = f"{type(transformer).__name__} names the layers of its blocks in its own way; give a regular expression."
+        raise InputError("policy.lora.targets", None, hint)
+    return "|".join(re.escape(name).replace(r"\|", r"\.\d+\.") for name in found)
+
+
+def build_on_meta(model: str, saved: SavedPipeline, part: str = TRANSFORMER) -> Any:
+    """Build a network of the pipeline on the meta device: every shape and name, no memory and no values.
+
+    Args:
+        part: name of a part that is a network.
+    """
+    library, name = saved.parts[part]
+    if library == "diffusers":
+        config = read_part_config(model, part)
+        with torch.device("meta"):
+            return getattr(diffusers, name).from_config(config)
+    network = getattr(transformers, name)
+    folder = find_pipeline_file(model, f"{part}/config.json")
+    assert folder is not None
+    with torch.device("meta"):
+        return network(network.config_class.from_pretrained(folder.parent))
+
+
+def read_part_config(model: str, part: str) -> Mapping[str, Any]:
+    """Read a part's config.json as diffusers reads it."""
+    config: Mapping[str, Any] = diffusers.ConfigMixin.load_config(model, subfolder=part, local_files_only=True)
+    return config
+
+
+def load_transformer(model: str, dtype: torch.dtype) -> Any:
+    """Load the transformer of a saved pipeline alone."""
+    network = getattr(diffusers, require_saved_pipeline(model).parts[TRANSFORMER][1])
+    return network.from_pretrained(model, subfolder=TRANSFORMER, torch_dtype=dtype, use_safetensors=True)
+
+
+def read_initial_state(model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Load the weights of a saved pipeline's transformer."""
+    state: dict[str, Tensor] = load_transformer(model, dtype).state_dict()
+    return state

@@ -1,0 +1,147 @@
+"""What the configuration files of a saved pipeline say; no weights are opened, and no library of models is imported."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from grpo_core.errors import InputError
+from grpo_core.image_size import ImageSize, nearest_multiple
+from grpo_core.policies.diffusers.pipeline_class import SCHEDULER, PipelineClass, find_pipeline_class
+from grpo_core.policies.pipeline_files import INDEX_FILE, find_pipeline_file, pipeline_parts
+
+_PLACE = "policy.model"
+
+
+@dataclass(frozen=True)
+class SavedPipeline:
+    """A saved pipeline whose denoising can be trained.
+
+    Attributes:
+        pipeline_class: what its class can do.
+        parts: library and class of each of its parts, by name.
+        transformer: configuration of the denoising model.
+        vae: configuration of the autoencoder; empty for a pipeline without one.
+        is_distilled: trained to need no classifier-free guidance, by its own index.
+    """
+
+    pipeline_class: PipelineClass
+    parts: Mapping[str, tuple[str, str]]
+    transformer: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    is_distilled: bool
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the guidance scale is an input of the model, which was distilled from one with guidance."""
+        return bool(self.transformer.get("guidance_embeds"))
+
+    @property
+    def vae_scale(self) -> int | None:
+        """Pixels along one side of a latent; None for an autoencoder whose configuration does not say it plainly."""
+        if not self.vae:
+            return 1
+        if "spatial_compression_ratio" in self.vae:
+            return int(self.vae["spatial_compression_ratio"])
+        if "temperal_downsample" in self.vae:
+            return int(2 ** len(self.vae["temperal_downsample"]))
+        names = ("encoder_block_out_channels", "block_out_channels")
+        widths = next((self.vae[name] for name in names if name in self.vae), None)
+        return None if widths is None else int(2 ** (len(widths) - 1))
+
+    @property
+    def pixel_unit(self) -> int | None:
+        """Pixels along one side of a position of the transformer; None where the configuration does not say it."""
+        patch = self.transformer.get("all_patch_size", self.transformer.get("patch_size"))
+        if self.pipeline_class.packs:
+            patch = 2
+        elif isinstance(patch, list):
+            patch = max(patch)
+        scale = self.vae_scale
+        return None if scale is None or not isinstance(patch, int) else scale * patch
+
+    @property
+    def latent_channels(self) -> int | None:
+        """Number of channels of a latent; None where the configuration does not say it."""
+        found = self.vae.get("latent_channels", self.vae.get("z_dim"))
+        return found if isinstance(found, int) else None
+
+
+def read_saved_pipeline(model: str) -> SavedPipeline | None:
+    """Read a pipeline's configuration files; None if they are not on this machine.
+
+    Args:
+        model: a folder, or a hub name, whose files are searched in the local cache only.
+
+    Raises:
+        InputError: a file is damaged, or the pipeline or its scheduler cannot be trained.
+    """
+    index = find_pipeline_file(model, INDEX_FILE)
+    return None if index is None else _read(model, index.parent)
+
+
+@cache
+def _read(model: str, folder: Path) -> SavedPipeline:
+    index = _json(model, folder / INDEX_FILE)
+    described = _usable_class(model, index.get("_class_name"))
+    parts = pipeline_parts(index)
+    _refuse_scheduler(model, parts, folder)
+    if "transformer" not in parts:
+        raise InputError(_PLACE, model, f"Its {INDEX_FILE} has no transformer, so there is nothing to train.")
+    return SavedPipeline(
+        pipeline_class=described,
+        parts=parts,
+        transformer=_json(model, folder / "transformer" / "config.json"),
+        vae=_json(model, folder / "vae" / "config.json") if "vae" in parts else {},
+        is_distilled=bool(index.get("is_distilled")),
+    )
+
+
+def _json(model: str, file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        hint = f"Its {file.parent.name}/{file.name} is missing or damaged ({error}); save the pipeline again."
+        raise InputError(_PLACE, model, hint) from error
+    if not isinstance(content, dict):
+        raise InputError(_PLACE, model, f"Its {file.parent.name}/{file.name} is damaged; save the pipeline again.")
+    return content
+
+
+def _usable_class(model: str, name: object) -> PipelineClass:
+    described = find_pipeline_class(name) if isinstance(name, str) else None
+    if described is None:
+        hint = f"It is a {name}, which the installed diffusers does not have; code of a model's own is not run."
+        raise InputError(_PLACE, model, hint)
+    if described.problem is not None:
+        hint = f"It is a {name}. {described.problem} Give a text-to-image pipeline such as StableDiffusion3Pipeline."
+        raise InputError(_PLACE, model, hint)
+    return described
+
+
+def _refuse_scheduler(model: str, parts: Mapping[str, tuple[str, str]], folder: Path) -> None:
+    found = parts.get("scheduler", ("", "no scheduler"))[1]
+    if found != SCHEDULER:
+        hint = f"It denoises with {found}; only the steps of {SCHEDULER} can be made noisy and scored."
+        raise InputError(_PLACE, model, hint)
+    config = _json(model, folder / "scheduler" / "scheduler_config.json")
+    for setting, what in (
+        ("stochastic_sampling", "adds noise of its own to every step"),
+        ("invert_sigmas", "goes from images to noise"),
+    ):
+        if config.get(setting):
+            hint = f"Its scheduler {what}; set {setting} to false in scheduler/scheduler_config.json."
+            raise InputError(_PLACE, model, hint)
+
+
+def refuse_size(pipeline: SavedPipeline, size: ImageSize) -> None:
+    """Raise InputError for an image size that is no multiple of the pipeline's unit; names the nearest one."""
+    unit = pipeline.pixel_unit
+    if unit is None:
+        return
+    nearest = nearest_multiple(size, unit)
+    if size != nearest:
+        hint = f"This model generates images in units of {unit} pixels; the nearest size is {nearest}."
+        raise InputError("rollout.width and height", str(size), hint)

@@ -1,0 +1,80 @@
+"""The diffusion decoder of GLM-Image as a component: it paints the image that the tokens describe."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import GlmImagePipeline
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from grpo_core.image_size import ImageSize
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.glm_image.loading import pixel_unit
+from grpo_core.policies.glm_image.settings import GlmImageSettings, TokenGrids, token_grids
+from grpo_core.policies.glm_image.token_model import require_fit
+from grpo_core.policies.trained import TrainedModel, TrainingChoice, train_model
+from grpo_core.records import TokenBatch
+
+# Flow-GRPO trains the attention of SD3 and attention and feed-forward layers of FLUX; here both, by the same names.
+DECODER_LINEARS = r".*transformer_blocks\.\d+\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
+
+
+def train_decoder(
+    base: Any, choice: TrainingChoice, model: str, *, initial_state: Callable[[], dict[str, Tensor]]
+) -> TrainedModel:
+    """Call `train_model` for the diffusion transformer.
+
+    Raises:
+        InputError: adapter targets or frozen names that match nothing, or nothing that would be trained.
+    """
+    return train_model(base, choice, base_name=model, default_targets=DECODER_LINEARS, initial_state=initial_state)
+
+
+class GlmImageDecoder(DenoisingComponent):
+    """The stream of denoising steps; an image is made of a draft's large grid and of the prompt's quoted text."""
+
+    # Glyph embeddings of different prompts are padded to one length and the padding is not masked, so a row of a mixed
+    # call would depend on the other rows.
+    one_prompt_per_call = True
+
+    pipeline: GlmImagePipeline
+    settings: GlmImageSettings
+
+    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+        """Return the arguments of the pipeline's call for rows of one prompt."""
+        assert drafts is not None, "an image is made of tokens"
+        grids, device = token_grids(size, pixel_unit(self.pipeline)), self.pipeline.transformer.device
+        require_fit(drafts, grids, size)
+        token_ids, loss_mask = _fitted(drafts.token_ids, grids), _fitted(drafts.loss_mask, grids)
+        # Of one row: the encoder's last bits depend on the number of rows.
+        glyphs, _ = self.pipeline.encode_prompt(prompts[0], False, device=device, dtype=self.pipeline.dtype)
+        return {
+            "prompt_embeds": glyphs.expand(len(prompts), -1, -1),
+            "prior_token_ids": large_grid_ids(token_ids, loss_mask, grids).to(device),
+            "height": size.height,
+            "width": size.width,
+            "guidance_scale": self.settings.guidance_scale,
+        }
+
+
+def _fitted(values: Int[Tensor, "rows time"], grids: TokenGrids) -> Int[Tensor, "rows full"]:
+    """Cut what is padding for images of these grids, or fill short grids on the right with zeros (False)."""
+    return torch.nn.functional.pad(values, (0, grids.tokens - values.shape[1]))
+
+
+def large_grid_ids(
+    token_ids: Int[Tensor, "samples time"], loss_mask: Bool[Tensor, "samples time"], grids: TokenGrids
+) -> Int[Tensor, "samples prior"]:
+    """Return the decoder's conditioning: the large grid, each token doubled along both axes.
+
+    An image that ended early has cells without a token; they repeat the last sampled token, so that the
+    image can still be viewed and scored.
+    """
+    large = slice(grids.preview.tokens, grids.tokens)
+    token_ids = torch.where(loss_mask, token_ids, 0)
+    written = loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    last = token_ids.gather(1, written - 1)
+    ids = torch.where(loss_mask, token_ids, last)[:, large]
+    ids = ids.reshape(-1, grids.large.rows, grids.large.columns)
+    return ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)

@@ -1,0 +1,52 @@
+"""The files of a saved diffusers pipeline; no library of models is imported."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_core.errors import InputError
+
+INDEX_FILE = "model_index.json"
+"""In the folder of a saved pipeline: the class of each part."""
+
+
+def refuse_missing_folder(model: str) -> None:
+    """Raise InputError for a path that is not a pipeline's folder; hub names pass."""
+    path = Path(model).expanduser()
+    looks_local = path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1
+    if path.is_dir():
+        if not (path / INDEX_FILE).is_file():
+            raise InputError("policy.model", model, f"The folder has no {INDEX_FILE}; give a saved pipeline's.")
+    elif looks_local or path.parent.is_dir():
+        raise InputError("policy.model", model, "There is no such folder; give a saved pipeline's, or a hub name.")
+
+
+def find_pipeline_file(model: str, name: str) -> Path | None:
+    """Find a file of a saved pipeline on this machine; None if it is not there.
+
+    Args:
+        model: a folder, or a hub name, whose files are searched in the local cache only.
+        name: path inside the folder, such as transformer/config.json.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        file = folder / name
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, name)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def pipeline_parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return library and class of each part that a pipeline has, by the part's name.
+
+    Args:
+        index: content of INDEX_FILE.
+    """
+    found = {name: place for name, place in index.items() if isinstance(place, list) and len(place) == 2}
+    return {name: (place[0], place[1]) for name, place in found.items() if place[0] is not None}

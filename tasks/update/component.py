@@ -1,0 +1,140 @@
+"""The update of one component of a policy: from the previous version's files to those of the next one."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, save_file
+
+from grpo_core.optimizer import PolicyOptimizer
+from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.seeds import derive_seed
+from grpo_core.streams import Stream
+from grpo_core.update import ProcessGroup, StepMetrics, UpdateResult, update_policy
+from tasks.execution.resources import resource
+from tasks.models.files import EMA_FOLDER, REFERENCE_FOLDER, component_folder, stored_reference
+from tasks.models.resident import ResidentPolicy
+from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
+from tasks.storage.tables.parquet import write_table
+from tasks.storage.tables.schemas import UPDATE_STEPS
+from tasks.update.rows import StoredRows
+
+if TYPE_CHECKING:
+    from tasks.update.job import UpdateJob
+
+
+class ComponentUpdate:
+    """The update of one component, from the previous version's files to those of the next one."""
+
+    def __init__(
+        self, job: "UpdateJob", stream: Stream, component: PolicyComponent, previous: Path | None, staged: Path
+    ) -> None:
+        """Combine the parts.
+
+        Args:
+            previous: local folder of the previous version's checkpoint; None without one.
+            staged: folder of the next version.
+        """
+        self.job, self.stream, self.component, self.previous = job, stream, component, previous
+        self.settings = job.updates[stream]
+        self.staged = staged
+
+    def run(
+        self, stored: StoredRows, process_group: ProcessGroup, on_progress: Callable[[int, int], None] | None
+    ) -> tuple[UpdateResult, int]:
+        """Train, write the component's files, and return what was measured and the optimizer steps so far."""
+        job, trained = self.job, self.component.trained
+        self._begin_average()
+        process_group.distribute(trained)
+        optimizer = self._optimizer(process_group)
+        result = update_policy(
+            self.component,
+            optimizer,
+            stored.rows,
+            self.settings,
+            seed=derive_seed(job.seed, job.version, "minibatches"),
+            parity=self.settings.parity.tolerance(self.stream, in_fp32=job.model.section.in_fp32),
+            process_group=process_group,
+            on_progress=on_progress,
+        )
+        optimizer.zero_grad()  # frees the gradients' memory for the next rollouts
+        moments = process_group.state(optimizer)
+        process_group.collect(trained)
+        if not process_group.rank:
+            self._keep_reference()
+            self._keep_average()
+            folder = self._made(self.staged)
+            self.component.save_weights(folder)
+            save_file(moments, folder / OPTIMIZER_FILE)
+            _write_steps(folder, optimizer.steps, result)
+        return result, optimizer.steps
+
+    def _own(self, policy: Path) -> Path:
+        """Return the component's folder in that of a policy."""
+        return component_folder(policy, self.stream, self.job.updates)
+
+    def _made(self, policy: Path) -> Path:
+        """Make the component's folder in that of a policy, and return it."""
+        folder = self._own(policy)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _optimizer(self, process_group: ProcessGroup) -> PolicyOptimizer:
+        parameters = self.component.trainable_parameters()
+        if self.previous is None or self.job.policy.version == 0:
+            # A run that starts from the weights of another begins with its own schedule and without moments.
+            return PolicyOptimizer(parameters, self.settings)
+        state = json.loads((self.previous / STATE_FILE).read_text())
+        optimizer = PolicyOptimizer(parameters, self.settings, steps=_steps_so_far(state, self.stream))
+        process_group.load_state(optimizer, load_file(self._own(self.previous) / OPTIMIZER_FILE))
+        return optimizer
+
+    def _keep_reference(self) -> None:
+        """Refresh the reference when due, and write it next to the weights unless it is the initial one."""
+        every, trained = self.settings.reference.refresh_every, self.component.trained
+        if every > 0 and self.job.version % every == 0:
+            resource(ResidentPolicy).begin_reference_refresh()
+            trained.refresh_reference(self.settings.reference.mix)
+        elif stored_reference(self.previous, self.job.policy, self.stream, self.job.updates) is None:
+            return
+        trained.save_reference(self._made(self.staged / REFERENCE_FOLDER))
+
+    def _begin_average(self) -> None:
+        """Continue the version's moving average, or begin one with its weights."""
+        if self.settings.ema is None:
+            return
+        kept = self.previous is not None and self.job.policy.ema_digest is not None
+        folder = self._own(self.previous / EMA_FOLDER) if kept and self.previous is not None else None
+        self.component.trained.begin_average(folder)
+
+    def _keep_average(self) -> None:
+        """Write the moving average next to the weights, if one is kept of any component.
+
+        The folder is a policy of its own, so a component without an average has its weights there too.
+        """
+        if all(update.ema is None for update in self.job.updates.values()):
+            return
+        folder = self._made(self.staged / EMA_FOLDER)
+        if self.settings.ema is None:
+            self.component.save_weights(folder)
+        else:
+            self.component.trained.end_average(folder)
+
+
+def _write_steps(folder: Path, steps: int, result: UpdateResult) -> None:
+    columns: dict[str, list[Any]] = {"optimizer_step": list(range(steps - len(result.steps) + 1, steps + 1))}
+    columns |= {field.name: [getattr(step, field.name) for step in result.steps] for field in fields(StepMetrics)}
+    write_table(folder / "update_steps.parquet", UPDATE_STEPS, columns)
+
+
+def stored_steps(steps: Mapping[Stream, int]) -> int | dict[Stream, int]:
+    """Return the optimizer steps of all components as the state has them: one number, or several by stream."""
+    return dict(steps) if len(steps) > 1 else next(iter(steps.values()))
+
+
+def _steps_so_far(state: Mapping[str, Any], stream: Stream) -> int:
+    """Return the optimizer steps of a component, from a state's `stored_steps`."""
+    steps = state["optimizer_steps"]
+    return int(steps[stream] if isinstance(steps, Mapping) else steps)

@@ -1,0 +1,247 @@
+"""What a run trains, by stream: groups, rows, windows and updates; and combinations that no stream has a use for."""
+
+import json
+from typing import Any
+
+import pytest
+
+from configs.loader import check_config
+from configs.schema import ReplaySection, RunConfig, as_replay, run_identity
+from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
+from grpo_core.errors import InputErrors
+from grpo_core.parity import ParityTolerance
+from grpo_core.seeds import derive_seed
+
+JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}
+SIZE = {"height": 64, "width": 64, "prompts_per_iteration": 3, "group_size": 12, "num_inference_steps": 10}
+JOINT: dict[str, Any] = {"policy": {"train": ["tokens", "decoder"]}, "rollout": {"renderings": 5}}
+DECODER: dict[str, Any] = {"policy": {"train": ["decoder"]}}
+PIPELINE: dict[str, Any] = {"policy": {"kind": "diffusers"}, "rollout": {"guidance_scale": 4.5}}
+TEXT: dict[str, Any] = {
+    "policy": {"kind": "causal_lm"},
+    "rollout": dict.fromkeys(("height", "width", "num_inference_steps")),
+    "rewards": [{"reward": "answer"}],
+}
+
+
+def configured(*changes: dict[str, Any]) -> RunConfig:
+    """The configuration with the sections of each change merged into it in turn; None removes a key."""
+    values: dict[str, Any] = {
+        "run": {"name": "x", "iterations": 4, "seed": 7},
+        "policy": {"model": "somewhere/model"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": SIZE,
+        "rewards": [JPEG],
+        "update": {},
+    }
+    for change in changes:
+        for section, given in change.items():
+            merged = {**values.get(section, {}), **given} if isinstance(given, dict) else given
+            values[section] = (
+                {name: value for name, value in merged.items() if value is not None}
+                if isinstance(merged, dict)
+                else merged
+            )
+    return check_config(values)
+
+
+def found(*changes: dict[str, Any]) -> list[tuple[str, object]]:
+    try:
+        configured(*changes)
+    except InputErrors as errors:
+        return [(error.place, error.value) for error in errors.errors]
+    return []
+
+
+class TestStreams:
+    @pytest.mark.parametrize(
+        ("change", "streams", "renderings", "rows", "samples"),
+        [
+            ({}, ("tokens",), (1,) * 12, {"tokens": 36}, 36),
+            (TEXT, ("tokens",), (1,) * 12, {"tokens": 36}, 36),
+            (DECODER, ("denoising",), (12,), {"denoising": 36}, 36),
+            (PIPELINE, ("denoising",), (12,), {"denoising": 36}, 36),
+            # 12 drafts, one of them 5 times: 16 images of a prompt.
+            (JOINT, ("tokens", "denoising"), (5,) + (1,) * 11, {"tokens": 36, "denoising": 15}, 48),
+            (
+                {**JOINT, "rollout": {"renderings": 2, "rendered_drafts": 12}},
+                ("tokens", "denoising"),
+                (2,) * 12,
+                {"tokens": 36, "denoising": 72},
+                72,
+            ),
+        ],
+    )
+    def test_groups_and_rows(
+        self,
+        change: dict[str, Any],
+        streams: tuple[str, ...],
+        renderings: tuple[int, ...],
+        rows: dict[Any, int],
+        samples: int,
+    ) -> None:
+        config = configured(change)
+        assert config.streams == streams
+        assert config.renderings_of_drafts == renderings
+        assert {stream: config.rows_of(stream) for stream in config.streams} == rows
+        assert config.samples_per_iteration == samples
+
+    def test_the_order_of_the_parts_does_not_matter(self) -> None:
+        turned = configured({**JOINT, "policy": {"train": ["decoder", "tokens"]}})
+        assert turned.streams == ("tokens", "denoising")
+        assert turned.updates == configured(JOINT).updates
+
+    def test_each_component_has_an_update_of_its_own(self) -> None:
+        own = {"update": {"learning_rate": 1e-4, "minibatch_size": 12, "denoising": {"clip_range": 2e-5}}}
+        updates = configured(JOINT, own).updates
+        assert list(updates) == ["tokens", "denoising"]
+        assert (updates["tokens"].learning_rate, updates["tokens"].clip_range) == (1e-4, 0.2)
+        assert (updates["denoising"].learning_rate, updates["denoising"].clip_range) == (3e-4, 2e-5)
+        assert (updates["tokens"].minibatch_size, updates["denoising"].minibatch_size) == (12, None)
+        assert "denoising" not in updates["tokens"].model_dump()
+
+    @pytest.mark.parametrize("change", [DECODER, PIPELINE])
+    def test_denoising_alone_is_updated_by_its_own_defaults(self, change: dict[str, Any]) -> None:
+        config = configured(change)
+        update = config.update_of("denoising")
+        assert update is config.update
+        assert isinstance(update, DenoisingUpdateSection)
+        assert (update.clip_range, update.learning_rate, update.kl_estimator) == (1e-4, 3e-4, "exact")
+        assert UpdateSection.model_validate(update.model_dump()).model_dump() == update.model_dump()
+
+    def test_a_schedule_has_the_length_of_its_own_stream(self) -> None:
+        linear = {"lr_scheduler": "linear", "epochs": 2}
+        config = configured(JOINT, {"update": {**linear, "minibatch_size": 12, "denoising": linear}})
+        # 4 iterations x 2 epochs x (36 rows in minibatches of 12, 15 rows at once).
+        steps = {stream: update.total_steps for stream, update in config.scheduled_updates.items()}
+        assert steps == {"tokens": 24, "denoising": 8}
+        assert run_identity(config)["run"]["iterations"] == 4
+
+    def test_the_reference_is_kept_where_a_component_uses_it(self) -> None:
+        config = configured(JOINT, {"update": {"denoising": {"kl_coef": 0.1}}})
+        assert config.references == {"tokens": "none", "denoising": "device"}
+
+    def test_one_window_for_an_iteration(self) -> None:
+        assert configured().window_start(1) is None
+        assert configured(TEXT).window_start(1) is None
+        noise = {"rollout": {"sde_window": "random", "sde_window_range": [1, 6], "sde_window_size": 2}}
+        drawn = [configured(JOINT, noise).window_start(iteration) for iteration in range(1, 5)]
+        assert drawn == [1 + derive_seed(7, "window", iteration) % 4 for iteration in range(1, 5)]
+
+    def test_the_tolerance_is_by_stream_and_precision(self) -> None:
+        parity = ParitySection()
+        assert parity.tolerance("tokens", in_fp32=False) == ParityTolerance(1.0, 0.05)
+        assert parity.tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 1e-6)
+        assert parity.tolerance("denoising", in_fp32=False) == ParityTolerance(1e-3, 1e-4)
+        assert ParitySection(mean_difference=2.0).tolerance("denoising", in_fp32=True) == ParityTolerance(1e-5, 2.0)
+
+    @pytest.mark.parametrize("change", [{}, DECODER, JOINT, PIPELINE, TEXT])
+    def test_what_was_stored_is_the_same_configuration(self, change: dict[str, Any]) -> None:
+        config = configured(change)
+        stored = json.loads(json.dumps(config.model_dump(mode="json")))
+        assert check_config(stored) == config
+        replay = as_replay(config, ReplaySection(source="y", iterations=(1,), max_staleness=0))
+        assert isinstance(replay, type(config))
+        assert replay.updates == config.updates
+        assert replay.model_dump(exclude={"replay"}) == config.model_dump()
+
+
+class TestEvaluation:
+    def test_steps_and_guidance_of_held_out_images(self) -> None:
+        config = configured({"evaluate": {"num_inference_steps": 40, "guidance_scale": 7.0}})
+        assert (config.rollout.num_inference_steps, config.evaluation_rollout.num_inference_steps) == (10, 40)
+        assert config.evaluation_rollout.guidance_scale == 7.0
+        assert configured(TEXT).evaluation_rollout == configured(TEXT).rollout
+
+    def test_images_of_a_pipeline_differ_by_their_first_noise(self) -> None:
+        shared = configured(PIPELINE, {"rollout": {"shared_noise": True}})
+        assert (shared.rollout.shared_noise, shared.evaluation_rollout.shared_noise) == (True, False)
+        assert configured(DECODER).evaluation_rollout.shared_noise
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "place", "value"),
+        [
+            ([{"policy": {"train": ["decoder", "decoder"]}}], "policy.train", ["decoder", "decoder"]),
+            ([TEXT, DECODER], "policy.train", ["decoder"]),
+            ([PIPELINE, {"policy": {"train": ["tokens"]}}], "policy.train", ["tokens"]),
+            ([PIPELINE, JOINT, {"rollout": {"renderings": None}}], "policy.train", ["tokens", "decoder"]),
+            ([{"rollout": {"noise_level": 0.5}}], "rollout.noise_level", 0.5),
+            ([{"rollout": {"sde_type": "cps"}}], "rollout.sde_type", "cps"),
+            ([{"rollout": {"renderings": 2}}], "rollout.renderings", 2),
+            ([DECODER, {"rollout": {"rendered_drafts": 3}}], "rollout.rendered_drafts", 3),
+            ([JOINT, {"rollout": {"renderings": 1}}], "rollout.renderings", 1),
+            ([JOINT, {"rollout": {"rendered_drafts": 13}}], "rollout.rendered_drafts", 13),
+            ([DECODER, {"rollout": {"noise_level": 0.0}}], "rollout.noise_level", 0.0),
+            ([PIPELINE, {"rollout": {"sde_window_range": [0, 10]}}], "rollout.sde_window_range", [0, 10]),
+            ([JOINT, {"rollout": {"sde_window_size": 6}}], "rollout.sde_window_range", [0, 5]),
+            ([PIPELINE, {"rollout": {"num_inference_steps": 5}}], "rollout.sde_window_range", [0, 5]),
+            ([PIPELINE, {"rollout": {"top_p": 0.9}}], "rollout.top_p", 0.9),
+            ([TEXT, {"evaluate": {"num_inference_steps": 4}}], "evaluate.num_inference_steps", 4),
+            ([TEXT, {"evaluate": {"guidance_scale": 0.0}}], "evaluate.guidance_scale", 0.0),
+            ([{"update": {"kl_estimator": "exact"}}], "update.kl_estimator", "exact"),
+            ([JOINT, {"update": {"kl_estimator": "exact"}}], "update.kl_estimator", "exact"),
+            ([DECODER, {"update": {"entropy_coef": 0.1}}], "update.entropy_coef", 0.1),
+            ([JOINT, {"update": {"denoising": {"entropy_quantile": 0.2}}}], "update.denoising.entropy_quantile", 0.2),
+            ([PIPELINE, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
+            ([JOINT, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),
+            ([DECODER, {"update": {"clip_range": 0.2}}], "update.clip_range", 0.2),
+            ([JOINT, {"update": {"denoising": {"clip_range_high": 0.1}}}], "update.denoising.clip_range_high", 0.1),
+            ([PIPELINE, {"update": {"delta": 1.5}}], "update.delta", 1.5),
+            ([PIPELINE, {"update": {"loss": "cispo"}}], "update.ratio_cap", 5.0),
+            ([PIPELINE, {"update": {"mismatch": {"mode": "mask"}}}], "update.mismatch.cap", 3.0),
+            ([JOINT, {"update": {"denoising": {"minibatch_size": 16}}}], "update.denoising.minibatch_size", 16),
+            ([JOINT, {"update": {"denoising": {"warmup_steps": 2}}}], "update.denoising.warmup_steps", 2),
+            (
+                [JOINT, {"update": {"denoising": {"lr_scheduler": "linear", "warmup_steps": 9}}}],
+                "update.denoising.warmup_steps",
+                9,
+            ),
+            (
+                [JOINT, {"update": {"denoising": {"reference": {"refresh_every": 2}}}}],
+                "update.denoising.reference.refresh_every",
+                2,
+            ),
+        ],
+    )
+    def test_refused(self, changes: list[dict[str, Any]], place: str, value: object) -> None:
+        assert found(*changes) == [(place, value)]
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            [DECODER, {"update": {"clip_range": 0.2}, "rollout": {"logprob_reduction": "sum"}}],
+            [PIPELINE, {"update": {"clip_range": 1e-2, "delta": 1.011}}],
+            [PIPELINE, {"update": {"loss": "cispo", "ratio_cap": 1.001, "clip_range": 0.2}}],
+            [PIPELINE, {"update": {"kl_estimator": "k3", "kl_coef": 0.04}}],
+            [JOINT, {"rollout": {"sde_window_range": [0, 9], "sde_window_size": 9, "top_p": 0.9}}],
+            [DECODER, {"rollout": {"temperature": 0.9}}],
+            [{"rollout": {"num_inference_steps": 1, "sde_window_size": 2}}],
+        ],
+    )
+    def test_allowed(self, changes: list[dict[str, Any]]) -> None:
+        assert found(*changes) == []
+
+    def test_a_clip_range_that_never_binds_is_refused_with_the_reason(self) -> None:
+        with pytest.raises(InputErrors) as caught:
+            configured(PIPELINE, {"update": {"clip_range": 0.2}})
+        (error,) = caught.value.errors
+        assert "D-th root" in error.hint
+        assert "rollout.logprob_reduction" in error.hint
+
+    def test_both_streams_are_reported_together(self) -> None:
+        wrong = found(
+            JOINT,
+            {
+                "rollout": {"renderings": 1, "noise_level": 0.0},
+                "update": {"kl_estimator": "exact", "minibatch_size": 37, "denoising": {"clip_range": 0.2}},
+            },
+        )
+        assert [place for place, _ in wrong] == [
+            "rollout.noise_level",
+            "rollout.renderings",
+            "update.kl_estimator",
+            "update.denoising.clip_range",
+            "update.minibatch_size",
+        ]

@@ -1,0 +1,307 @@
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.groups import GroupRequest
+from grpo_core.image_size import ImageSize
+from grpo_core.policies.denoising import NoisyScheduler, exchanged_scheduler, image_of
+from grpo_core.policies.trained import TrainingChoice, train_model
+from grpo_core.records import BrokenImage, DenoisingBatch, TokenBatch
+from grpo_core.seeds import make_generator
+from tests.grpo_core.policies.denoising.test_kernels import flow_grpo_formula
+from tests.grpo_core.policies.denoising.tiny_pipelines import (
+    PIPELINES,
+    SIZE,
+    RandomComponent,
+    autoencoder,
+    component,
+    drafts,
+    embedded,
+    request,
+    sampled,
+    settings,
+    size_of,
+)
+
+
+def pixels(images: Sequence[Any]) -> np.ndarray:
+    return np.stack([np.asarray(image) for image in images])
+
+
+# The ODE
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_without_a_window_images_are_the_pipelines_own(name: str) -> None:
+    made = component(name)
+    size, rows = size_of(name), 2
+    asked = request(samples=rows, window_start=None)
+    (group,) = made.sample([asked], drafts(name, size, rows), size=size, rows_per_call=rows)
+    assert group.sampled is None
+    found = pixels(group.images)
+    own = made.pipeline(**call_of(made, name, asked), output_type="np").images
+    np.testing.assert_array_equal(found, pixels([image_of(each) for each in own]))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_steps_outside_the_window_are_those_of_the_pipelines_scheduler(name: str) -> None:
+    made = component(name)
+    asked = request(samples=2)
+    own = made.pipeline(**call_of(made, name, asked), output_type="latent").images
+    scheduler = NoisyScheduler.like(made.pipeline.scheduler, made.settings).begin(100, [1, 2], asked.sample_ids)
+    with exchanged_scheduler(made.pipeline, scheduler):
+        found = made.pipeline(**call_of(made, name, asked), output_type="latent").images
+    assert isinstance(made.pipeline.scheduler, diffusers.FlowMatchEulerDiscreteScheduler)
+    assert not isinstance(made.pipeline.scheduler, NoisyScheduler)
+    assert torch.equal(found, own)
+
+
+def call_of(made: RandomComponent, name: str, asked: GroupRequest) -> dict[str, Any]:
+    size, rows = size_of(name), len(asked.sample_ids)
+    arguments = made.call_arguments([asked.prompt] * rows, drafts(name, size, rows), size)
+    generators = [make_generator(seed) for seed in asked.noise_seeds]
+    return {**arguments, "num_inference_steps": 6, "generator": generators}
+
+
+# Groups
+
+
+def test_groups_come_back_in_order_whatever_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = component("sd3")
+    requests = [request(prompt, 3, group=f"g{prompt}") for prompt in ("a", "b", "a")]
+    at_once = made.sample(requests, None, size=SIZE, rows_per_call=9)
+    cut = made.sample(requests, None, size=SIZE, rows_per_call=4)
+    alone = [made.sample([each], None, size=SIZE, rows_per_call=9)[0] for each in requests]
+    for group, other, third, asked in zip(at_once, cut, alone, requests, strict=True):
+        assert group.sampled is not None
+        assert group.sampled.actions.prompts == (asked.prompt,) * 3
+        np.testing.assert_allclose(pixels(group.images), pixels(other.images), atol=1)
+        np.testing.assert_allclose(pixels(group.images), pixels(third.images), atol=1)
+    assert not np.array_equal(pixels(at_once[0].images), pixels(at_once[1].images))
+
+
+def test_rows_of_one_start_differ_by_the_noise_of_their_steps() -> None:
+    made = component("sd3")
+    actions, logprobs = sampled(made, "sd3", window_start=0)
+    states = torch.stack(actions.states)
+    assert torch.equal(states[0, 0], states[1, 0])
+    assert not torch.equal(states[0, 1], states[1, 1])
+    assert logprobs.shape == (4, 2)
+    assert len(set(logprobs.flatten().tolist())) == 8
+
+
+def test_rows_of_one_prompt_share_a_call_where_the_pipeline_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = component("sd3")
+    calls: list[list[str]] = []
+    original = made.arguments
+
+    def counted(prompts: Sequence[str], *args: Any) -> Mapping[str, Any]:
+        calls.append(list(prompts))
+        return original(prompts, *args)
+
+    made.arguments = counted
+    monkeypatch.setattr(type(made), "one_prompt_per_call", True)
+    groups = made.sample([request("a", 3), request("b", 2)], None, size=SIZE, rows_per_call=2)
+    assert calls == [["a", "a"], ["a"], ["b", "b"]]
+    calls.clear()
+    batches = [group.sampled.actions for group in groups if group.sampled is not None]
+    rows = DenoisingBatch.join([each for each in batches if isinstance(each, DenoisingBatch)])
+    made.logprobs(rows.select([4, 0, 3, 1]))
+    assert calls == [["b", "b"], ["a", "a"]]
+
+
+def test_a_broken_image_is_reported_and_can_be_viewed() -> None:
+    levels = np.full((4, 4, 3), 0.5)
+    levels[0, 0, 1] = np.nan
+    found = image_of(levels)
+    assert isinstance(found, BrokenImage)
+    assert found.reason.startswith("6.2%")
+    assert np.asarray(found.image)[0, 0].tolist() == [0, 0, 0]
+
+
+# Latents that are not finite
+
+
+class Damaged(RandomComponent):
+    def call_arguments(self, prompts: Sequence[str], drafts: TokenBatch | None, size: ImageSize) -> Mapping[str, Any]:
+        found = dict(super().call_arguments(prompts, drafts, size))
+        found["pooled_prompt_embeds"] = found["pooled_prompt_embeds"].clone()
+        found["pooled_prompt_embeds"][[row for row, prompt in enumerate(prompts) if prompt == "bad"]] = torch.nan
+        return found
+
+
+@pytest.mark.parametrize("window_start", [0, 2])
+def test_latents_that_are_not_finite_name_their_samples_and_the_step(window_start: int) -> None:
+    made = component("sd3")
+    damaged = Damaged(made.pipeline, made.settings, made.trained, arguments=made.arguments)
+    requests = [request(prompt, 2, group=prompt, window_start=window_start) for prompt in ("good", "bad")]
+    with pytest.raises(NonFiniteError, match="Step 1 of 6") as refused:
+        damaged.sample(requests, None, size=SIZE, rows_per_call=4)
+    assert refused.value.sample_ids == ("bad.s00", "bad.s01")
+
+
+# Gradients
+
+
+def unrolled(made: RandomComponent, actions: DenoisingBatch, *, detach_unconditional: bool = False) -> Iterator[Normal]:
+    """Yield the Gaussian of each noisy step of the SD3 pipeline, by a loop of our own in fp64."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(6)
+    sigmas = scheduler.sigmas.double().tolist()
+    rows, scale = len(actions), made.settings.guidance_scale
+    texts = torch.stack([embedded(prompt, 6, 32) for prompt in actions.prompts]).double()
+    pooled = torch.stack([embedded(prompt, 64) for prompt in actions.prompts]).double()
+    for place in range(2):
+        index, x = actions.first_steps[0] + place, torch.stack([each[place] for each in actions.states])
+        with_text, without = (
+            made.pipeline.transformer(
+                hidden_states=x,
+                timestep=scheduler.timesteps[index].expand(rows),
+                encoder_hidden_states=text,
+                pooled_projections=pool,
+            ).sample
+            for text, pool in (
+                (texts, pooled),
+                (embedded("", 6, 32).double().expand(rows, -1, -1), embedded("", 64).double().expand(rows, -1)),
+            )
+        )
+        without = without.detach() if detach_unconditional else without
+        velocity = without + scale * (with_text - without)
+        step = flow_grpo_formula(x, velocity, sigmas[index], sigmas[index + 1], sigmas[1], made.settings.noise_level)
+        yield Normal(step.mean, step.std)
+
+
+def unrolled_logprobs(made: RandomComponent, actions: DenoisingBatch, **options: bool) -> Tensor:
+    steps = enumerate(unrolled(made, actions, **options))
+    after = [torch.stack([each[place + 1] for each in actions.states]) for place in range(2)]
+    return torch.stack([step.log_prob(after[place]).flatten(1).mean(1) for place, step in steps], 1)
+
+
+def gradient_of(made: RandomComponent, value: Tensor) -> Tensor:
+    parameters = list(made.trainable_parameters().values())
+    return torch.cat([each.flatten() for each in torch.autograd.grad(value, parameters)])
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[RandomComponent, DenoisingBatch, Tensor]:
+    made = component("sd3", dtype=torch.float64)
+    actions, stored = sampled(made, "sd3", samples=3, window_start=0)
+    made.prepare_for_update()
+    return made, actions, stored
+
+
+def test_log_probs_and_gradients_are_those_of_a_plain_loop(
+    exact: tuple[RandomComponent, DenoisingBatch, Tensor],
+) -> None:
+    made, actions, stored = exact
+    weights = torch.tensor([[1.0, -2.0], [0.5, 3.0], [-1.0, 0.7]], dtype=torch.float64)
+    scored, plain = made.logprobs(actions).logprobs, unrolled_logprobs(made, actions)
+    torch.testing.assert_close(plain, stored, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(scored, plain, rtol=1e-9, atol=1e-10)
+    found, expected = (gradient_of(made, (each * weights).sum()) for each in (scored, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
+
+
+def test_gradients_flow_through_the_unconditional_pass(exact: tuple[RandomComponent, DenoisingBatch, Tensor]) -> None:
+    made, actions, _ = exact
+    weights = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    found = gradient_of(made, (made.logprobs(actions).logprobs.sum(1) * weights).sum())
+    wrong = gradient_of(made, (unrolled_logprobs(made, actions, detach_unconditional=True).sum(1) * weights).sum())
+    assert float(torch.cosine_similarity(found, wrong, dim=0)) < 0.99
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "glm_image"])
+def test_recomputed_activations_give_the_same_gradient_to_the_bit(name: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        made = component(name, settings(name), checkpointing=checkpointing)
+        actions, _ = sampled(made, name, samples=2)
+        made.prepare_for_update()
+        calls = count_recomputations(made)
+        gradients.append(gradient_of(made, made.logprobs(actions).logprobs.sum()))
+        assert calls == ([made] if checkpointing else []) * len(calls)
+        assert bool(calls) == checkpointing
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def count_recomputations(made: RandomComponent) -> list[RandomComponent]:
+    calls: list[RandomComponent] = []
+    transformer = made.pipeline.transformer
+    original = getattr(transformer, "_gradient_checkpointing_func", None)
+
+    def counted(*args: Any) -> Any:
+        calls.append(made)
+        assert original is not None
+        return original(*args)
+
+    if original is not None:
+        for module in transformer.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = counted
+    return calls
+
+
+def test_a_model_that_cannot_recompute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = TrainingChoice(None, gradient_checkpointing=True)
+    with pytest.raises(InputError, match=r"policy\.gradient_checkpointing"):
+        train_model(torch.nn.Linear(2, 2), choice, base_name="linear")
+    monkeypatch.setattr(diffusers.AutoencoderKL, "_supports_gradient_checkpointing", False)
+    with pytest.raises(InputError, match="AutoencoderKL"):
+        train_model(autoencoder(), choice, base_name="vae")
+
+
+# The exact KL
+
+
+def test_the_exact_kl_and_its_gradient_are_those_of_torch(
+    exact: tuple[RandomComponent, DenoisingBatch, Tensor],
+) -> None:
+    made, actions, _ = exact
+    scored = made.logprobs(actions, kl=True)
+    with torch.no_grad(), made.trained.reference():
+        references = list(unrolled(made, actions))
+    steps = zip(unrolled(made, actions), references, strict=True)
+    expected = torch.stack([kl_divergence(step, other).flatten(1).mean(1) for step, other in steps], 1)
+    assert float(expected.detach().min()) > 1e-8
+    torch.testing.assert_close(scored.kl, expected, rtol=1e-7, atol=1e-14)
+    found, plain = (gradient_of(made, each.sum()) for each in (scored.kl, expected))
+    torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(scored.logprobs, made.logprobs(actions).logprobs, rtol=0, atol=0)
+
+
+def test_the_exact_kl_of_full_weights_can_be_trained_on() -> None:
+    """Values are exchanged for the reference's pass, of several calls, before any graph is built."""
+    made = component("sd3", lora=False)
+    first, _ = sampled(made, "sd3", samples=2, window_start=0)
+    later, _ = sampled(made, "sd3", samples=2, window_start=2)
+    rows = DenoisingBatch.join([first, later])
+    assert torch.equal(made.logprobs(rows, kl=True).kl, torch.zeros(4, 2))
+    with torch.no_grad():
+        for parameter in made.trainable_parameters().values():
+            parameter.mul_(1.01)
+    scored = made.logprobs(rows, kl=True)
+    scored.kl.sum().backward()
+    assert float(scored.kl.detach().min()) > 0
+    assert all(
+        bool(each.grad.isfinite().all()) for each in made.trainable_parameters().values() if each.grad is not None
+    )
+
+
+def test_the_entropy_is_that_of_the_gaussian(exact: tuple[RandomComponent, DenoisingBatch, Tensor]) -> None:
+    made, actions, _ = exact
+    expected = torch.stack([step.entropy().flatten(1).mean(1) for step in unrolled(made, actions)], 1)
+    torch.testing.assert_close(made.logprobs(actions).entropy, expected.detach(), rtol=1e-7, atol=0)
+    assert torch.equal(made.logprobs(actions, entropy="none").entropy, torch.zeros_like(expected))
+    made.settings, kept = replace(made.settings, logprob_reduction="sum"), made.settings
+    summed = made.logprobs(actions).entropy
+    made.settings = kept
+    torch.testing.assert_close(summed, expected.detach() * actions.states[0][0].numel(), rtol=1e-7, atol=0)

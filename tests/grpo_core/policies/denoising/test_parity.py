@@ -1,0 +1,200 @@
+"""On unchanged weights the stored log-probs are found again, and the mistakes that others made are not accepted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
+from grpo_core.policies.denoising import NoisyScheduler, ReplayScheduler, SdeType
+from grpo_core.policies.denoising import component as component_module
+from grpo_core.records import DenoisingBatch
+from tests.grpo_core.policies.denoising.tiny_pipelines import (
+    PIPELINES,
+    RandomComponent,
+    component,
+    sampled,
+    settings,
+)
+
+TOLERANCE = ParityTolerance(max_difference=1e-5, mean_difference=1e-6)
+
+
+def gate(actions: DenoisingBatch, stored: Tensor, scored: Tensor, tolerance: ParityTolerance = TOLERANCE) -> None:
+    names = [f"s{row:02d}" for row in range(len(actions))]
+    require_parity(measure_parity(names, stored, scored.detach(), actions.loss_mask), tolerance)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("sde_type", ["flow_grpo", "dance_grpo", "cps"])
+def test_the_ratio_is_one_on_unchanged_weights(name: str, sde_type: SdeType) -> None:
+    made = component(name, settings(name, sde_type=sde_type))
+    for window_start in (0, 2):
+        actions, stored = sampled(made, name, window_start=window_start)
+        assert actions.states[0].dtype == torch.float16
+        made.prepare_for_update()
+        ratio = (made.logprobs(actions).logprobs.detach() - stored).double().exp()
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "z_image"])
+def test_the_ratio_is_one_in_bfloat16(name: str) -> None:
+    made = component(name, settings(name), dtype=torch.bfloat16)
+    actions, stored = sampled(made, name)
+    made.prepare_for_update()
+    gate(actions, stored, made.logprobs(actions).logprobs)
+
+
+@pytest.mark.slow
+def test_the_ratio_of_glm_image_is_one_in_bfloat16() -> None:
+    made = component("glm_image", dtype=torch.bfloat16)
+    actions, stored = sampled(made, "glm_image")
+    gate(actions, stored, made.logprobs(actions).logprobs)
+
+
+def test_the_ratio_is_one_under_autocast() -> None:
+    made = component("sd3", autocast=torch.bfloat16)
+    actions, stored = sampled(made, "sd3")
+    gate(actions, stored, made.logprobs(actions).logprobs)
+
+
+def test_rows_are_scored_alike_in_any_order_and_number() -> None:
+    made = component("sd3")
+    first, stored = sampled(made, "sd3", window_start=0)
+    later, also_stored = sampled(made, "sd3", window_start=2)
+    rows = DenoisingBatch.join([first, later])
+    order = [5, 0, 7, 3, 2, 6]
+    scored = made.logprobs(rows.select(order)).logprobs
+    torch.testing.assert_close(scored.detach(), torch.cat([stored, also_stored])[order], rtol=0, atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_rows_sampled_with_it() -> None:
+    made = component("sd3")
+    together, stored = sampled(made, "sd3", samples=4)
+    fewer, also_stored = sampled(made, "sd3", samples=2)
+    torch.testing.assert_close(torch.stack(fewer.states), torch.stack(together.states[:2]), rtol=0, atol=2e-3)
+    torch.testing.assert_close(also_stored, stored[:2], rtol=0, atol=1e-6)
+
+
+def test_sums_over_the_latents_are_the_means_times_their_number() -> None:
+    made = component("sd3")
+    actions, stored = sampled(made, "sd3")
+    made.settings = replace(made.settings, logprob_reduction="sum")
+    scored = made.logprobs(actions, kl=True)
+    torch.testing.assert_close(scored.logprobs.detach(), stored * actions.states[0][0].numel(), rtol=1e-6, atol=0)
+
+
+# Mistakes
+
+
+def sigma_from_the_timestep(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+    original = ReplayScheduler.set_timesteps
+
+    def wrong(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        # GLM-Image's timesteps are its unshifted clock.
+        scheduler.sigmas[:6] = torch.tensor([1000, 833, 667, 500, 334, 167]) / 1000
+
+    patch.setattr(ReplayScheduler, "set_timesteps", wrong_signature(wrong))
+
+
+def timestep_off_by_one(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+    original = ReplayScheduler.set_timesteps
+
+    def wrong(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        scheduler.timesteps = scheduler.timesteps - 1
+
+    patch.setattr(ReplayScheduler, "set_timesteps", wrong_signature(wrong))
+
+
+def wrong_signature(function: Callable[..., None]) -> Callable[..., None]:
+    """Give the function the names that pipelines look for."""
+
+    def set_timesteps(
+        self: Any,
+        num_inference_steps: Any = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: Any = None,
+        timesteps: Any = None,
+    ) -> None:
+        function(self, num_inference_steps, device, sigmas, mu, timesteps)
+
+    return set_timesteps
+
+
+def changed(**changes: Any) -> Callable[..., None]:
+    def mistake(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+        made.settings = replace(made.settings, **changes)
+
+    return mistake
+
+
+def adapters_not_loaded(made: RandomComponent, actions: DenoisingBatch, patch: pytest.MonkeyPatch) -> None:
+    made.load_weights(None)
+
+
+MISTAKES: dict[str, Callable[..., None]] = {
+    "sigma from the timestep": sigma_from_the_timestep,
+    "timestep off by one": timestep_off_by_one,
+    "guidance left out": changed(guidance_scale=1.0),
+    "another noise level": changed(noise_level=0.8),
+    "another kind of noise": changed(sde_type="cps"),
+    "another number of steps": changed(num_inference_steps=7),
+    "adapters not loaded": adapters_not_loaded,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_gate_refuses_a_mistake_in_scoring(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GLM-Image at 128 pixels, where the timesteps that the model is told are not 1000 sigma."""
+    made = component("glm_image", settings("glm_image"))
+    actions, stored = sampled(made, "glm_image", samples=2)
+    gate(actions, stored, made.logprobs(actions).logprobs)
+    MISTAKES[mistake](made, actions, monkeypatch)
+    with pytest.raises(ParityError):
+        gate(actions, stored, made.logprobs(actions).logprobs)
+
+
+def test_the_gate_refuses_a_window_that_is_off_by_one() -> None:
+    made = component("sd3")
+    actions, stored = sampled(made, "sd3", window_start=1)
+    with pytest.raises(ParityError):
+        gate(actions, stored, made.logprobs(replace(actions, first_steps=(2,) * 4)).logprobs)
+
+
+def test_the_gate_refuses_the_tokens_of_another_sample() -> None:
+    made = component("glm_image")
+    actions, stored = sampled(made, "glm_image", samples=2)
+    assert actions.drafts is not None
+    with pytest.raises(ParityError):
+        gate(actions, stored, made.logprobs(replace(actions, drafts=actions.drafts.select([1, 0]))).logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gate_refuses_states_that_were_rounded_after_their_log_prob(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = component("sd3")
+    module = component_module.__name__.replace("component", "scheduler")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.stored_dtype", lambda dtype: dtype)
+        actions, stored = sampled(made, "sd3")
+    assert actions.states[0].dtype == torch.float32
+    gate(actions, stored, made.logprobs(actions).logprobs)
+    rounded = replace(actions, states=tuple(states.to(dtype) for states in actions.states))
+    with pytest.raises(ParityError):
+        gate(actions, stored, made.logprobs(rounded).logprobs)
+
+
+def test_latents_that_were_not_rounded_before_the_window_are_an_error() -> None:
+    made = component("sd3")
+    scheduler = NoisyScheduler.like(made.pipeline.scheduler, made.settings).begin(0, [1], ["s"])
+    scheduler.set_timesteps(6)
+    latents = torch.full((1, 4, 2, 2), 1 / 3)
+    with pytest.raises(RuntimeError, match="rounded"):
+        scheduler.step(latents, scheduler.timesteps[0], latents)

@@ -1,0 +1,167 @@
+"""Token model and decoder in one policy: each stream with its own actions, weights and reference.
+
+At 128 pixels, where the decoder's timesteps and sigmas differ.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from diffusers import GlmImagePipeline
+from torch import Tensor
+
+from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.groups import GroupRequest, RolloutGroup
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.parity import ParityTolerance
+from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.glm_image.settings import GlmImageSettings
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.records import DenoisingBatch
+from grpo_core.streams import STREAMS, Stream
+from grpo_core.update import UpdateSettings, update_policy
+from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
+from tests.tiny_policy import MODEL, PROMPTS
+
+SETTINGS = GlmImageSettings(height=128, width=128, num_inference_steps=6, guidance_scale=1.5, sde_window_size=2)
+LORA = TrainingChoice(LoraSettings(rank=4, alpha=8.0))
+PARITY: dict[Stream, ParityTolerance] = {"tokens": ParityTolerance(), "denoising": ParityTolerance(1e-5, 1e-6)}
+# The first of two drafts three times, the second once.
+UNEVEN = {"seeds": (5, 5, 5, 6), "noise_seeds": (1, 1, 1, 1), "step_seeds": (11, 12, 13, 14)}
+
+
+def loaded(trained: Sequence[Stream] = STREAMS, disturbed: float = 0.02) -> GlmImagePolicy:
+    policy = GlmImagePolicy.load(str(MODEL), SETTINGS, dict.fromkeys(trained, LORA))
+    for component in policy.components.values():
+        disturb(component.trainable_parameters(), disturbed)
+    return policy
+
+
+def request(prompt: str, window_start: int | None = 1) -> GroupRequest:
+    return GroupRequest(prompt, tuple(f"{prompt[:8]} {row}" for row in range(4)), **UNEVEN, window_start=window_start)
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[GlmImagePolicy, list[RolloutGroup]]:
+    policy = loaded()
+    return policy, list(collect_rollouts(policy, [request(prompt) for prompt in PROMPTS[:3]], prompts_per_batch=3))
+
+
+def steps_of(group: RolloutGroup) -> DenoisingBatch:
+    actions = group.streams["denoising"].actions
+    assert isinstance(actions, DenoisingBatch)
+    return actions
+
+
+def test_both_streams_are_recorded_and_scored_alike(both: tuple[GlmImagePolicy, list[RolloutGroup]]) -> None:
+    policy, groups = both
+    for group in groups:
+        for stream, component in policy.components.items():
+            sampled = group.streams[stream]
+            with torch.no_grad():
+                scored = component.logprobs(sampled.actions).logprobs
+            difference = (scored - sampled.rollout_logprobs).abs()
+            assert float(difference.max()) < PARITY[stream].max_difference
+            assert float(difference.mean()) < PARITY[stream].mean_difference
+
+
+def test_renderings_share_their_draft_and_part_at_the_first_noisy_step(
+    both: tuple[GlmImagePolicy, list[RolloutGroup]],
+) -> None:
+    _, groups = both
+    for group in groups:
+        ids, states = group.streams["tokens"].actions.token_ids, steps_of(group).states
+        assert torch.equal(ids[0], ids[1])
+        assert torch.equal(ids[0], ids[2])
+        assert not torch.equal(ids[0], ids[3])
+        assert torch.equal(states[0][0], states[1][0])
+        assert not torch.equal(states[0][1], states[1][1])
+        assert not torch.equal(states[0][0], states[3][0])
+
+
+def test_a_frozen_half_samples_what_the_trained_one_does_before_training() -> None:
+    """Adapters start at zero, so each half alone and both together sample the same."""
+    everything = [
+        next(collect_rollouts(loaded(trained, 0.0), [request(PROMPTS[0])], prompts_per_batch=1))
+        for trained in (STREAMS, ("tokens",), ("denoising",))
+    ]
+    first, *others = everything
+    for other in others:
+        assert torch.equal(first.streams["tokens"].actions.token_ids, other.streams["tokens"].actions.token_ids)
+        assert all(map(torch.equal, steps_of(first).states, steps_of(other).states))
+        assert [image.tobytes() for image in first.outputs] == [image.tobytes() for image in other.outputs]
+
+
+def test_held_out_images_are_those_of_the_pipeline_itself(shipped_pipeline: GlmImagePipeline) -> None:
+    policy = loaded(disturbed=0.0)
+    (group,) = collect_rollouts(policy, [request(PROMPTS[2], window_start=None)], prompts_per_batch=1)
+    assert set(group.streams) == {"tokens"}
+    own = shipped_pipeline(
+        [PROMPTS[2]] * 4,
+        height=128,
+        width=128,
+        prior_token_ids=policy.decoder.call_arguments(
+            (PROMPTS[2],) * 4, group.streams["tokens"].actions, SETTINGS.size
+        )["prior_token_ids"],
+        generator=[torch.Generator().manual_seed(1) for _ in range(4)],
+        num_inference_steps=6,
+        guidance_scale=1.5,
+    ).images
+    assert [image.tobytes() for image in group.outputs] == [image.tobytes() for image in own]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_an_update_of_one_stream_moves_its_half_alone(
+    both: tuple[GlmImagePolicy, list[RolloutGroup]], stream: Stream
+) -> None:
+    policy, groups = both
+    before = {name: values_of(half.trainable_parameters()) for name, half in policy.components.items()}
+    rewarded = torch.tensor([[1.0, -1.0, 0.0, torch.nan]] * 3) if stream == "denoising" else torch.zeros(3, 4)
+    if stream == "tokens":
+        rewarded = torch.tensor([[1.0, torch.nan, torch.nan, -1.0]] * 3)
+    rows = join_groups(groups, rewarded, stream)
+    half = policy.components[stream]
+    optimizer = PolicyOptimizer(half.trainable_parameters(), OptimizerSettings(1e-3))
+    settings = UpdateSettings(micro_batch_size=4, clip_range=1e-4 if stream == "denoising" else 0.2)
+    update_policy(half, optimizer, rows, settings, seed=0, parity=PARITY[stream])
+    with torch.no_grad():
+        gained = (half.logprobs(rows.actions).logprobs - rows.rollout_logprobs).mean(-1)
+    for name, other in policy.components.items():
+        changed = {key: bool((value != before[name][key]).any()) for key, value in other.trainable_parameters().items()}
+        assert any(changed.values()) == (name == stream)
+        disturb_back(other.trainable_parameters(), before[name])
+    assert float(gained @ rows.advantages) > 0
+
+
+@torch.no_grad()
+def disturb_back(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
+
+def test_the_reference_of_each_half_is_the_model_before_training(
+    both: tuple[GlmImagePolicy, list[RolloutGroup]],
+) -> None:
+    policy, groups = both
+    plain = loaded(disturbed=0.0)
+    for stream, half in policy.components.items():
+        actions = groups[0].streams[stream].actions
+        with torch.no_grad():
+            expected = plain.components[stream].logprobs(actions).logprobs
+        torch.testing.assert_close(half.reference_logprobs(actions), expected, rtol=0, atol=1e-5)
+
+
+def test_default_adapters_of_the_released_decoder() -> None:
+    """31.5 M parameters on attention and 39.3 M on feed-forward layers at rank 32: 30 layers of width 4096."""
+    import re
+
+    from grpo_core.policies.glm_image.decoder import DECODER_LINEARS
+    from grpo_core.policies.glm_image.loading import build_on_meta, released_configs
+
+    decoder = build_on_meta(released_configs()).decoder
+    shapes = [
+        (module.in_features, module.out_features)
+        for name, module in decoder.named_modules()
+        if re.fullmatch(DECODER_LINEARS, name)
+    ]
+    assert sum(32 * (wide + high) for wide, high in shapes) == 30 * 32 * (4 * 2 * 4096 + 2 * (4096 + 16384))
