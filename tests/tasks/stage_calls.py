@@ -54,7 +54,13 @@ def plan(
         for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
     return plan_round(
-        prompts, seed=11, iteration=iteration, sampling_round=sampling_round, group_size=2, shared_noise=True
+        prompts,
+        seed=11,
+        iteration=iteration,
+        sampling_round=sampling_round,
+        renderings=(1, 1),
+        shared_noise=True,
+        window_start=None,
     )
 
 

@@ -33,8 +33,8 @@ def artifact(digest: str = "d", **changes: object) -> ArtifactRef:
 
 
 def plan(**changes: Any) -> object:
-    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "group_size": 2, "shared_noise": True}
-    return plan_round(PROMPTS, **{**values, **changes})
+    values: dict[str, Any] = {"seed": 0, "iteration": 1, "sampling_round": 1, "renderings": (1, 1)}
+    return plan_round(PROMPTS, **{**values, "shared_noise": True, "window_start": None, **changes})
 
 
 def model(**changes: Any) -> ModelSpec:
@@ -107,7 +107,9 @@ DETERMINING = [
     ("rollouts", {"model": model(digest="other")}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="bfloat16"))}),
     ("rollouts", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(alpha=2.0)))}),
-    ("rollouts", {"plan": plan(group_size=3)}),
+    ("rollouts", {"plan": plan(renderings=(1, 1, 1))}),
+    ("rollouts", {"plan": plan(renderings=(2,))}),
+    ("rollouts", {"plan": plan(window_start=0)}),
     ("rollouts", {"plan": plan(seed=1)}),
     ("rollouts", {"plan": plan(iteration=2)}),
     ("rollouts", {"plan": plan(shared_noise=False)}),

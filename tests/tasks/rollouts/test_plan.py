@@ -1,11 +1,15 @@
 """Names and seeds of samples: unique, stable, and a function of the place alone."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from grpo_core.collect import sampled_at_once
+from grpo_core.groups import GroupRequest
 from grpo_core.image_size import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
@@ -23,11 +27,23 @@ PROMPTS = tuple(
 
 
 def iteration(
-    number: int = 1, *, sampling_round: int = 1, seed: int = 0, count: int = 3, group_size: int = 2, noise: bool = True
+    number: int = 1,
+    *,
+    sampling_round: int = 1,
+    seed: int = 0,
+    count: int = 3,
+    renderings: tuple[int, ...] = (1, 1),
+    noise: bool = True,
+    window_start: int | None = None,
 ) -> RolloutPlan:
-    chosen = [PROMPTS[place % 5] for place in range(count)]
     return plan_round(
-        chosen, seed=seed, iteration=number, sampling_round=sampling_round, group_size=group_size, shared_noise=noise
+        [PROMPTS[place % 5] for place in range(count)],
+        seed=seed,
+        iteration=number,
+        sampling_round=sampling_round,
+        renderings=renderings,
+        shared_noise=noise,
+        window_start=window_start,
     )
 
 
@@ -53,7 +69,9 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
 
 def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
     plans = [
-        iteration(number, sampling_round=later, count=7, group_size=4) for number in range(1, 6) for later in (1, 2, 3)
+        iteration(number, sampling_round=later, count=7, renderings=(1, 1, 1, 1))
+        for number in range(1, 6)
+        for later in (1, 2, 3)
     ]
     all_names = [name for plan in plans for name in names(plan)]
     all_seeds = [seed for plan in plans for seed in seeds(plan)]
@@ -61,7 +79,7 @@ def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
 
 
 def test_seeds_depend_on_the_place_alone() -> None:
-    few, many = iteration(3, group_size=2), iteration(3, group_size=4)
+    few, many = iteration(3, renderings=(1, 1)), iteration(3, renderings=(1, 1, 1, 1))
     for small, large in zip(few.groups, many.groups, strict=True):
         assert many.request(large).seeds[:2] == few.request(small).seeds
     assert set(seeds(iteration(3, seed=1))).isdisjoint(seeds(iteration(3, seed=0)))
@@ -74,6 +92,66 @@ def test_siblings_share_the_noise_or_not() -> None:
         assert len(set(own.request(group).noise_seeds)) == 2
     first = {shared.request(group).noise_seeds[0] for group in shared.groups}
     assert len(first) == len(shared.groups)
+
+
+def requested(renderings: tuple[int, ...], **changes: Any) -> GroupRequest:
+    plan = iteration(renderings=renderings, count=1, window_start=2, **changes)
+    return plan.request(plan.groups[0])
+
+
+def test_renderings_of_a_draft_have_its_tokens_and_steps_of_their_own() -> None:
+    uneven = requested((3, 1, 1), noise=False)
+    assert [name.removeprefix("i000001.p0000.") for name in uneven.sample_ids] == [
+        "s00.r00",
+        "s00.r01",
+        "s00.r02",
+        "s01.r00",
+        "s02.r00",
+    ]
+    drafts = requested((1, 1, 1))
+    assert uneven.seeds == tuple(drafts.seeds[draft] for draft in (0, 0, 0, 1, 2))
+    assert len(set(uneven.step_seeds)) == len(set(uneven.noise_seeds)) == 5
+    assert set(uneven.step_seeds).isdisjoint({*uneven.seeds, *uneven.noise_seeds})
+    assert uneven.window_start == 2
+    shared = requested((3, 1, 1))
+    assert len(set(shared.noise_seeds)) == 1
+    assert shared.step_seeds == uneven.step_seeds
+
+
+def test_all_samples_of_one_draft_are_its_renderings() -> None:
+    """A pipeline without tokens, whose samples have the names that those of several drafts have."""
+    one = requested((4,), noise=False)
+    assert one.sample_ids == requested((1, 1, 1, 1)).sample_ids
+    assert len(set(one.seeds)) == 1
+    assert [len(set(seeds)) for seeds in (one.step_seeds, one.noise_seeds)] == [4, 4]
+    assert iteration(renderings=(4,)).places == ((0, 0), (0, 1), (0, 2), (0, 3))
+
+
+def test_without_a_window_there_is_no_noise_in_the_steps() -> None:
+    plan = iteration()
+    request = plan.request(plan.groups[0])
+    assert (request.step_seeds, request.window_start) == ((), None)
+
+
+def test_plans_without_renderings_keep_the_form_that_their_digests_were_made_of() -> None:
+    assert [*iteration().model_dump(mode="json")] == [
+        "folder",
+        "title",
+        "iteration",
+        "seed",
+        "group_size",
+        "shared_noise",
+        "groups",
+    ]
+    for plan in (iteration(), iteration(renderings=(2, 1), window_start=0)):
+        assert RolloutPlan.model_validate_json(plan.model_dump_json()) == plan
+    assert iteration(renderings=(2, 1)).model_dump()["renderings"] == (2, 1)
+
+
+def test_renderings_that_are_not_the_samples_are_refused() -> None:
+    values = iteration(renderings=(2, 1)).model_dump()
+    with pytest.raises(ValidationError, match="the renderings of all drafts are the samples of a group"):
+        RolloutPlan.model_validate({**values, "group_size": 4})
 
 
 def test_prompts_come_with_their_columns_and_targets() -> None:
@@ -107,7 +185,7 @@ def test_groups_of_one_size_are_sampled_together_also_by_a_shard(
     drawn = [replace(PROMPTS[place % 5], size=size) for place, size in enumerate(sizes)]
     plain = [replace(prompt, size=None) for prompt in drawn]
     plan, unsized = (
-        plan_round(each, seed=0, iteration=1, sampling_round=1, group_size=2, shared_noise=True)
+        plan_round(each, seed=0, iteration=1, sampling_round=1, renderings=(1, 1), shared_noise=True, window_start=None)
         for each in (drawn, plain)
     )
     groups = {group.group_id: group for group in plan.groups}

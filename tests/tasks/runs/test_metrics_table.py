@@ -50,6 +50,7 @@ def test_metrics_of_all_stages_with_their_seconds() -> None:
         "seconds/advantages": 0.25,
         "seconds/update": 0.5,
         "step_time": 3.75,
+        "samples_per_second": 0.5,
         "heldout_reward": 0.7,
     }
 
@@ -76,6 +77,15 @@ def test_speeds_count_all_rounds_and_memory_the_highest_of_them() -> None:
     metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
     assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (10 / 5, (40 + 20) / 5)
     assert {name: value for name, value in metrics.items() if "gpu" in name} == {"gpu_memory/rollouts": 4.0}
+
+
+def test_speeds_count_the_tokens_of_a_draft_once_and_none_without_tokens() -> None:
+    uneven = artifact("a", 2.0, 16, **{"completions/mean_length": 5.0, "completions/drafts": 12.0})
+    metrics = gather_metrics([SamplingRound(uneven, {})], ADVANTAGES, UPDATE, None)
+    assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (16 / 2, 60 / 2)
+    metrics = gather_metrics([SamplingRound(artifact("a", 2.0, 8), {})], ADVANTAGES, UPDATE, None)
+    assert metrics["samples_per_second"] == 4.0
+    assert not [name for name in metrics if "token" in name]
 
 
 def test_a_replay_has_advantages_and_an_update_and_no_running_moments() -> None:
