@@ -1,6 +1,9 @@
-"""The shipped data: synthetic images with captions, prompts, the tiny GLM-Image and the tiny text model.
+"""The shipped data: synthetic images with captions, prompts, the tiny GLM-Image, SD3 and text model.
 
-:mod:`data.shapes` draws an image for a caption, turns images into image tokens and back, and writes the prompt files
-and their targets. :mod:`data.tiny_glm_image` builds, trains, measures and saves the tiny GLM-Image under
-``data/models``, :mod:`data.tiny_text` does the same for a language model, both with :mod:`data.training`.
+- :mod:`data.shapes` draws an image for a caption, turns images into image tokens and back, and writes the prompt files
+  and their targets.
+- :mod:`data.tiny_glm_image`, :mod:`data.tiny_sd3` and :mod:`data.tiny_text` build, train, measure and save the models
+  under ``data/models``, with :mod:`data.training`.
+- Both image models learn from :mod:`data.imperfect_drawings`, paint through :mod:`data.cell_autoencoder` and are
+  measured by :mod:`data.image_quality`.
 """

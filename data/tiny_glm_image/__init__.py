@@ -10,14 +10,13 @@ The whole recipe: ``build_pipeline``, ``train_autoregressive``, ``train_decoder`
 """
 
 from data.tiny_glm_image.components import LIBRARIES, build_pipeline, save_tiny_model
-from data.tiny_glm_image.evaluation import TinyModelReport, evaluate_tiny_model
+from data.tiny_glm_image.evaluation import evaluate_tiny_model
 from data.tiny_glm_image.recipe import TinyRecipe
 from data.tiny_glm_image.training import AutoregressiveMetrics, train_autoregressive, train_decoder
 
 __all__ = [
     "LIBRARIES",
     "AutoregressiveMetrics",
-    "TinyModelReport",
     "TinyRecipe",
     "build_pipeline",
     "evaluate_tiny_model",

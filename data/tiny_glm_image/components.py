@@ -1,12 +1,10 @@
 """The seven parts of the tiny GLM-Image with fresh weights, and the folder that diffusers loads."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from transformers import (
     ByT5Tokenizer,
     GlmImageConfig,
@@ -17,6 +15,7 @@ from transformers import (
 )
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
+from data.cell_autoencoder import build_cell_autoencoder
 from data.shapes import CELL_PIXELS, CODEBOOK_SIZE, IMAGE_PIXELS, all_scenes
 from data.tiny_glm_image.recipe import TinyRecipe
 from grpo_core.policies.glm_image.processor import UnitProcessor
@@ -67,62 +66,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-_CHANNELS = 8
-# Two constant channels of this size pin the group's standard deviation, for any image.
-_PIN = 1000.0
-
-
-def build_identity_vae(latent_std: float, sample_size: int) -> AutoencoderKL:
-    """Build a stock AutoencoderKL with scale factor 1 whose weights are set by hand to the identity.
-
-    A pixel a passes the nonlinearity as the pair (a, -a), because silu(a) - silu(-a) = a; residual branches add zero.
-
-    Args:
-        latent_std: the pipeline's latents are pixels in [-1, 1] divided by it.
-
-    Returns:
-        The autoencoder in evaluation mode; encoding and decoding keep pixels in [-1, 1] within 1e-4.
-    """
-    vae = AutoencoderKL(
-        block_out_channels=(_CHANNELS,),
-        down_block_types=("DownEncoderBlock2D",),
-        up_block_types=("UpDecoderBlock2D",),
-        latent_channels=3,
-        norm_num_groups=1,
-        layers_per_block=1,
-        sample_size=sample_size,
-        mid_block_add_attention=False,
-        latents_mean=(0.0, 0.0, 0.0),
-        latents_std=(latent_std, latent_std, latent_std),
-    )
-    with torch.no_grad():
-        for name, parameter in vae.named_parameters():
-            if "resnets" in name and "conv2" in name:
-                parameter.zero_()
-        for half in (vae.encoder, vae.decoder):
-            _set_centres(half.conv_in, [(2 * c + s, c, 1.0 - 2 * s) for c in range(3) for s in (0, 1)])
-            half.conv_in.bias[6:] = torch.tensor([_PIN, -_PIN])
-            half.conv_norm_out.weight.fill_(_PIN * (2 / _CHANNELS) ** 0.5)
-            half.conv_norm_out.bias.zero_()
-            _set_centres(half.conv_out, [(c, 2 * c + s, 1.0 - 2 * s) for c in range(3) for s in (0, 1)])
-        # Log-variance of the posterior: its samples are its mode.
-        vae.encoder.conv_out.bias[3:] = -30.0
-        for convolution in (vae.quant_conv, vae.post_quant_conv):
-            convolution.bias.zero_()
-            convolution.weight.copy_(torch.eye(convolution.out_channels)[:, :, None, None])
-    return vae.eval()
-
-
-def _set_centres(convolution: nn.Conv2d, entries: Sequence[tuple[int, int, float]]) -> None:
-    """Make a convolution zero but for the centres of these (output, input) channels."""
-    assert convolution.bias is not None
-    convolution.weight.zero_()
-    convolution.bias.zero_()
-    middle = convolution.kernel_size[0] // 2
-    for output, source, value in entries:
-        convolution.weight[output, source, middle, middle] = value
-
-
 _GLYPH_SIZE = 16
 # A message's text unchanged, and an image as its three marks, as in the released model's template.
 _CHAT_TEMPLATE = (
@@ -149,7 +92,12 @@ def build_pipeline(recipe: TinyRecipe) -> GlmImagePipeline:
             processor=_build_processor(tokenizer),
             text_encoder=_build_glyph_encoder(),
             vision_language_encoder=_build_autoregressive(recipe, tokenizer),
-            vae=build_identity_vae(recipe.latent_std, IMAGE_PIXELS),
+            vae=build_cell_autoencoder(
+                levels=1,
+                sample_size=IMAGE_PIXELS,
+                latents_mean=(0.0,) * 3,
+                latents_std=(recipe.latent_std,) * 3,
+            ),
             transformer=_build_decoder(recipe),
             scheduler=FlowMatchEulerDiscreteScheduler(
                 use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"

@@ -14,9 +14,8 @@ class TinyRecipe:
         seed: for weights, data order, noise and the split of captions.
         heldout_fraction: share of the captions that the supervised training never sees.
         corpus_size: images drawn for the supervised training.
-        slip_probability: probability that a sprite is moved by -1, 0 or 1 cells along each axis, within the canvas.
-        confusion_probability: probability that another shape than the caption's is drawn.
-        speckle_probability: probability per cell of a random colour.
+        slip_probability, confusion_probability, speckle_probability: mistakes in them, see
+            :class:`data.imperfect_drawings.Mistakes`.
         hidden_size, layers, heads, key_value_heads, intermediate_size: of the autoregressive model.
         rope_theta: base of its rotary frequencies; a grid of eight rows needs fast ones, or columns look alike.
         initializer_range: standard deviation of its initial weights.

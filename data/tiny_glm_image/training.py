@@ -1,7 +1,7 @@
 """The two trainings of the tiny GLM-Image on imperfect images: cross-entropy for the token model, flow matching."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,22 +9,18 @@ from diffusers import GlmImagePipeline
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.imperfect_drawings import Mistakes, draw_imperfect_corpus
 from data.shapes import (
-    BACKGROUNDS,
     CELL_PIXELS,
     CODEBOOK_SIZE,
-    COLORS,
     GRID,
     IMAGE_PIXELS,
     PREVIEW_GRID,
-    SPRITES,
     Scene,
     decode_tokens,
     draw_cells,
     encode_cells,
     split_scenes,
-    sprite_mask,
-    sprite_origin,
 )
 from data.tiny_glm_image.recipe import TinyRecipe
 from data.training import ProgressCallback, train
@@ -47,24 +43,9 @@ class Corpus:
 
 def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> Corpus:
     """Draw `recipe.corpus_size` images of random scenes, with slips, confusions and speckles at its rates."""
-    rng = np.random.default_rng(recipe.seed)
-    index = rng.integers(len(scenes), size=recipe.corpus_size)
-    cells = np.stack([_draw_imperfect(scenes[i], recipe, rng) for i in index])
-    palette = np.array([*COLORS.values(), *BACKGROUNDS.values()], dtype=np.uint8)
-    stray = rng.random(cells.shape[:3]) < recipe.speckle_probability
-    cells[stray] = palette[rng.integers(len(palette), size=int(stray.sum()))]
+    mistakes = Mistakes(recipe.slip_probability, recipe.confusion_probability, recipe.speckle_probability)
+    index, cells = draw_imperfect_corpus(scenes, recipe.corpus_size, mistakes, recipe.seed)
     return Corpus(torch.from_numpy(index), encode_cells(cells))
-
-
-def _draw_imperfect(scene: Scene, recipe: TinyRecipe, rng: np.random.Generator) -> np.ndarray:
-    if rng.random() < recipe.confusion_probability:
-        scene = replace(scene, shape=str(rng.choice([shape for shape in SPRITES if shape != scene.shape])))
-    row, column = sprite_origin(scene.shape, scene.position)
-    if rng.random() < recipe.slip_probability:
-        height, width = sprite_mask(scene.shape).shape
-        row = int(np.clip(row + rng.integers(-1, 2), 0, GRID - height))
-        column = int(np.clip(column + rng.integers(-1, 2), 0, GRID - width))
-    return draw_cells(scene, origin=(row, column))
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ def measure_and_save(pipeline: GlmImagePipeline, recipe: TinyRecipe, measured: d
     """Save, load again as a user would, measure on held-out captions, and write the recipe next to it."""
     _, unseen = split_scenes(recipe.seed, recipe.heldout_fraction)
     save_tiny_model(pipeline, folder)
-    reports = [asdict(evaluate_tiny_model(folder, unseen, temperature=warm)) for warm in TEMPERATURES]
+    reports = [
+        {"temperature": warm, **asdict(evaluate_tiny_model(folder, unseen, temperature=warm))} for warm in TEMPERATURES
+    ]
     write_recipe(folder, recipe, {**measured, "heldout": reports}, libraries=LIBRARIES)
 
 

@@ -1,0 +1,141 @@
+"""The nine parts of the tiny SD3 with fresh weights, and the folder that diffusers loads."""
+
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from tokenizers import pre_tokenizers
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from data.cell_autoencoder import build_cell_autoencoder
+from data.shapes import CELL_PIXELS, GRID, IMAGE_PIXELS, all_scenes
+from data.tiny_sd3.recipe import TinySd3Recipe
+
+LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "numpy")
+"""Libraries whose versions affect the result."""
+
+_CHANNELS = 3
+# In patches: the positions of images of up to this many along each axis are stored with the weights.
+_MAX_POSITIONS = 16
+_WORD_END = "</w>"
+
+
+def caption_words() -> list[str]:
+    """Return every word of the captions once, in alphabetical order."""
+    return sorted({word for scene in all_scenes() for word in scene.caption.split()})
+
+
+def build_clip_tokenizer(length: int) -> CLIPTokenizer:
+    """Build a CLIP tokenizer to which a word of the captions is one id; any other text is pieces of them, or bytes.
+
+    Args:
+        length: that prompts are padded and cut to, in tokens.
+    """
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # A word grows letter by letter from its start, the longest word first: a shorter one's start may be inside it.
+    merges: dict[tuple[str, str], None] = {}
+    for word in sorted(caption_words(), key=len, reverse=True):
+        pieces = [*word[:-1], word[-1] + _WORD_END]
+        merges.update(dict.fromkeys(("".join(pieces[:i]), pieces[i]) for i in range(1, len(pieces))))
+    entries = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + _WORD_END for letter in letters)]
+    entries += dict.fromkeys(left + right for left, right in merges)
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=length)
+
+
+def build_t5_tokenizer() -> T5Tokenizer:
+    """Build a T5 tokenizer to which a word of the captions is one id and any other word is unknown."""
+    specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return T5Tokenizer(vocab=[*specials, *(("\u2581" + word, -1.0) for word in caption_words())], extra_ids=0)
+
+
+def build_pipeline(recipe: TinySd3Recipe) -> StableDiffusion3Pipeline:
+    """Build the components with random weights from the recipe's seed. Global random state does not change."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        tokenizer, t5_tokenizer = build_clip_tokenizer(recipe.text_length), build_t5_tokenizer()
+        pipeline = StableDiffusion3Pipeline(
+            transformer=_build_transformer(recipe),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=recipe.shift),
+            vae=build_cell_autoencoder(
+                levels=CELL_PIXELS.bit_length(),
+                sample_size=IMAGE_PIXELS,
+                scaling_factor=1 / recipe.latent_std,
+                shift_factor=0.0,
+            ),
+            text_encoder=_build_clip(recipe, tokenizer),
+            tokenizer=tokenizer,
+            text_encoder_2=_build_clip(recipe, tokenizer),
+            tokenizer_2=tokenizer,
+            text_encoder_3=_build_t5(recipe, t5_tokenizer),
+            tokenizer_3=t5_tokenizer,
+        )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _build_transformer(recipe: TinySd3Recipe) -> SD3Transformer2DModel:
+    transformer = SD3Transformer2DModel(
+        sample_size=GRID,
+        patch_size=recipe.patch_size,
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
+        num_layers=recipe.layers,
+        attention_head_dim=recipe.hidden_size // recipe.heads,
+        num_attention_heads=recipe.heads,
+        joint_attention_dim=recipe.t5_size,
+        caption_projection_dim=recipe.hidden_size,
+        pooled_projection_dim=2 * recipe.clip_size,
+        pos_embed_max_size=_MAX_POSITIONS,
+        qk_norm="rms_norm",
+    )
+    # As DiTs start: a velocity of zero.
+    nn.init.zeros_(transformer.proj_out.weight)
+    return transformer.eval()
+
+
+def _build_clip(recipe: TinySd3Recipe, tokenizer: PreTrainedTokenizerBase) -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.clip_size,
+        intermediate_size=2 * recipe.clip_size,
+        projection_dim=recipe.clip_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=recipe.text_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = CLIPTextModelWithProjection(config)
+    # An untrained encoder's embeddings are close to zero, and the transformer reads them without a norm.
+    for embedding, std in (("token_embedding", 1.0), ("position_embedding", 0.5)):
+        nn.init.normal_(model.get_submodule(f"text_model.embeddings.{embedding}").weight, std=std)
+    return model.eval()
+
+
+def _build_t5(recipe: TinySd3Recipe, tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=recipe.t5_size,
+        d_kv=16,
+        d_ff=recipe.t5_size,
+        num_layers=1,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config).eval()
+
+
+def save_tiny_sd3(pipeline: StableDiffusion3Pipeline, folder: Path) -> None:
+    """Save the components; `StableDiffusion3Pipeline.from_pretrained` loads them without this project."""
+    pipeline.save_pretrained(folder)
