@@ -86,7 +86,7 @@ def test_a_sample_does_not_depend_on_other_rows(saved_folder: SavedFolder, name:
         assert abs(pixels(image) - pixels(other)).max() <= 1
     _, second = sampled(load(folder, settings(name)), request("green ring", seed=9), request())
     for image, other in zip(together.outputs, second.outputs, strict=True):
-        assert (pixels(image) == pixels(other)).all()
+        assert abs(pixels(image) - pixels(other)).max() <= 1
 
 
 @pytest.mark.parametrize("name", MAKE)
