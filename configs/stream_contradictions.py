@@ -92,6 +92,9 @@ def _check_tokens(config: RunConfig, place: str, update: UpdateSection) -> Itera
     if update.kl_estimator == "exact":
         hint = "The KL in closed form is one of Gaussian denoising steps; of tokens use k1, k2 or k3."
         yield InputError(f"{place}.kl_estimator", "exact", hint)
+    if update.traits.reads_gaussians:
+        hint = f"{update.loss} measures Gaussian denoising steps; choose another loss for tokens, such as grpo."
+        yield InputError(f"{place}.loss", update.loss, hint)
 
 
 def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> Iterator[InputError]:

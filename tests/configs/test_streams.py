@@ -182,6 +182,8 @@ class TestRefusals:
             ([TEXT, {"evaluate": {"guidance_scale": 0.0}}], "evaluate.guidance_scale", 0.0),
             ([{"update": {"kl_estimator": "exact"}}], "update.kl_estimator", "exact"),
             ([JOINT, {"update": {"kl_estimator": "exact"}}], "update.kl_estimator", "exact"),
+            ([{"update": {"loss": "grpo_guard"}}], "update.loss", "grpo_guard"),
+            ([JOINT, {"update": {"loss": "flow_dppo"}}], "update.loss", "flow_dppo"),
             ([DECODER, {"update": {"entropy_coef": 0.1}}], "update.entropy_coef", 0.1),
             ([JOINT, {"update": {"denoising": {"entropy_quantile": 0.2}}}], "update.denoising.entropy_quantile", 0.2),
             ([PIPELINE, {"update": {"mask_truncated": True}}], "update.mask_truncated", True),

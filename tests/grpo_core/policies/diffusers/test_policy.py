@@ -1,0 +1,188 @@
+"""Pipelines of the real classes through the whole policy, from prompts to log-probs of the steps that made an image."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.groups import RolloutGroup
+from grpo_core.image_size import ImageSize
+from grpo_core.optimizer import OptimizerSettings, PolicyOptimizer
+from grpo_core.policies.denoising.settings import SdeType
+from grpo_core.policies.diffusers.policy import DiffusersPolicy
+from grpo_core.policies.trained import LoraSettings, TrainingChoice
+from grpo_core.records import ActionLogprobs, BrokenImage, DenoisingBatch
+from grpo_core.seeds import make_generator
+from grpo_core.update import UpdateSettings, update_policy
+from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE
+from tests.grpo_core.policies.diffusers.tiny_pipelines import LENGTHS, MAKE, load, request, settings
+
+SavedFolder = Callable[[str], Path]
+
+
+def pixels(image: Any) -> np.ndarray:
+    assert isinstance(image, Image.Image)
+    return np.asarray(image).astype(int)
+
+
+def sampled(policy: DiffusersPolicy, *requests: Any) -> list[RolloutGroup]:
+    return list(collect_rollouts(policy, requests, prompts_per_batch=2))
+
+
+def scored(policy: DiffusersPolicy, group: RolloutGroup, rows: Any = slice(None), **options: Any) -> ActionLogprobs:
+    actions = group.streams["denoising"].actions
+    assert isinstance(actions, DenoisingBatch)
+    return policy.denoising.logprobs(actions.select(range(len(actions))[rows]), **options)
+
+
+@pytest.mark.parametrize("window_start", [0, 2])
+@pytest.mark.parametrize("name", MAKE)
+def test_unchanged_weights_give_a_ratio_of_one(saved_folder: SavedFolder, name: str, window_start: int) -> None:
+    policy = load(saved_folder(name), settings(name))
+    for group in sampled(policy, request(window_start=window_start), request("blue", window_start=window_start)):
+        stored = group.streams["denoising"].rollout_logprobs
+        assert stored.shape == (3, 2)
+        assert stored.std() > 1e-3
+        torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_sixteen_bits_give_a_ratio_of_one(saved_folder: SavedFolder, name: str) -> None:
+    policy = load(saved_folder(name), settings(name), dtype=torch.bfloat16)
+    (group,) = sampled(policy, request())
+    stored = group.streams["denoising"].rollout_logprobs
+    torch.testing.assert_close(scored(policy, group).logprobs, stored, atol=1e-5, rtol=0)
+
+
+def test_guidance_is_part_of_what_is_scored(saved_folder: SavedFolder) -> None:
+    for name in MAKE:
+        policy = load(saved_folder(name), settings(name))
+        (group,) = sampled(policy, request())
+        before = scored(policy, group).logprobs
+        policy.sample_with(settings(name, guidance_scale=GUIDANCE[name] + 1))
+        assert (scored(policy, group).logprobs - before).abs().max() > 1e-5, name
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_sample_does_not_depend_on_other_rows(saved_folder: SavedFolder, name: str) -> None:
+    folder = saved_folder(name)
+    (together,) = sampled(load(folder, settings(name)), request())
+    (apart,) = sampled(load(folder, settings(name, decode_batch_size=1)), request())
+    # Matrix products of another shape round differently: within an ulp or two of the log-prob.
+    torch.testing.assert_close(
+        together.streams["denoising"].rollout_logprobs,
+        apart.streams["denoising"].rollout_logprobs,
+        atol=1e-4,
+        rtol=0,
+    )
+    for image, other in zip(together.outputs, apart.outputs, strict=True):
+        assert abs(pixels(image) - pixels(other)).max() <= 1
+    _, second = sampled(load(folder, settings(name)), request("green ring", seed=9), request())
+    for image, other in zip(together.outputs, second.outputs, strict=True):
+        assert (pixels(image) == pixels(other)).all()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_without_a_window_images_are_the_pipeline_s_own(saved_folder: SavedFolder, name: str) -> None:
+    chosen = settings(name, guidance_scale=GUIDANCE[name])
+    policy = DiffusersPolicy.load(str(saved_folder(name)), chosen, {"denoising": TrainingChoice(LoraSettings(rank=2))})
+    (group,) = sampled(policy, request(window_start=None))
+    assert group.streams == {}
+    own = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder(name)))
+    own.set_progress_bar_config(disable=True)
+    guidance = {"true_cfg_scale": 4.0, "negative_prompt": " "} if name == "qwen_image" else {}
+    images = own(
+        "a red dot",
+        height=32,
+        width=32,
+        num_inference_steps=5,
+        num_images_per_prompt=3,
+        max_sequence_length=LENGTHS[name],
+        generator=[make_generator(seed) for seed in range(3)],
+        **(guidance or {"guidance_scale": GUIDANCE[name]}),
+    ).images
+    for image, expected in zip(group.outputs, images, strict=True):
+        assert (pixels(image) == pixels(expected)).all()
+
+
+@pytest.mark.parametrize("sde_type", ["flow_grpo", "dance_grpo", "cps"])
+def test_an_update_makes_the_rewarded_sample_likelier(saved_folder: SavedFolder, sde_type: SdeType) -> None:
+    policy = load(saved_folder("sd3"), settings(sde_type=sde_type))
+    (group,) = sampled(policy, request())
+    rows = join_groups([group], torch.tensor([[2.0, -1.0, -1.0]]), "denoising")
+    component = policy.denoising
+    optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(learning_rate=1e-3))
+    before = scored(policy, group).logprobs.detach().sum(1)
+    update_policy(
+        component,
+        optimizer,
+        rows,
+        UpdateSettings(loss="grpo", clip_range=1e-4, micro_batch_size=2),
+        seed=0,
+    )
+    gained = scored(policy, group).logprobs.detach().sum(1) - before
+    assert gained[0] > 0
+    assert gained[0] > gained[1:].max()
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_weights_come_back_to_the_bit(saved_folder: SavedFolder, tmp_path: Path, lora: bool) -> None:
+    folder = saved_folder("sd3")
+    policy = load(folder, settings(), lora=lora)
+    with torch.no_grad():
+        for parameter in policy.denoising.trainable_parameters().values():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=make_generator(3)))
+    (group,) = sampled(policy, request())
+    policy.save_weights(tmp_path)
+    other = load(folder, settings(), lora=lora)
+    other.load_weights(tmp_path)
+    assert scored(other, group).logprobs.equal(scored(policy, group).logprobs)
+    other.load_weights(None)
+    assert not scored(other, group).logprobs.equal(scored(policy, group).logprobs)
+
+
+def test_the_reference_is_the_pipeline_as_it_was(saved_folder: SavedFolder) -> None:
+    policy = load(saved_folder("flux"), settings("flux"))
+    (group,) = sampled(policy, request())
+    untrained = DiffusersPolicy.load(
+        str(saved_folder("flux")), settings("flux"), {"denoising": TrainingChoice(LoraSettings(rank=2))}
+    )
+    actions = group.streams["denoising"].actions
+    reference = policy.denoising.reference_logprobs(actions)
+    torch.testing.assert_close(reference, scored(untrained, group).logprobs.detach(), atol=1e-6, rtol=0)
+    kl = scored(policy, group, kl=True).kl
+    assert (kl > 0).all()
+
+
+def test_damaged_weights_name_the_samples(saved_folder: SavedFolder) -> None:
+    policy = load(saved_folder("z_image"), settings("z_image"))
+    with torch.no_grad():
+        next(iter(policy.denoising.trainable_parameters().values())).fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match=r"a red dot\.s00.*Step 1 of 5"):
+        sampled(policy, request())
+    (group,) = sampled(policy, request(window_start=None))
+    assert all(isinstance(image, BrokenImage) for image in group.outputs)
+
+
+def test_the_size_of_a_request_counts(saved_folder: SavedFolder) -> None:
+    policy = load(saved_folder("qwen_image"), settings("qwen_image"))
+    (group,) = sampled(policy, request(size=ImageSize(48, 16), samples=2))
+    assert [image.size for image in group.outputs if isinstance(image, Image.Image)] == [(48, 16)] * 2
+    torch.testing.assert_close(
+        scored(policy, group).logprobs, group.streams["denoising"].rollout_logprobs, atol=1e-6, rtol=0
+    )
+
+
+def test_a_size_that_the_pipeline_rounds_is_refused(saved_folder: SavedFolder) -> None:
+    policy = load(saved_folder("flux"), settings("flux"))
+    with pytest.raises(InputError, match="This model makes it 32x32"):
+        sampled(policy, request(size=ImageSize(34, 34)))
+    with pytest.raises(InputError, match="the nearest size is 32x32"):
+        policy.sample_with(settings("flux", height=34, width=34))
